@@ -1,0 +1,227 @@
+"""The token stream: N sequences laid end to end in one flat stream of T tokens.
+
+There is no padding and no prompt/response split in storage. Every per-token column speaks of token t at index t:
+`rollout_logprobs[t]` is log p(token t | tokens before it in its sequence), 0.0 at each sequence's first token, which has
+nothing before it and is never trained on. Columns are declared once, in `FIELDS`; all code that selects, concatenates,
+saves or sends a batch is generic over that table, so a new column is one row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError, ShapeError, nearest
+
+
+@attrs.frozen
+class Field:
+    """One column of a batch."""
+
+    axes: str
+    """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
+    dtypes: tuple[torch.dtype, ...]
+    """Accepted dtypes; the first is what plain Python numbers become."""
+    meaning: str
+
+
+_F32 = (torch.float32, torch.float64)
+
+FIELDS: dict[str, Field] = {
+    "tokens": Field("T", (torch.int64,), "prompt, sampled and observation tokens"),
+    "sampled": Field("T", (torch.bool,), "the policy sampled this token"),
+    "loss_mask": Field("T", (torch.bool,), "trained on; a subset of `sampled`"),
+    "rollout_logprobs": Field("T", _F32, "log-prob in the distribution that the engine sampled from"),
+    "old_logprobs": Field("T", _F32, "log-prob under the policy at the start of the update"),
+    "ref_logprobs": Field("T", _F32, "log-prob under the reference model"),
+    "values": Field("T", _F32, "the critic's value of the state in which token t is chosen"),
+    "old_entropies": Field("T", _F32, "entropy of the policy's distribution of token t at the start of the update"),
+    "rewards": Field("T", _F32, "token-level reward; an outcome reward sits on the last sampled token"),
+    "advantages": Field("T", _F32, "made by the controller for the whole mini-batch"),
+    "returns": Field("T", _F32, "the critic's target"),
+    "loss_weights": Field("T", _F32, "weight of each token's loss in the sum that is minimised"),
+    "routed_experts": Field("TLK", (torch.uint8, torch.int16), "experts chosen when token t was the input, per layer"),
+    "routed": Field("T", (torch.bool,), "whether `routed_experts` is known at t"),
+    "policy_version": Field("T", (torch.int32,), "which weights sampled the token; -1 where none did"),
+    "group_id": Field("N", (torch.int64,), "equal for the samples of one prompt"),
+    "trajectory_id": Field("N", (torch.int64,), "equal for the steps of one trajectory"),
+    "step_index": Field("N", (torch.int64,), "position of the sequence among its trajectory's steps"),
+    "is_last_step": Field("N", (torch.bool,), "exactly one sequence of a trajectory is its last step"),
+}
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """N sequences in one stream of T tokens. Immutable: every method returns a new batch or a view."""
+
+    offsets: Tensor
+    """int64 [N+1]: sequence i is the slice offsets[i]:offsets[i+1]; offsets[0] is 0, offsets[N] is T; no empty sequence."""
+    columns: Mapping[str, Tensor]
+    """Columns by name. `tokens` is always present; a losses' own columns (from `prepare`) are named `x_…` and have axis T."""
+
+    def __attrs_post_init__(self) -> None:
+        _validate(self.offsets, self.columns)
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[Mapping[str, Any]]) -> Batch:
+        """Lays sequences end to end. Each maps a column's name to its values: a list per token, a number per sequence."""
+        if not sequences:
+            raise ShapeError("Batch.from_sequences: no sequences were given")
+        lengths = [len(sequence["tokens"]) for sequence in sequences]
+        columns = {}
+        for name in sequences[0]:
+            missing = [i for i, sequence in enumerate(sequences) if name not in sequence]
+            if missing:
+                raise ShapeError(f"Batch.from_sequences: sequence {missing[0]} has no {name!r}, sequence 0 has")
+            field = field_of(name)
+            values = [sequence[name] for sequence in sequences]
+            if field.axes[0] == "T":
+                wrong = [i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length]
+                if wrong:
+                    i = wrong[0]
+                    raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
+                columns[name] = torch.from_numpy(np.concatenate([np.asarray(v, _NUMPY[field.dtypes[0]]) for v in values]))
+            else:
+                columns[name] = torch.tensor(values, dtype=field.dtypes[0])
+        return cls(offsets_of(lengths), columns)
+
+    @property
+    def num_sequences(self) -> int:
+        """N"""
+        return self.offsets.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T"""
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [N], tokens of each sequence."""
+        return self.offsets.diff()
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """int64 [T], the sequence that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """int64 [N], tokens before the first sampled one (the whole sequence where none was sampled)."""
+        position_T = torch.arange(self.num_tokens) - self.offsets[:-1][self.sequence_index]
+        first_T = torch.where(self["sampled"], position_T, self.lengths[self.sequence_index])
+        return torch.full_like(self.lengths, torch.iinfo(torch.int64).max).scatter_reduce(
+            0, self.sequence_index, first_T, "amin"
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.columns:
+            raise ShapeError(f"this batch has no column {name!r}; it has {', '.join(self.columns)}.{nearest(name, self.columns)}")
+        return self.columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def with_columns(self, **columns: Tensor) -> Batch:
+        """A batch with these columns added or replaced."""
+        return Batch(self.offsets, {**self.columns, **columns})
+
+    def without_columns(self, *names: str) -> Batch:
+        """A batch without these columns; a name that is not there is ignored."""
+        return Batch(self.offsets, {name: values for name, values in self.columns.items() if name not in names})
+
+    def select(self, sequences: Sequence[int] | Tensor) -> Batch:
+        """The given sequences (indices, any order, repeats allowed) as a batch of their own."""
+        index = torch.as_tensor(sequences, dtype=torch.int64)
+        token_index = self.token_index(index)
+        columns = {name: v[token_index if field_of(name).axes[0] == "T" else index] for name, v in self.columns.items()}
+        return Batch(offsets_of(self.lengths[index]), columns)
+
+    def token_index(self, sequences: Tensor) -> Tensor:
+        """int64, stream positions of the tokens of `sequences` (int64 indices), in their order."""
+        lengths = self.lengths[sequences]
+        starts = offsets_of(lengths)[:-1]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+        return torch.repeat_interleave(self.offsets[:-1][sequences], lengths) + within
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Batches with the same columns, one after the other."""
+        if not batches:
+            raise ShapeError("Batch.concat: no batches were given")
+        names = set(batches[0].columns)
+        for i, batch in enumerate(batches):
+            if set(batch.columns) != names:
+                raise ShapeError(f"Batch.concat: batch {i} differs from batch 0 in columns {sorted(names ^ set(batch.columns))}")
+        lengths = torch.cat([batch.lengths for batch in batches])
+        return Batch(offsets_of(lengths), {name: torch.cat([b[name] for b in batches]) for name in batches[0].columns})
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive batches of `sizes` sequences; the sizes sum to N."""
+        if sum(sizes) != self.num_sequences:
+            raise ShapeError(f"Batch.split: sizes sum to {sum(sizes)}, the batch has {self.num_sequences} sequences")
+        return [self.select(part) for part in torch.arange(self.num_sequences).split(list(sizes))]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the batch as one safetensors file."""
+        from safetensors.torch import save_file
+
+        tensors = {name: values.contiguous() for name, values in self.columns.items()}
+        save_file({"offsets": self.offsets, **tensors}, path, metadata={"rl_core.batch": json.dumps({"version": 1})})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Batch:
+        """Reads a batch written by `save`."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise DataError(f"{path}: not a complete batch file ({error}); write it again with Batch.save") from error
+        return cls(tensors.pop("offsets"), tensors)
+
+
+def field_of(name: str) -> Field:
+    """The row of `FIELDS`, or a per-token float for a loss's own column `x_…`."""
+    if name.startswith("x_"):
+        return Field("T", (torch.float32, torch.float64, torch.bool, torch.int64), "made by a loss's `prepare`")
+    if name not in FIELDS:
+        raise ShapeError(f"{name!r} is not a column of a batch.{nearest(name, FIELDS)} A loss's own column is named 'x_…'")
+    return FIELDS[name]
+
+
+def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
+    """int64 [N+1], the running sum of `lengths`, starting at 0."""
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+_NUMPY = {torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
+
+
+def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
+    if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 2:
+        raise ShapeError(f"offsets: expected int64 [N+1] with N >= 1, got {offsets.dtype} {tuple(offsets.shape)}")
+    if int(offsets[0]) != 0 or bool((offsets.diff() <= 0).any()):
+        raise ShapeError("offsets: must start at 0 and grow; a sequence has at least one token")
+    if "tokens" not in columns:
+        raise ShapeError("a batch needs the column 'tokens'")
+    sizes = {"T": int(offsets[-1]), "N": offsets.numel() - 1}
+    for name, values in columns.items():
+        field = field_of(name)
+        if values.dim() != len(field.axes) or values.shape[0] != sizes[field.axes[0]]:
+            expected = f"[{field.axes}] with {field.axes[0]} = {sizes[field.axes[0]]}"
+            raise ShapeError(f"{name}: expected {expected}, got {tuple(values.shape)}")
+        if values.dtype not in field.dtypes:
+            raise ShapeError(f"{name}: expected {' or '.join(map(str, field.dtypes))}, got {values.dtype}")

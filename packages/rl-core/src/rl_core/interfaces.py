@@ -1,0 +1,596 @@
+"""The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
+
+A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
+Optional abilities are Protocols of their own (`Offloadable`, `Inspectable`, `Sleepable`).
+
+Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
+`InferenceClient`), a `WeightTransport`, a `Generator`; a recipe an `Environment`. `WorkerGroup` and the loop are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import attrs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from torch import Tensor
+
+    from rl_core.batch import Batch
+    from rl_core.config import Config
+    from rl_core.layout.mesh import Mesh
+
+CONTRACT_VERSION = 1
+"""Raised when a contract below changes in a way that existing plug-ins would not survive."""
+
+Role = Literal["policy", "reference", "critic"]
+Metrics = Mapping[str, tuple[float, float]]
+"""Name → (sum, weight): parts add up over micro-batches and ranks and are divided once, at the end."""
+Plan = Sequence[Sequence[int]]
+"""One rank's micro-batches, each the indices of its sequences in the batch the rank was given. Micro-batches are run in
+order; every rank of a group has the same number of them."""
+Row = Mapping[str, Any]
+"""One row of a data file: `prompt` (text, or chat messages) and whatever the environment reads."""
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norms are decayed too, as the field does."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm; 0 switches clipping off."""
+    num_warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    """Shape after the warm-up; `linear` and `cosine` fall to 0 at the run's last optimizer step."""
+    offload_after_step: bool = True
+    """Colocated training only: move the optimizer's state to the CPU between training phases."""
+
+
+@attrs.frozen(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = 0
+    """0: no adapters, all weights are trained."""
+    alpha: int = 16
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout in front of the adapter; makes results depend on the micro-batch split."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Module names to adapt."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Module names to leave out."""
+    init_method: str = "kaiming"
+    """Initialisation of the adapter's first matrix."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """Which model."""
+
+    path: str | None = None
+    """A Hugging Face model directory or name."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters; off at rank 0."""
+
+
+@attrs.frozen(kw_only=True)
+class WorkerSpec:
+    """Everything a rank needs to build its model; plain data, the same for every rank of a group."""
+
+    role: Role
+    model: ModelConfig
+    optimizer: OptimizerConfig | None
+    """None: never trained (the reference)."""
+    options: Any
+    """An instance of the backend's own options class."""
+    bf16: bool
+    """Compute in bfloat16 (parameters stay float32 where they are trained); else float32."""
+    gradient_checkpointing: bool
+    """Recompute activations in backward."""
+    use_sample_packing: bool
+    """A micro-batch is one packed stream; else a padded rectangle."""
+    logprobs_chunk_size: int
+    """Tokens whose float32 logits exist at a time."""
+    total_optimizer_steps: int | None
+    """Length of the schedule; None where the schedule does not need it."""
+    seed: int
+    num_threads: int | None = None
+    """Torch threads of a rank; None leaves torch's choice."""
+
+
+@attrs.frozen(kw_only=True)
+class RankInfo:
+    """Where a rank stands in its group."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class LossSpec:
+    """What is minimised: sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t])."""
+
+    name: str
+    """A policy or value loss: an entry-point name of `rl_core.policy_losses`, or `package.module:function`."""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+    """The function's keyword parameters."""
+    kl_coef: float = 0.0
+    """Weight of the KL to `ref_logprobs`; 0 leaves the term (and the column) out."""
+    kl_estimator: str = "k3"
+    """k1, k2, k3 or abs; with the suffix `+` the gradient-correct straight-through form."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0 leaves the term out."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerStep:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm before clipping; not finite when the step was skipped."""
+    learning_rate: float
+    """The rate that was used."""
+    skipped: bool
+    """A gradient was not finite: weights, optimizer state and schedule are as before."""
+
+
+@runtime_checkable
+class Worker(Protocol):
+    """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same calls."""
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on the CPU.
+
+        Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
+        """
+        ...
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        """Adds the gradient of the loss over `batch` to the gradients; returns the metrics' sums and weights.
+
+        Metrics: `loss` (sum, 1) and those the loss function names, weighted by the trained tokens.
+        """
+        ...
+
+    def optim_step(self) -> OptimizerStep:
+        """Clips, steps, advances the schedule, clears the gradients; skips all that when a gradient is not finite."""
+        ...
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The weights under Hugging Face names. Collective: every rank drains its iterator, also one that yields nothing."""
+        ...
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights` through `sender`; returns what this rank sent."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Writes weights, optimizer and schedule; complete on return."""
+        ...
+
+    def load_state(self, directory: Path) -> None:
+        """Continues exactly where `save_state` stopped, also at another world size. Raises CheckpointError."""
+        ...
+
+    def save_model(self, directory: Path) -> None:
+        """Writes the model and its tokenizer in Hugging Face format."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the rank holds; a second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class Offloadable(Protocol):
+    """A worker that can leave the accelerator between phases."""
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None: ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A worker whose accumulated gradients can be read: the conformance suite's side door."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A training backend: the object behind an entry point of `rl_core.backends`. Its module imports no torch."""
+
+    contract_version: int
+    name: str
+    config_section: str
+    """The section of a model's configuration that it reads, e.g. `fsdp_config`."""
+    options_class: type
+    """Frozen attrs class of that section."""
+
+    def mesh(self, options: Any, world_size: int) -> Mesh:
+        """How `world_size` ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+        ...
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for whatever this backend cannot train correctly, before any process is started."""
+        ...
+
+    def needs_own_process(self) -> bool:
+        """True where a rank must not share the controller's process."""
+        ...
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Called once, in the rank's process and thread."""
+        ...
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class WeightBucket:
+    """Some parameters, packed for one transfer. Each rank describes its own; layouts may differ between ranks."""
+
+    names: tuple[str, ...]
+    """Hugging Face parameter names, in the order in which they lie in `data`."""
+    dtypes: tuple[str, ...] = attrs.field()
+    """torch names without the prefix, e.g. `bfloat16`, one per name."""
+    shapes: tuple[tuple[int, ...], ...] = attrs.field()
+    """Full (unsharded) shapes; a scalar is `()`."""
+    data: Tensor
+    """uint8, one axis, contiguous, no gaps, on any device."""
+
+    @dtypes.validator
+    @shapes.validator
+    def _one_per_name(self, attribute: attrs.Attribute[Any], values: tuple[Any, ...]) -> None:
+        if len(values) != len(self.names):
+            raise ValueError(f"WeightBucket: {len(self.names)} names but {len(values)} {attribute.name}; first {self.names[:1]}")
+
+
+@attrs.frozen(kw_only=True)
+class TensorRecord:
+    """What one transferred tensor must equal on the other side."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+    """CRC-32 of the tensor's bytes."""
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """What was sent, or what arrived: equal on both sides when a sync is complete and intact."""
+
+    version: int
+    tensors: Mapping[str, TensorRecord]
+
+
+@attrs.frozen(kw_only=True)
+class Rendezvous:
+    """How the two sides of one weight sync meet. Plain data, made by the transport on the controller."""
+
+    transport: str
+    """Entry-point name of the transport."""
+    receiver: str
+    """`package.module:Class`, loaded in the engine's process."""
+    data: Mapping[str, Any]
+    """Whatever sender and receiver agreed upon: a directory, an address, a group size."""
+
+
+class WeightSender(Protocol):
+    """A rank's end of a sync."""
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """Drains `buckets` on every rank and returns what this rank sent."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's end of a sync; built as `Class(rendezvous)`."""
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yields every bucket of `version`. Raises WeightSyncError if they are of another version, damaged or incomplete."""
+        ...
+
+
+@runtime_checkable
+class WeightTransport(Protocol):
+    """How weights get from ranks to engines (entry-point group `rl_core.weight_transports`)."""
+
+    contract_version: int
+    name: str
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """On the controller, once per sync."""
+        ...
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
+        """In each rank."""
+        ...
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        """On the controller, after the sync, whether it succeeded or not: removes what `open` left."""
+        ...
+
+
+# --- inference ------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How tokens are drawn."""
+
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    """0 takes the most likely token; the reported log-prob is then that of the unscaled distribution."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Generation ends when the response's text contains one of these; the tokens up to there are kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end-of-sequence token; the stopping token is part of the response."""
+    ignore_eos: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class GenerateRequest:
+    """Token ids in. A retried request carries the same `sample_id` and never yields a second sample."""
+
+    sample_id: str
+    prompt_tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Fixes the sample, whatever else the engine runs at the same time (up to float rounding of the logits)."""
+    num_samples: int = 1
+    """Independent samples of the same prompt; sample i is drawn with seed + i."""
+    session_id: str | None = None
+    """Requests of one episode share it: a router sends them to the same engine."""
+
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+@attrs.frozen(kw_only=True)
+class Completion:
+    """Token ids out, one sample."""
+
+    tokens: tuple[int, ...]
+    """The sampled tokens, a stopping token included."""
+    logprobs: tuple[float, ...]
+    """Of the distribution each token was sampled from, one per token."""
+    policy_versions: tuple[int, ...]
+    """The weights that sampled each token."""
+    stop_reason: StopReason
+    routed_experts: np.ndarray | None = None
+    """[prompt + response − 1, layers, experts per token]: the last token was never an input."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineHealth:
+    """What an engine says of itself."""
+
+    version: int
+    """Of the weights it serves; -1 before the first update."""
+    num_running: int
+    num_waiting: int
+
+
+@runtime_checkable
+class InferenceClient(Protocol):
+    """Token ids in, token ids out. Every call has a deadline whose error names what was waited for."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """`num_samples` completions. Raises GenerationError for a prompt the engine cannot take, DeadlineError."""
+        ...
+
+    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+        """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first (`wait`)."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        """Ends these requests (all, for None); each returns what it has, with stop reason `abort`."""
+        ...
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone, nothing."""
+        ...
+
+    async def health(self) -> EngineHealth: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sleepable(Protocol):
+    """A client whose engines can give their device memory back between phases."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+@runtime_checkable
+class InferencePlugin(Protocol):
+    """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no torch."""
+
+    contract_version: int
+    name: str
+    num_engines_key: str | None
+    """The configuration key that says how many engines there are, or None if always one."""
+
+    def validate(self, config: Config) -> None:
+        """Raises ConfigError before any process is started."""
+        ...
+
+    async def create(self, config: Config) -> InferenceClient:
+        """Starts the engine(s); they hold the weights of `trainer.policy.model.path` until the first update."""
+        ...
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------------
+
+Message = Mapping[str, str]
+"""A chat message: `role` and `content`."""
+Prompt = str | Sequence[Message]
+"""Text taken as it is, or chat messages that the model's chat template turns into text."""
+
+
+@attrs.frozen(kw_only=True)
+class Action:
+    """What the policy said in one turn."""
+
+    text: str
+    """Decoded, without special tokens."""
+    tokens: tuple[int, ...]
+    stop_reason: StopReason
+
+
+@attrs.frozen(kw_only=True)
+class StepResult:
+    """The environment's answer to an action."""
+
+    reward: float
+    done: bool
+    observation: Prompt | None = None
+    """What the policy sees next; None when done."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """Averaged over episodes and logged as `environment/<name>`."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode (entry-point group `rl_core.environments`, each a callable `(row, options) → Environment`)."""
+
+    async def reset(self) -> Prompt:
+        """The first observation."""
+        ...
+
+    async def step(self, action: Action) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentFactory(Protocol):
+    def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
+        """One environment for one episode; `options` is the configuration's `environment.options`."""
+        ...
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TrajectoryStep:
+    """One sequence of a trajectory; all per-token fields have the length of `tokens`."""
+
+    tokens: Sequence[int]
+    sampled: Sequence[bool]
+    """Sampled by the policy; everything before the first sampled token is the prompt."""
+    rollout_logprobs: Sequence[float]
+    """0.0 where not sampled."""
+    policy_version: Sequence[int]
+    """-1 where not sampled."""
+    reward: float
+    """Received for this step."""
+    stop_reason: StopReason
+    routed_experts: np.ndarray | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Trajectory:
+    """One sample of a prompt. A failed one has no steps and says why."""
+
+    group_id: int
+    sample_index: int
+    steps: tuple[TrajectoryStep, ...]
+    prompt_text: str
+    response_text: str
+    start_version: int
+    """The policy's version when the episode was started."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    failure: str | None = None
+    """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the steps' rewards."""
+        return sum(step.reward for step in self.steps)
+
+
+@attrs.frozen(kw_only=True)
+class GroupRequest:
+    """Play one prompt `num_samples` times."""
+
+    group_id: int
+    row: Row
+    row_place: str
+    """`file:row`, for messages."""
+    num_samples: int
+    params: SamplingParams
+    seed: int
+    start_version: int
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) → Generator`)."""
+
+    def prompt_length(self, row: Row) -> int:
+        """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
+        ...
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`."""
+        ...
+
+
+# --- around the loop ------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Where metrics go (entry-point group `rl_core.trackers`: a callable `(config, run_dir) → Tracker`)."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """A named run (entry-point group `rl_core.recipes`)."""
+
+    summary: str
+    """One line for `rl plugins`."""
+    config: Mapping[str, Any]
+    """Flat `key.path` → value, on top of the defaults."""
+    tiny: Mapping[str, Any] | None = None
+    """On top of `config` with `--tiny`: a run of a minute on two CPU cores."""
+    prepare: str | None = None
+    """`package.module:function`, called as `function(config)` before a new run: makes data or a starting model that are missing."""
+
+
+__all__ = [name for name, value in list(globals().items()) if getattr(value, "__module__", None) == __name__]
+__all__ += ["CONTRACT_VERSION", "Message", "Metrics", "Plan", "Prompt", "Role", "Row", "StopReason"]

@@ -1,0 +1,132 @@
+"""Plug-ins by entry point: listed without importing them, imported when chosen.
+
+A function may also be named as `package.module:function`, so a user's own loss or estimator needs no package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import attrs
+
+from rl_core.errors import ConfigError, PluginError, nearest
+from rl_core.interfaces import CONTRACT_VERSION
+
+GROUPS = {
+    "rl_core.backends": "training backends",
+    "rl_core.inference": "inference engines",
+    "rl_core.weight_transports": "weight transports",
+    "rl_core.generators": "generators",
+    "rl_core.environments": "environments",
+    "rl_core.advantage_estimators": "advantage estimators",
+    "rl_core.policy_losses": "policy losses",
+    "rl_core.trackers": "trackers",
+    "rl_core.recipes": "recipes",
+}
+_PACKAGES = {
+    ("rl_core.backends", "fsdp"): "rl-fsdp",
+    ("rl_core.backends", "fsdp1"): "rl-fsdp",
+    ("rl_core.backends", "megatron"): "rl-megatron",
+    ("rl_core.inference", "local"): "rl-rollout",
+    ("rl_core.inference", "vllm"): "rl-rollout",
+    ("rl_core.generators", "environment"): "rl-rollout",
+    ("rl_core.weight_transports", "files"): "rl-rollout",
+    ("rl_core.recipes", "quickstart"): "rl-examples",
+    ("rl_core.recipes", "gsm8k"): "rl-examples",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Plugin:
+    """An installed entry point, not imported."""
+
+    group: str
+    name: str
+    value: str
+    """`package.module:object`"""
+    distribution: str
+    """The package that installed it, with its version."""
+
+
+@cache
+def _installed(group: str) -> dict[str, EntryPoint]:
+    return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
+
+
+def installed(group: str) -> list[Plugin]:
+    """The plug-ins of a group by name, without importing any."""
+    return [
+        Plugin(group=group, name=name, value=entry.value, distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?")
+        for name, entry in sorted(_installed(group).items())
+    ]
+
+
+def load(group: str, name: str, *, key: str | None = None) -> Any:
+    """The object behind an entry point, or behind `package.module:object`.
+
+    Args:
+        group: one of `GROUPS`.
+        name: an entry point's name, or an import path with a colon.
+        key: the configuration key that chose it, for the message.
+
+    Raises:
+        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), or it was
+            written for another contract version.
+    """
+    where = f"{key}: " if key else ""
+    if ":" in name:
+        return _import_path(name, where)
+    found = _installed(group)
+    if name not in found:
+        package = _PACKAGES.get((group, name))
+        remedy = f" It comes with {package}: pip install {package}" if package else nearest(name, found)
+        raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({', '.join(sorted(found)) or 'none'}).{remedy}")
+    try:
+        plugin = found[name].load()
+    except Exception as error:
+        raise PluginError(f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {type(error).__name__}: {error}") from error
+    version = getattr(plugin, "contract_version", CONTRACT_VERSION)
+    if version != CONTRACT_VERSION:
+        raise PluginError(
+            f"{where}the plug-in {name!r} was written for contract version {version}, rl-core has {CONTRACT_VERSION}: "
+            "install matching versions of both"
+        )
+    return plugin
+
+
+def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str | None = None) -> Callable[..., Any]:
+    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError."""
+    function = load(group, name, key=key)
+    where = f"{key}: " if key else ""
+    if not callable(function):
+        raise PluginError(f"{where}{name!r} is a {type(function).__name__}, not a function")
+    known = keyword_parameters(function)
+    for param in params:
+        if param not in known:
+            raise ConfigError(f"{where}{name!r} has no parameter {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}")
+    for param, default in known.items():
+        if default is inspect.Parameter.empty and param not in params:
+            raise ConfigError(f"{where}{name!r} needs the parameter {param!r}")
+    return function
+
+
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function's keyword-only parameters with their defaults (`inspect.Parameter.empty` where required)."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _import_path(path: str, where: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{nearest(attribute, dir(module))}")
+    return getattr(module, attribute)

@@ -1,0 +1,88 @@
+"""Buckets and manifests: what a weight sync sends, and how both sides know that it arrived whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, TensorRecord, WeightBucket
+
+
+def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
+    """Packs tensors into buckets of at most `max_bucket_bytes` (a larger tensor is a bucket of its own).
+
+    Args:
+        named_tensors: full tensors, drained lazily: at most one bucket exists at a time.
+        max_bucket_bytes: bound of a bucket's data.
+    """
+    pending: list[tuple[str, Tensor]] = []
+    pending_bytes = 0
+    for name, tensor in named_tensors:
+        if pending and pending_bytes + tensor.nbytes > max_bucket_bytes:
+            yield _bucket(pending)
+            pending, pending_bytes = [], 0
+        pending.append((name, tensor.detach()))
+        pending_bytes += tensor.nbytes
+    if pending:
+        yield _bucket(pending)
+
+
+def _bucket(named_tensors: list[tuple[str, Tensor]]) -> WeightBucket:
+    return WeightBucket(
+        names=tuple(name for name, _ in named_tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
+        data=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named_tensors]),
+    )
+
+
+def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
+    """The bucket's tensors by name, in order; each a copy-free view where its alignment allows, else a copy."""
+    start = 0
+    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = start + dtype.itemsize * torch.Size(shape).numel()
+        if end > bucket.data.numel():
+            raise WeightSyncError(f"{name}: the bucket ends at byte {bucket.data.numel()}, the tensor at {end}; the transfer is cut off")
+        data = bucket.data[start:end]
+        yield name, (data if start % dtype.itemsize == 0 else data.clone()).view(dtype).view(shape)
+        start = end
+    if start != bucket.data.numel():
+        raise WeightSyncError(f"bucket of {bucket.names[:1]}…: {bucket.data.numel() - start} bytes belong to no tensor")
+
+
+def tensor_record(tensor: Tensor) -> TensorRecord:
+    """Shape, dtype and CRC-32 of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return TensorRecord(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), checksum=zlib.crc32(data))
+
+
+def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
+    """What all ranks sent, as one manifest. Raises WeightSyncError where two ranks sent different data under one name."""
+    tensors: dict[str, TensorRecord] = {}
+    versions = set()
+    for manifest in manifests:
+        versions.add(manifest.version)
+        for name, record in manifest.tensors.items():
+            if tensors.setdefault(name, record) != record:
+                raise WeightSyncError(f"{name}: two ranks sent different tensors: {tensors[name]} and {record}")
+    if len(versions) != 1:
+        raise WeightSyncError(f"the ranks sent different versions: {sorted(versions)}")
+    return Manifest(version=versions.pop(), tensors=tensors)
+
+
+def require_same(sent: Manifest, received: Manifest) -> None:
+    """Raises WeightSyncError naming the first differences between what was sent and what arrived."""
+    if sent.version != received.version:
+        raise WeightSyncError(f"version {sent.version} was sent, version {received.version} arrived")
+    wrong = [
+        f"{name}: sent {sent.tensors.get(name, 'nothing')}, arrived {received.tensors.get(name, 'nothing')}"
+        for name in sorted(sent.tensors.keys() | received.tensors.keys())
+        if sent.tensors.get(name) != received.tensors.get(name)
+    ]
+    if wrong:
+        raise WeightSyncError(f"weight version {sent.version}: {len(wrong)} tensors differ; " + "; ".join(wrong[:3]))
