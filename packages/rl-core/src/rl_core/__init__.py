@@ -1,0 +1,71 @@
+"""Algorithms, data, contracts and the training loop of reinforcement learning post-training.
+
+The names below are the ones most programs need; nothing is loaded until it is used. The rest is in the modules:
+`rl_core.algorithms`, `rl_core.layout`, `rl_core.config`, `rl_core.plugins`, `rl_core.trainer` and, for authors of
+plug-ins, `rl_core.testing`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.batch import Batch
+    from rl_core.config.tree import Config
+    from rl_core.errors import RLError
+    from rl_core.interfaces import (
+        CONTRACT_VERSION,
+        Backend,
+        Environment,
+        Generator,
+        InferenceClient,
+        InferencePlugin,
+        Recipe,
+        Tracker,
+        WeightTransport,
+        Worker,
+    )
+    from rl_core.trainer.run import run_training
+    from rl_core.workers.group import WorkerGroup
+
+_MODULES = {
+    "Batch": "rl_core.batch",
+    "Config": "rl_core.config.tree",
+    "run_training": "rl_core.trainer.run",
+    "WorkerGroup": "rl_core.workers.group",
+    "CONTRACT_VERSION": "rl_core.interfaces",
+    "Backend": "rl_core.interfaces",
+    "Worker": "rl_core.interfaces",
+    "InferencePlugin": "rl_core.interfaces",
+    "InferenceClient": "rl_core.interfaces",
+    "WeightTransport": "rl_core.interfaces",
+    "Generator": "rl_core.interfaces",
+    "Environment": "rl_core.interfaces",
+    "Tracker": "rl_core.interfaces",
+    "Recipe": "rl_core.interfaces",
+    "RLError": "rl_core.errors",
+}
+__all__ = [
+    "Batch",
+    "Config",
+    "run_training",
+    "WorkerGroup",
+    "CONTRACT_VERSION",
+    "Backend",
+    "Worker",
+    "InferencePlugin",
+    "InferenceClient",
+    "WeightTransport",
+    "Generator",
+    "Environment",
+    "Tracker",
+    "Recipe",
+    "RLError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,9 +1,9 @@
 """The token stream: N sequences laid end to end in one flat stream of T tokens.
 
 There is no padding and no prompt/response split in storage. Every per-token column speaks of token t at index t:
-`rollout_logprobs[t]` is log p(token t | tokens before it in its sequence), 0.0 at each sequence's first token, which has
-nothing before it and is never trained on. Columns are declared once, in `FIELDS`; all code that selects, concatenates,
-saves or sends a batch is generic over that table, so a new column is one row.
+`rollout_logprobs[t]` is log p(token t | tokens before it in its sequence), 0.0 at each sequence's first token, which
+has nothing before it and is never trained on. Columns are declared once, in `FIELDS`; all code that selects,
+concatenates, saves or sends a batch is generic over that table, so a new column is one row.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class Batch:
     """N sequences in one stream of T tokens. Immutable: every method returns a new batch or a view."""
 
     offsets: Tensor
-    """int64 [N+1]: sequence i is the slice offsets[i]:offsets[i+1]; offsets[0] is 0, offsets[N] is T; no empty sequence."""
+    """int64 [N+1]: sequence i is the slice offsets[i]:offsets[i+1], never empty; offsets[0] is 0, offsets[N] is T."""
     columns: Mapping[str, Tensor]
-    """Columns by name. `tokens` is always present; a losses' own columns (from `prepare`) are named `x_…` and have axis T."""
+    """Columns by name. `tokens` is always present; a loss's own (from `prepare`) are named `x_…`, with axis T."""
 
     def __attrs_post_init__(self) -> None:
         _validate(self.offsets, self.columns)
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Mapping[str, Any]]) -> Batch:
-        """Lays sequences end to end. Each maps a column's name to its values: a list per token, a number per sequence."""
+        """Lays sequences end to end. Each maps a column's name to its values: a list of T, or one number."""
         if not sequences:
             raise ShapeError("Batch.from_sequences: no sequences were given")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
@@ -83,11 +83,15 @@ class Batch:
             field = field_of(name)
             values = [sequence[name] for sequence in sequences]
             if field.axes[0] == "T":
-                wrong = [i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length]
+                wrong = [
+                    i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length
+                ]
                 if wrong:
                     i = wrong[0]
                     raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
-                columns[name] = torch.from_numpy(np.concatenate([np.asarray(v, _NUMPY[field.dtypes[0]]) for v in values]))
+                columns[name] = torch.from_numpy(
+                    np.concatenate([np.asarray(v, _NUMPY[field.dtypes[0]]) for v in values])
+                )
             else:
                 columns[name] = torch.tensor(values, dtype=field.dtypes[0])
         return cls(offsets_of(lengths), columns)
@@ -123,7 +127,9 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.columns:
-            raise ShapeError(f"this batch has no column {name!r}; it has {', '.join(self.columns)}.{nearest(name, self.columns)}")
+            raise ShapeError(
+                f"this batch has no column {name!r}; it has {', '.join(self.columns)}.{nearest(name, self.columns)}"
+            )
         return self.columns[name]
 
     def __contains__(self, name: str) -> bool:
@@ -162,7 +168,9 @@ class Batch:
         names = set(batches[0].columns)
         for i, batch in enumerate(batches):
             if set(batch.columns) != names:
-                raise ShapeError(f"Batch.concat: batch {i} differs from batch 0 in columns {sorted(names ^ set(batch.columns))}")
+                raise ShapeError(
+                    f"Batch.concat: batch {i} differs from batch 0 in columns {sorted(names ^ set(batch.columns))}"
+                )
         lengths = torch.cat([batch.lengths for batch in batches])
         return Batch(offsets_of(lengths), {name: torch.cat([b[name] for b in batches]) for name in batches[0].columns})
 
@@ -171,6 +179,52 @@ class Batch:
         if sum(sizes) != self.num_sequences:
             raise ShapeError(f"Batch.split: sizes sum to {sum(sizes)}, the batch has {self.num_sequences} sequences")
         return [self.select(part) for part in torch.arange(self.num_sequences).split(list(sizes))]
+
+    def to_padded(self, *, pad_token_id: int) -> PaddedBatch:
+        """The rectangle that models without packing and other frameworks take: padded on the left, every row ends at W.
+
+        W is the longest sequence (max over i of prompt_i + response_i), so responses lie in the last columns. Padding
+        holds `pad_token_id` in `tokens`, -1 in `policy_version` and 0 (False) in all other columns.
+        """
+        width = int(self.lengths.max())
+        attention_mask = torch.arange(width) >= width - self.lengths[:, None]
+        columns = {}
+        for name, values in self.columns.items():
+            if field_of(name).axes[0] == "T":
+                fill = {"tokens": pad_token_id, "policy_version": -1}.get(name, 0)
+                padded = values.new_full((*attention_mask.shape, *values.shape[1:]), fill)
+                padded[attention_mask] = values
+                values = padded
+            columns[name] = values
+        return PaddedBatch(attention_mask=attention_mask, columns=columns)
+
+    @classmethod
+    def from_padded(cls, padded: PaddedBatch) -> Batch:
+        """The stream of a rectangle whose padding stands left, right, or on both sides: the inverse of `to_padded`.
+
+        Raises:
+            ShapeError: a row without tokens or with padding between its tokens, or a column that does not fit the mask.
+        """
+        mask = padded.attention_mask
+        if mask.dtype != torch.bool or mask.dim() != 2:
+            raise ShapeError(f"attention_mask: expected bool [N, W], got {mask.dtype} {tuple(mask.shape)}")
+        width = torch.arange(mask.shape[1])
+        spans = torch.where(mask, width, -1).amax(1) - torch.where(mask, width, mask.shape[1]).amin(1) + 1
+        wrong = (mask.sum(1) != spans).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            what = "padding between its tokens" if bool(mask[row].any()) else "no tokens"
+            raise ShapeError(f"attention_mask: row {row} has {what}")
+        columns = {}
+        for name, values in padded.columns.items():
+            if field_of(name).axes[0] == "T":
+                if values.shape[:2] != mask.shape:
+                    raise ShapeError(
+                        f"{name}: expected {list(mask.shape)} as the attention mask, got {list(values.shape)}"
+                    )
+                values = values[mask]
+            columns[name] = values
+        return cls(offsets_of(mask.sum(1)), columns)
 
     def save(self, path: str | Path) -> None:
         """Writes the batch as one safetensors file."""
@@ -192,12 +246,24 @@ class Batch:
         return cls(tensors.pop("offsets"), tensors)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class PaddedBatch:
+    """N sequences as rows of width W, padding included."""
+
+    attention_mask: Tensor
+    """bool [N, W]: a token, not padding."""
+    columns: Mapping[str, Tensor]
+    """A batch's columns; where its axis is T, these are [N, W, …]."""
+
+
 def field_of(name: str) -> Field:
     """The row of `FIELDS`, or a per-token float for a loss's own column `x_…`."""
     if name.startswith("x_"):
         return Field("T", (torch.float32, torch.float64, torch.bool, torch.int64), "made by a loss's `prepare`")
     if name not in FIELDS:
-        raise ShapeError(f"{name!r} is not a column of a batch.{nearest(name, FIELDS)} A loss's own column is named 'x_…'")
+        raise ShapeError(
+            f"{name!r} is not a column of a batch.{nearest(name, FIELDS)} A loss's own column is named 'x_…'"
+        )
     return FIELDS[name]
 
 
@@ -207,7 +273,13 @@ def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
-_NUMPY = {torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
+_NUMPY = {
+    torch.int64: np.int64,
+    torch.bool: np.bool_,
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
 
 
 def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:

@@ -57,3 +57,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """The first leaf of a task group's errors: the one that ended the others."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -571,11 +571,29 @@ class Generator(Protocol):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go (entry-point group `rl_core.trackers`: a callable `(config, run_dir) → Tracker`)."""
+    """Where metrics go.
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    Entry-point group `rl_core.trackers`: a callable `(config, run_dir, *, total_steps, first_step) → Tracker`, where
+    `first_step` is the first step that will be logged: 0 for a new run, the checkpoint's step + 1 for a resumed one. What
+    an earlier process logged for that step and those after it is dropped.
+    """
 
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once per step, in order. Step 0 holds the evaluation before training."""
+        ...
+
+    def close(self) -> None:
+        """Called once, also when the run fails."""
+        ...
+
+
+@runtime_checkable
+class PhaseAware(Protocol):
+    """A tracker that is told what the run is doing."""
+
+    def phase(self, name: str) -> None:
+        """`name` begins now: generate, score, train, publish, evaluate, checkpoint."""
+        ...
 
 
 @attrs.frozen(kw_only=True)

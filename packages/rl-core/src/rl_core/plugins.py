@@ -80,7 +80,7 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     """
     where = f"{key}: " if key else ""
     if ":" in name:
-        return _import_path(name, where)
+        return import_object(name, where)
     found = _installed(group)
     if name not in found:
         package = _PACKAGES.get((group, name))
@@ -121,7 +121,8 @@ def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _import_path(path: str, where: str) -> Any:
+def import_object(path: str, where: str = "") -> Any:
+    """The object at `package.module:object`; `where` opens the message of the PluginError when it is not there."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

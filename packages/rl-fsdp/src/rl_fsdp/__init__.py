@@ -1,0 +1,24 @@
+"""Training backend on PyTorch FSDP and Hugging Face models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_fsdp.backend import FsdpBackend, FsdpOptions, fsdp
+    from rl_fsdp.worker import FsdpWorker
+
+_MODULES = {
+    "FsdpBackend": "rl_fsdp.backend",
+    "FsdpOptions": "rl_fsdp.backend",
+    "FsdpWorker": "rl_fsdp.worker",
+    "fsdp": "rl_fsdp.backend",
+}
+__all__ = ["FsdpBackend", "FsdpOptions", "FsdpWorker", "fsdp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,85 @@
+# Everything that is done with this repository, set-up included. Needs Python 3.11, pip and git. `make help` lists the targets.
+#
+# Another Python:                     make test PYTHON=python3.12
+# Further arguments for the command:  make test ARGS="tests/core -k grpo"
+#                                     make quickstart ARGS="trainer.algorithm.eps_clip_high=0.2"
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3.11
+SEED ?= 0
+CASE ?=
+ARGS ?=
+
+# uv resolves and installs. A fitting one on PATH is used, else pip fetches it into .tools/, where it disturbs nothing.
+UV_VERSION := 0.13.8
+PRIVATE_UV := .tools/uv-$(UV_VERSION)/bin/uv
+UV := $(if $(findstring uv $(UV_VERSION),$(shell uv --version 2>/dev/null)),uv,$(PRIVATE_UV))
+
+# Where a site keeps wheels for pip, uv looks too (pip separates several places by spaces, uv by commas).
+empty :=
+space := $(empty) $(empty)
+comma := ,
+export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_FIND_LINKS)))
+# Wheels and cache often lie on different file systems; uv then copies, and need not say so.
+export UV_LINK_MODE ?= copy
+
+VENV := .venv
+READY := $(VENV)/ready
+RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
+PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup quickstart test check learn soak bench docs public-api constraints clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+$(PRIVATE_UV):
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools/uv-$(UV_VERSION) uv==$(UV_VERSION)
+
+# The stamp says that .venv matches every pyproject.toml, so a second make starts at once.
+$(READY): $(PYPROJECTS) $(filter $(PRIVATE_UV),$(UV))
+	$(UV) sync --quiet --python $(PYTHON) --all-packages
+	@touch $@
+
+setup: $(READY)  ## install everything into .venv
+
+quickstart: $(READY)  ## teach a small model to add, in minutes, into runs/quickstart (SEED=n, ARGS="key.path=value …")
+	$(RUN)rl train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart $(ARGS)
+
+test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
+	$(RUN)python -m pytest $(ARGS)
+
+check: $(READY)  ## lint, format, types, fast tests: under three minutes
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright
+	$(RUN)python -m pytest tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
+
+learn: $(READY)  ## train until the curves of docs/ are reached, hours (CASE=name runs one)
+	$(RUN)python -m pytest -m learn --timeout=0 $(if $(CASE),-k $(CASE)) $(ARGS)
+
+soak: $(READY)  ## kill runs at every step, sweep configurations, hours
+	$(RUN)python -m pytest -m soak --timeout=0 $(ARGS)
+
+bench: $(READY)  ## measure: ratios, taken within one run
+	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(RUN)python $$benchmark $(ARGS); done
+
+docs: $(READY)  ## write the generated pages of docs/ again
+	$(RUN)python docs/generate.py
+
+public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
+	$(RUN)python -m tests.workspace.public_api
+
+# From the index alone (no site's wheels), so no version carries a local label. The environment markers say the same on every
+# line and go; a package with two versions keeps the Python version that tells them apart.
+constraints: $(READY)  ## write constraints.txt again, after a dependency changed
+	env -u UV_FIND_LINKS $(UV) pip compile --quiet packages/*/pyproject.toml --all-extras --universal --python-version 3.11 \
+	  --no-emit-index-url --no-header --no-annotate $(patsubst packages/%/,--no-emit-package %,$(wildcard packages/*/)) \
+	  | sed -E "s/ ; .*(python_full_version [<=]+ '3\.12[^']*').*/ ; \1/; t; s/ ;.*//" > constraints.txt
+
+clean:  ## remove what set-up and tests made; runs/ stays
+	rm -rf $(VENV) .tools .pytest_cache .ruff_cache .hypothesis uv.lock

@@ -1,0 +1,113 @@
+"""How evenly sequences are spread over ranks, and how long planning takes.
+
+Lengths are log-normal (median 2,000 tokens, a long tail cut at 32,768), as reasoning responses are. `worst/mean` is the
+most loaded rank over the average one: what exceeds 1 is time that the other ranks wait. `bound` is what every partition
+guarantees for these costs: 1 + largest cost / mean load.
+
+Run: python benchmarks/layout.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+from rl_core.layout import (
+    Mesh,
+    equal_count_partition,
+    flop_cost,
+    greedy_partition,
+    karmarkar_karp_partition,
+    packed_layout,
+    part_sums,
+    plan_micro_batches,
+    rank_positions,
+)
+
+MAX_TOKENS = 32_768
+BUDGET_S = 2.0
+
+
+def random_lengths(num_sequences: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.clip(rng.lognormal(np.log(2000), 1.0, num_sequences), 16, MAX_TOKENS).astype(np.int64)
+
+
+def dealt_in_order(costs_N: np.ndarray, num_parts: int) -> np.ndarray:
+    """What happens without balancing."""
+    return np.arange(len(costs_N)) * num_parts // len(costs_N)
+
+
+def compare_partitions() -> None:
+    print(f"{'sequences':>9} {'ranks':>5} {'cost':>6} {'partition':<26} {'worst/mean':>10} {'bound':>8} {'seconds':>8}")
+    for num_sequences, num_ranks in ((256, 8), (1024, 64), (4096, 64), (4096, 512), (100_000, 512)):
+        lengths_N = random_lengths(num_sequences)
+        # A model of 7 billion parameters, 32 layers of width 4096.
+        flops_N = flop_cost(lengths_N, hidden_size=4096, num_layers=32, num_parameters=7_000_000_000)
+        for name, costs_N in (("tokens", lengths_N), ("FLOPs", flops_N)):
+            for partition in (dealt_in_order, equal_count_partition, greedy_partition, karmarkar_karp_partition):
+                start = time.perf_counter()
+                part_N = partition(costs_N, num_ranks)
+                seconds = time.perf_counter() - start
+                loads = part_sums(costs_N, part_N, num_ranks)
+                worst, bound = loads.max() / loads.mean(), 1 + costs_N.max() / loads.mean()
+                guarantee = "none" if partition is dealt_in_order else f"{bound:8.4f}"
+                row = f"{num_sequences:>9} {num_ranks:>5} {name:>6} {partition.__name__:<26}"
+                print(f"{row} {worst:10.4f} {guarantee:>8} {seconds:8.3f}")
+
+
+def time_plans() -> float:
+    """Seconds of the slowest plan of 100,000 sequences on 512 data-parallel ranks."""
+    lengths_N = random_lengths(100_000)
+    slowest = 0.0
+    print(f"\n{'100k sequences, 512 ranks':<42} {'micro-batches':>13} {'fewest':>7} {'worst/mean':>10} {'seconds':>8}")
+    for name, options in (
+        (f"max_tokens={MAX_TOKENS}", {"max_tokens": MAX_TOKENS}),
+        (f"max_tokens={MAX_TOKENS}, multiple=8", {"max_tokens": MAX_TOKENS, "multiple": 8}),
+        ("max_sequences=4", {"max_sequences": 4}),
+        ("max_tokens=65536, sequence_multiple=32", {"max_tokens": 65_536, "sequence_multiple": 32}),
+    ):
+        start = time.perf_counter()
+        plan = plan_micro_batches(lengths_N, num_data_ranks=512, **options)
+        seconds = time.perf_counter() - start
+        loads = np.array([sum(lengths_N[m].sum() for m in rank) for rank in plan])
+        fewest = -(-int(loads.max()) // options["max_tokens"]) if "max_tokens" in options else -(-196 // 4)
+        print(f"{name:<42} {len(plan[0]):>13} {fewest:>7} {loads.max() / loads.mean():10.4f} {seconds:8.3f}")
+        slowest = max(slowest, seconds)
+    return slowest
+
+
+def time_indices() -> None:
+    """The index arrays of one rank's largest micro-batch, context and Ulysses parallel."""
+    lengths_N = random_lengths(64)
+    mesh = Mesh(world_size=64, tensor=4, context=4, sequence=2)
+    offsets = np.concatenate([[0], np.cumsum(lengths_N)])
+    start = time.perf_counter()
+    layout = packed_layout(
+        offsets,
+        np.arange(64),
+        sequence_multiple=mesh.sequence_multiple,
+        total_multiple=mesh.micro_batch_tokens_multiple(),
+    )
+    positions = rank_positions(layout.boundaries, mesh, 13)
+    seconds = time.perf_counter() - start
+    padding = 1 - lengths_N.sum() / len(layout.index)
+    print(
+        f"\nindices of one micro-batch of {len(layout.index):,} tokens: {seconds * 1e3:.1f} ms, {padding:.2%} padding, ",
+        end="",
+    )
+    print(f"{len(positions):,} tokens per rank (tensor 4 × context 4 × Ulysses 2)")
+
+
+def main() -> int:
+    compare_partitions()
+    slowest = time_plans()
+    time_indices()
+    print(f"\nslowest plan: {slowest:.2f} s, allowed {BUDGET_S:.0f} s")
+    return 0 if slowest < BUDGET_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

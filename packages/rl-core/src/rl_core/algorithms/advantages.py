@@ -1,0 +1,385 @@
+"""Advantages: how much better a sample, or a token, did than a baseline.
+
+Estimators over outcomes take one row per trajectory and return [N]; the caller gives each row's value to its tokens.
+Those over tokens return `TokenAdvantages` [T]. A group is the samples of one prompt, in any row order. A group of one
+sample has nothing to be compared with: a baseline made of its own score alone says nothing, and its raw score would
+push the policy by the reward's offset. It gets 0, so it adds no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import (
+    require_between,
+    require_bool,
+    require_floating,
+    require_int64,
+    require_same_length,
+)
+from rl_core.algorithms.groups import group_mean, group_std
+from rl_core.algorithms.returns import continues, discounted_returns, on_stream, require_rewarded_stream, reverse_scan
+from rl_core.errors import ConfigError, DataError
+
+_STD_EPSILON = 1e-6
+_VARIANCE_EPSILON = 1e-8
+
+
+class TokenAdvantages(NamedTuple):
+    """What a token-level estimator returns; 0 where no token was sampled."""
+
+    advantages_T: Tensor
+    returns_T: Tensor
+    """The critic's target; for an estimator without a critic the discounted return."""
+
+
+def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
+    """Score minus its prompt's mean score, in units of the prompt's standard deviation.
+
+    A_i = (s_i − mean) / (std + 1e-6), std with n − 1 in the denominator; without `grpo_norm_by_std` (Dr. GRPO): s_i −
+    mean.
+    Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; without the deviation: Liu et al. 2025, arXiv 2503.20783,
+    section 3.2.
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+        grpo_norm_by_std: divide by the standard deviation.
+
+    Returns:
+        Advantages [N]; 0 for a group of one and for a group of equal scores.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    _require_groups(scores_N, group_N)
+    mean_N, _ = group_mean(scores_N, group_N)
+    centred_N = scores_N.double() - mean_N
+    if grpo_norm_by_std:
+        centred_N = centred_N / (group_std(scores_N, group_N) + _STD_EPSILON)
+    return centred_N.to(scores_N.dtype)
+
+
+def rloo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
+    """Score minus the mean score of the OTHER samples of the same prompt.
+
+    A_i = n · (s_i − mean_j s_j) / (n − 1), which equals s_i − mean_{j≠i} s_j.
+    Source: Ahmadian et al. 2024, arXiv 2402.14740 (RLOO estimator).
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+
+    Returns:
+        Advantages [N]; 0 for a group of one.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    _require_groups(scores_N, group_N)
+    mean_N, count_N = group_mean(scores_N, group_N)
+    return ((scores_N.double() - mean_N) * count_N / (count_N - 1).clamp(min=1)).to(scores_N.dtype)
+
+
+def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Score minus its prompt's mean score, standardised over all tokens of the batch.
+
+    a_i = s_i − mean of its group; A_i = (a_i − m) / sqrt(v + 1e-8), with m and v the mean and variance of a over the
+    batch's sampled tokens, so that a trajectory counts as often as it has tokens.
+    Source: Hu et al. 2025, arXiv 2501.03262 (REINFORCE++ with baseline).
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+        lengths_N: int64, sampled tokens of each trajectory.
+
+    Returns:
+        Advantages [N]; 0 for a group of one, which has no part in m and v either.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    _require_groups(scores_N, group_N)
+    _require_lengths(scores_N, lengths_N)
+    mean_N, count_N = group_mean(scores_N, group_N)
+    has_baseline_N = count_N > 1
+    weight_N = lengths_N * has_baseline_N
+    weight_N = weight_N / weight_N.sum().clamp(min=1)
+    centred_N = scores_N.double() - mean_N
+    centred_N -= (weight_N * centred_N).sum()
+    variance = (weight_N * centred_N.square()).sum()
+    whitened_N = centred_N * (variance + _VARIANCE_EPSILON).rsqrt()
+    return torch.where(has_baseline_N, whitened_N, 0.0).to(scores_N.dtype)
+
+
+def maxrl_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
+    """Score minus its prompt's mean score, in units of that mean: the rarer the success, the more it weighs.
+
+    A_i = (s_i − mean) / mean. With scores 0 and 1 this is the estimator of a gradient between that of the success rate
+    and that of its logarithm.
+    Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL).
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, at least 0; 1 for success and 0 for failure by design.
+        group_N: int64, equal for samples of one prompt.
+
+    Returns:
+        Advantages [N]; 0 for a group of one and for a group without any success.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        DataError: a score is negative, so a mean says nothing about a success rate.
+    """
+    _require_groups(scores_N, group_N)
+    if bool((scores_N < 0).any()):
+        row = int((scores_N < 0).nonzero()[0])
+        raise DataError(
+            f"scores_N[{row}] is {float(scores_N[row]):g}; MaxRL divides by the mean score and needs scores of "
+            "at least 0: 1 for success, 0 for failure"
+        )
+    mean_N, _ = group_mean(scores_N, group_N)
+    ratio_N = (scores_N.double() - mean_N) / torch.where(mean_N > 0, mean_N, 1.0)
+    return ratio_N.to(scores_N.dtype)
+
+
+def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
+    """Score minus the score of the policy's greedy answer to the same prompt.
+
+    A_i = s_i − s_greedy(prompt of i).
+    Source: Li et al. 2023, arXiv 2310.10505 (ReMax).
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        greedy_scores_N: outcome reward of the greedy answer to each trajectory's prompt.
+
+    Returns:
+        Advantages [N]. A group of one is no special case: the greedy answer is the baseline.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    require_same_length(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
+    require_floating(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
+    return scores_N - greedy_scores_N
+
+
+def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Score minus its prompt's length-weighted mean score, the baseline of least gradient variance.
+
+    A_i = s_i − sum_j l_j · s_j / sum_j l_j over the samples j of the prompt, taking a sample's squared gradient norm to
+    be proportional to its length.
+    Source: Hao et al. 2025, arXiv 2505.23585 (OPO).
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+        lengths_N: int64, sampled tokens of each trajectory.
+
+    Returns:
+        Advantages [N]; 0 for a group of one and for a group without any sampled token.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    _require_groups(scores_N, group_N)
+    _require_lengths(scores_N, lengths_N)
+    weighted_N, count_N = group_mean(scores_N.double() * lengths_N, group_N)
+    length_N, _ = group_mean(lengths_N, group_N)
+    baseline_N = weighted_N / torch.where(length_N > 0, length_N, 1.0)
+    compared_N = (count_N > 1) & (length_N > 0)
+    return torch.where(compared_N, scores_N.double() - baseline_N, 0.0).to(scores_N.dtype)
+
+
+def pass_at_k_advantages(scores_N: Tensor, group_N: Tensor, *, k: int) -> Tensor:
+    """Advantage of a sample when the reward is that any of k samples succeeds, over all k-subsets of its group.
+
+    With n samples, c successes and q = C(n−c, k) / C(n, k): mean R = 1 − q and deviation sqrt(q (1 − q)) of the
+    subsets' rewards, A = (1 − R) / deviation for a success and (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation for a
+    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)).
+    Source: Chen et al. 2025, arXiv 2508.10751 (Pass@k training, analytical derivation).
+
+    Args:
+        scores_N: outcome reward of each trajectory; a score above 0 is a success.
+        group_N: int64, equal for samples of one prompt.
+        k: subset size, at least 1.
+
+    Returns:
+        Advantages [N]; 0 where every k-subset has the same reward, and for a group smaller than k, which has no
+        k-subset (so for a group of one).
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: `k` is not positive.
+    """
+    _require_groups(scores_N, group_N)
+    success_N = scores_N > 0
+    rate_N, count_N = group_mean(success_N, group_N)
+    successes_N = (rate_N * count_N).round()
+    fail_N = _fail_at_k(successes_N, count_N, k)
+    informative_N = (fail_N > 0) & (fail_N < 1) & (count_N >= k)
+    success_advantage_N = (fail_N / torch.where(informative_N, 1 - fail_N, 1.0)).sqrt()
+    failure_advantage_N = -successes_N / (count_N - successes_N).clamp(min=1) * success_advantage_N
+    advantages_N = torch.where(success_N, success_advantage_N, failure_advantage_N)
+    return torch.where(informative_N, advantages_N, 0.0).to(scores_N.dtype)
+
+
+def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor:
+    """Unbiased estimate of the probability that at least one of k samples of a prompt is correct.
+
+    pass@k = 1 − C(n−c, k) / C(n, k) with c of n samples correct.
+    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+
+    Args:
+        num_correct_P: int64, c of each prompt.
+        num_samples_P: int64, n of each prompt, at least k.
+        k: at least 1.
+
+    Returns:
+        float64 [P] in [0, 1].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        DataError: a prompt has fewer than k samples, or more correct ones than samples.
+        ConfigError: `k` is not positive.
+    """
+    require_same_length(num_correct_P=num_correct_P, num_samples_P=num_samples_P)
+    require_int64(num_correct_P=num_correct_P, num_samples_P=num_samples_P)
+    wrong_P = (num_samples_P < k) | (num_correct_P > num_samples_P) | (num_correct_P < 0)
+    if bool(wrong_P.any()):
+        row = int(wrong_P.nonzero()[0])
+        raise DataError(
+            f"prompt {row} has {int(num_correct_P[row])} correct of {int(num_samples_P[row])} samples; "
+            f"pass@{k} needs at least {k} samples and 0 to n correct ones"
+        )
+    return 1 - _fail_at_k(num_correct_P.double(), num_samples_P, k)
+
+
+def reinforce_plus_plus_advantages(
+    rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma: float = 1.0
+) -> TokenAdvantages:
+    """Discounted return to go, standardised over all sampled tokens of the batch.
+
+    A_t = (G_t − mean G) / sqrt(var G + 1e-8), G_t = r_t + gamma · G_{t'}, t' the next sampled token. The KL penalty, if
+    any, is part of r_t.
+    Source: Hu et al. 2025, arXiv 2501.03262 (REINFORCE++).
+
+    Args:
+        rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
+        mask_T: bool, the sampled tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        gamma: discount per sampled token, in [0, 1].
+
+    Returns:
+        TokenAdvantages [T] with the unstandardised G as returns. Groups have no part: the baseline is the batch's mean.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        ConfigError: `gamma` is out of range.
+    """
+    returns_T = discounted_returns(rewards_T, mask_T, sequence_T, gamma=gamma)
+    return TokenAdvantages(whiten(returns_T, mask_T), returns_T)
+
+
+@torch.no_grad()
+def gae_advantages(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    whiten_advantages: bool = True,
+) -> TokenAdvantages:
+    """Generalized advantage estimation along the sampled tokens of each sequence.
+
+    A_t = sum_k (gamma · lambd)^k · d_{t+k}, d_t = r_t + gamma · V_{t'} − V_t, with t' the next sampled token and V = 0
+    after the last. Returns are A_t + V_t, before whitening.
+    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
+
+    Args:
+        rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
+        values_T: the critic's value of the state in which each token is chosen; read at sampled tokens only.
+        mask_T: bool, the sampled tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        gamma: discount per sampled token, in [0, 1].
+        lambd: weight of longer sums, in [0, 1]; 1 gives return minus value, 0 the one-step error.
+        whiten_advantages: standardise the advantages over the sampled tokens of the batch.
+
+    Returns:
+        TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. Groups have no part: the critic
+        is the baseline.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
+        ConfigError: `gamma` or `lambd` is out of range.
+    """
+    require_between(0, 1, gamma=gamma, lambd=lambd)
+    require_same_length(rewards_T=rewards_T, values_T=values_T)
+    require_floating(values_T=values_T)
+    require_rewarded_stream(rewards_T, mask_T, sequence_T)
+    index_T = mask_T.nonzero().squeeze(1)
+    sampled_values_T = values_T[index_T].to(rewards_T.dtype)
+    decay_T = gamma * continues(sequence_T[index_T]).to(rewards_T.dtype)
+    errors_T = rewards_T[index_T] - sampled_values_T
+    errors_T[:-1] += decay_T[:-1] * sampled_values_T[1:]
+    advantages_T = reverse_scan(errors_T, lambd * decay_T)
+    returns_T = on_stream(advantages_T + sampled_values_T, index_T, rewards_T)
+    if whiten_advantages:
+        advantages_T = _standardised(advantages_T)
+    return TokenAdvantages(on_stream(advantages_T, index_T, rewards_T), returns_T)
+
+
+def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Values standardised over the masked tokens: mean 0, variance 1.
+
+    y_t = (x_t − mean) / sqrt(var + 1e-8), mean and variance (over n) taken over the masked tokens alone.
+
+    Args:
+        values_T: finite where the mask is true; elsewhere never read.
+        mask_T: bool.
+
+    Returns:
+        [T] in the dtype of `values_T`, 0 outside the mask; all 0 for an empty mask and for equal values.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    require_same_length(values_T=values_T, mask_T=mask_T)
+    require_floating(values_T=values_T)
+    require_bool(mask_T=mask_T)
+    index_T = mask_T.nonzero().squeeze(1)
+    return on_stream(_standardised(values_T[index_T]), index_T, values_T)
+
+
+def _standardised(values: Tensor) -> Tensor:
+    if not values.numel():
+        return values
+    centred = values - values.mean()
+    # The first mean is rounded: without the second, equal values would leave a rest that the division blows up.
+    centred -= centred.mean()
+    return centred * (centred.square().mean() + _VARIANCE_EPSILON).rsqrt()
+
+
+def _fail_at_k(successes: Tensor, counts: Tensor, k: int) -> Tensor:
+    """C(n−c, k) / C(n, k), the share of k-subsets without a success; 0 where n < k."""
+    if k < 1:
+        raise ConfigError(f"k: {k} is not a positive number of samples")
+    failures, share = counts - successes, torch.ones_like(successes)
+    for j in range(k):
+        share = share * (failures - j).clamp(min=0) / (counts - j).clamp(min=1)
+    return share
+
+
+def _require_groups(scores_N: Tensor, group_N: Tensor) -> None:
+    require_same_length(scores_N=scores_N, group_N=group_N)
+    require_floating(scores_N=scores_N)
+    require_int64(group_N=group_N)
+
+
+def _require_lengths(scores_N: Tensor, lengths_N: Tensor) -> None:
+    require_same_length(scores_N=scores_N, lengths_N=lengths_N)
+    require_int64(lengths_N=lengths_N)

@@ -1,0 +1,76 @@
+"""Guards in front of the mathematics: equal lengths, dtypes, ordered streams, settings within their range."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import ConfigError, ShapeError
+
+
+def require_same_length(**tensors: Tensor) -> None:
+    """Raises ShapeError unless all tensors have one axis and the same length; the first missing row is named."""
+    for name, values in tensors.items():
+        if values.dim() != 1:
+            raise ShapeError(f"{name}: expected one axis, got shape {tuple(values.shape)}")
+    (first, reference), *others = tensors.items()
+    for name, values in others:
+        if values.numel() != reference.numel():
+            shorter = name if values.numel() < reference.numel() else first
+            row = min(values.numel(), reference.numel())
+            raise ShapeError(
+                f"{name} has {values.numel()} entries, {first} has {reference.numel()}: "
+                f"row {row} is missing from {shorter}"
+            )
+
+
+def require_floating(**tensors: Tensor) -> None:
+    """Raises ShapeError unless every tensor holds floating-point numbers."""
+    for name, values in tensors.items():
+        if not values.is_floating_point():
+            raise ShapeError(f"{name}: expected floating-point numbers, got {values.dtype}; convert with .float()")
+
+
+def require_int64(**tensors: Tensor) -> None:
+    """Raises ShapeError unless every tensor is int64."""
+    for name, values in tensors.items():
+        if values.dtype != torch.int64:
+            raise ShapeError(f"{name}: expected torch.int64, got {values.dtype}")
+
+
+def require_bool(**tensors: Tensor) -> None:
+    """Raises ShapeError unless every tensor is bool."""
+    for name, values in tensors.items():
+        if values.dtype != torch.bool:
+            raise ShapeError(
+                f"{name}: expected torch.bool, got {values.dtype}; a mask says yes or no, weights are separate"
+            )
+
+
+def require_ordered(sequence_T: Tensor) -> None:
+    """Raises ShapeError unless `sequence_T` is int64, not negative and never falls; names the token where it does."""
+    require_int64(sequence_T=sequence_T)
+    if sequence_T.numel() and int(sequence_T[0]) < 0:
+        raise ShapeError(f"sequence_T[0] is {int(sequence_T[0])}; sequences are counted from 0")
+    falls_T = sequence_T[1:] < sequence_T[:-1]
+    if bool(falls_T.any()):
+        t = int(falls_T.nonzero()[0]) + 1
+        raise ShapeError(
+            f"sequence_T falls from {int(sequence_T[t - 1])} to {int(sequence_T[t])} at token {t}; "
+            "the tokens of a sequence lie together, sequences in ascending order"
+        )
+
+
+def require_row_per_sequence(sequence_T: Tensor, **tensors: Tensor) -> None:
+    """Raises ShapeError unless every per-sequence tensor has a row for the last sequence of the (ordered) stream."""
+    needed = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
+    for name, values in tensors.items():
+        if values.dim() != 1 or values.numel() < needed:
+            raise ShapeError(f"{name}: the stream has sequences up to {needed - 1}, got shape {tuple(values.shape)}")
+
+
+def require_between(low: float, high: float, **settings: float) -> None:
+    """Raises ConfigError unless every setting lies in [low, high]."""
+    for name, value in settings.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{name}: {value} is not between {low:g} and {high:g}")

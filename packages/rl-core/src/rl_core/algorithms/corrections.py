@@ -1,0 +1,352 @@
+"""Off-policy corrections: the trainer's old log-probs against those of the engine that sampled.
+
+Both speak of the same policy, but other kernels, another precision or older weights give other numbers, so the samples
+come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's importance
+ratio; over a sequence's trained tokens exp(sum d) is the sequence's ratio and exp(mean d) its geometric mean.
+
+Truncation keeps a token with a bounded weight. A mask drops it from the loss and, since loss weights are made from the
+returned mask, from the denominator too. A token whose engine log-prob is missing (NaN) or not finite has no ratio and
+is dropped likewise. Everything is compared and truncated in log space, so no ratio overflows, and nothing carries a
+gradient.
+
+Three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`) and the
+mean over its sequence (`geometric_log_ratios`). Three things to do with one: `truncated_ratios`, `masked_ratios`,
+`ratio_mask`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_bool, require_floating, require_ordered, require_same_length
+from rl_core.algorithms.groups import sequence_sum
+from rl_core.errors import ConfigError, nearest
+
+_MAX_METRIC_LOG_RATIO = 20.0
+
+
+class OffPolicyCorrection(NamedTuple):
+    """What the loss is corrected with."""
+
+    weights_T: Tensor
+    """Factor of each token's policy loss, without gradient, in the old log-probs' dtype; 0 outside `loss_mask_T`."""
+    loss_mask_T: Tensor
+    """bool, what is left of the loss mask; loss weights are made from it."""
+    metrics: dict[str, tuple[float, float]]
+    """Name → (sum, weight); listed at `off_policy_correction`."""
+
+
+class LogRatios(NamedTuple):
+    """Log-ratios and the tokens that have one."""
+
+    log_ratios_T: Tensor
+    """old − rollout, without gradient; 0 outside `loss_mask_T`."""
+    loss_mask_T: Tensor
+    """bool, the trained tokens with a finite engine log-prob."""
+
+
+@torch.no_grad()
+def off_policy_correction(
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    loss_mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    tis_ratio_type: Literal["token", "sequence"] | None = None,
+    token_tis_ratio_clip_high: float = 2.0,
+    sequence_tis_ratio_clip_high: float = 5.0,
+    sequence_mask_metric: Literal["geometric", "product"] | None = None,
+    geo_mask_high: float = 1.01,
+    geo_mask_low: float = 0.99,
+    product_mask_high: float = 2.0,
+    product_mask_low: float = 0.5,
+    outlier_token_is_threshold_low: float | None = None,
+    outlier_token_is_threshold_high: float | None = None,
+    token_mask_is_threshold_low: float | None = None,
+    token_mask_is_threshold_high: float | None = None,
+) -> OffPolicyCorrection:
+    """Applies the chosen corrections in this order; each sees the mask that the one before it left.
+
+    0. tokens without a finite engine log-prob leave the mask
+    1. outliers: a sequence with any token ratio outside the outlier thresholds leaves it (`outlier_sequence_mask`)
+    2. tokens with a ratio outside the token thresholds leave it (`ratio_mask`)
+    3. weights: min(ratio, cap) of the token or of the sequence, as `tis_ratio_type` says (`truncated_ratios`); else 1
+    4. sequences whose geometric mean or product of ratios is out of bounds leave it, as `sequence_mask_metric` says
+
+    Bounds belong to what is kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
+    switches a step or a bound off. Masked importance sampling is 2 with 3 (token), or 4 (product) with 3 (sequence),
+    the cap not below the mask's upper bound. Empty tensors are accepted, so that settings can be checked before a run.
+
+    Metrics, each (sum, weight):
+        off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
+        off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
+        off_policy/missing_tokens: tokens dropped by 0, of the trained tokens
+        off_policy/outlier_sequences: sequences dropped by 1, of those it saw
+        off_policy/masked_tokens: tokens dropped by 2, of those it saw
+        off_policy/truncated_tokens: tokens whose ratio 3 cut to the cap, of those it saw
+        off_policy/masked_sequences: sequences dropped by 4, of those it saw
+        off_policy/kept_tokens: tokens left in the end, of the trained tokens
+
+    Args:
+        old_logprobs_T: log-probs under the trainer's policy at the start of the update.
+        rollout_logprobs_T: log-probs in the distribution that the engine sampled from; NaN where it gave none.
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+
+    Returns:
+        OffPolicyCorrection.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ConfigError: an unknown name, one token threshold without the other, or bounds that no ratio fits.
+    """
+    _require_choice("tis_ratio_type", tis_ratio_type, ("token", "sequence"))
+    _require_choice("sequence_mask_metric", sequence_mask_metric, ("geometric", "product"))
+    if (token_mask_is_threshold_low is None) != (token_mask_is_threshold_high is None):
+        raise ConfigError("token_mask_is_threshold_low, token_mask_is_threshold_high: one is set; set both, or neither")
+    _log_bounds(None, token_tis_ratio_clip_high, "token_tis_ratio_clip_high")
+    _log_bounds(None, sequence_tis_ratio_clip_high, "sequence_tis_ratio_clip_high")
+    _log_bounds(geo_mask_low, geo_mask_high, "geo_mask_low, geo_mask_high")
+    _log_bounds(product_mask_low, product_mask_high, "product_mask_low, product_mask_high")
+    thresholds = (outlier_token_is_threshold_low, outlier_token_is_threshold_high)
+    _log_bounds(*thresholds, "outlier_token_is_threshold_low, outlier_token_is_threshold_high")
+    thresholds = (token_mask_is_threshold_low, token_mask_is_threshold_high)
+    _log_bounds(*thresholds, "token_mask_is_threshold_low, token_mask_is_threshold_high")
+
+    log_ratios_T, known_T = rollout_log_ratios(old_logprobs_T, rollout_logprobs_T, loss_mask_T)
+    inlier_T = outlier_sequence_mask(
+        log_ratios_T,
+        known_T,
+        sequence_T,
+        low=outlier_token_is_threshold_low,
+        high=outlier_token_is_threshold_high,
+    )
+    token_T = ratio_mask(log_ratios_T, inlier_T, low=token_mask_is_threshold_low, high=token_mask_is_threshold_high)
+    weight_log_ratios_T, cap = torch.zeros_like(log_ratios_T), math.inf
+    if tis_ratio_type == "token":
+        weight_log_ratios_T, cap = log_ratios_T, token_tis_ratio_clip_high
+    elif tis_ratio_type == "sequence":
+        weight_log_ratios_T = sequence_log_ratios(log_ratios_T, token_T, sequence_T)
+        cap = sequence_tis_ratio_clip_high
+    kept_T = token_T
+    if sequence_mask_metric == "geometric":
+        geometric_T = geometric_log_ratios(log_ratios_T, token_T, sequence_T)
+        kept_T = ratio_mask(geometric_T, token_T, low=geo_mask_low, high=geo_mask_high)
+    elif sequence_mask_metric == "product":
+        product_T = sequence_log_ratios(log_ratios_T, token_T, sequence_T)
+        kept_T = ratio_mask(product_T, token_T, low=product_mask_low, high=product_mask_high)
+
+    weights_T = truncated_ratios(weight_log_ratios_T, kept_T, high=cap)
+    truncated_T = token_T & (weight_log_ratios_T > math.log(cap))
+    num_known = _count(known_T)
+    clamped_T = log_ratios_T.clamp(-_MAX_METRIC_LOG_RATIO, _MAX_METRIC_LOG_RATIO)
+    metrics = {
+        "off_policy/logprob_diff": (float(log_ratios_T.abs().sum()), num_known),
+        "off_policy/ratio": (float((clamped_T.exp() * known_T).sum()), num_known),
+        "off_policy/missing_tokens": _dropped(loss_mask_T, known_T),
+        "off_policy/outlier_sequences": _dropped_sequences(known_T, inlier_T, sequence_T),
+        "off_policy/masked_tokens": _dropped(inlier_T, token_T),
+        "off_policy/truncated_tokens": (_count(truncated_T), _count(token_T)),
+        "off_policy/masked_sequences": _dropped_sequences(token_T, kept_T, sequence_T),
+        "off_policy/kept_tokens": (_count(kept_T), _count(loss_mask_T)),
+    }
+    return OffPolicyCorrection(weights_T, kept_T, metrics)
+
+
+@torch.no_grad()
+def rollout_log_ratios(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, loss_mask_T: Tensor) -> LogRatios:
+    """Trainer's minus engine's log-prob, where the engine gave a finite one.
+
+    d_t = old_t − rollout_t.
+
+    Args:
+        old_logprobs_T: log-probs under the trainer's policy at the start of the update.
+        rollout_logprobs_T: log-probs in the distribution that the engine sampled from; NaN where it gave none.
+        loss_mask_T: bool, the trained tokens; others are not read.
+
+    Returns:
+        LogRatios [T].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    require_same_length(old_logprobs_T=old_logprobs_T, rollout_logprobs_T=rollout_logprobs_T, loss_mask_T=loss_mask_T)
+    require_floating(old_logprobs_T=old_logprobs_T, rollout_logprobs_T=rollout_logprobs_T)
+    require_bool(loss_mask_T=loss_mask_T)
+    known_T = loss_mask_T & rollout_logprobs_T.isfinite()
+    return LogRatios((old_logprobs_T - rollout_logprobs_T).masked_fill(~known_T, 0.0), known_T)
+
+
+def sequence_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Log-ratio of each token's whole sequence: the sum of d over the sequence's masked tokens.
+
+    Args:
+        log_ratios_T: d of each token.
+        loss_mask_T: bool, the tokens that count.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+
+    Returns:
+        [T] in the dtype of `log_ratios_T`, equal within a sequence; 0 for a sequence without a masked token.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+    """
+    _require_stream(log_ratios_T, loss_mask_T, sequence_T)
+    sums_S = sequence_sum(log_ratios_T.masked_fill(~loss_mask_T, 0.0), sequence_T)
+    return sums_S.to(log_ratios_T.dtype)[sequence_T]
+
+
+def geometric_log_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Log of the geometric mean ratio of each token's sequence: the mean of d over the sequence's masked tokens.
+
+    Args, Returns and Raises as for `sequence_log_ratios`.
+    """
+    _require_stream(log_ratios_T, loss_mask_T, sequence_T)
+    sums_S = sequence_sum(log_ratios_T.masked_fill(~loss_mask_T, 0.0), sequence_T)
+    tokens_S = sequence_sum(loss_mask_T, sequence_T)
+    return (sums_S / tokens_S.clamp(min=1)).to(log_ratios_T.dtype)[sequence_T]
+
+
+def truncated_ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, high: float) -> Tensor:
+    """Truncated importance sampling: w_t = min(exp(d_t), high) on masked tokens, 0 elsewhere.
+
+    Source: Ionides 2008 (truncated importance sampling); between engine and trainer: Yao et al. 2025, "Your efficient
+    RL framework secretly brings you off-policy RL training".
+
+    Args:
+        log_ratios_T: d of each token, or of its sequence (`sequence_log_ratios`).
+        loss_mask_T: bool.
+        high: the cap, above 0.
+
+    Returns:
+        Weights [T] in the dtype of `log_ratios_T`, in [0, high].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: the cap is not above 0.
+    """
+    _require_stream(log_ratios_T, loss_mask_T)
+    _, log_high = _log_bounds(None, high)
+    return log_ratios_T.clamp(max=log_high).exp() * loss_mask_T
+
+
+def masked_ratios(
+    log_ratios_T: Tensor, loss_mask_T: Tensor, *, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Masked importance sampling: w_t = exp(d_t) where low <= exp(d_t) <= high, else 0.
+
+    Source: Liu et al. 2025, "When speed kills stability"; with both bounds on tokens: IcePop, Ling Team 2025,
+    arXiv 2510.18855.
+
+    Args:
+        log_ratios_T: d of each token, or of its sequence (`sequence_log_ratios`).
+        loss_mask_T: bool.
+        low: lowest ratio that is kept, at least 0; None for no bound.
+        high: highest ratio that is kept; None for no bound.
+
+    Returns:
+        Weights [T] in the dtype of `log_ratios_T`; 0 outside the mask.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: no ratio lies within the bounds.
+    """
+    kept_T = ratio_mask(log_ratios_T, loss_mask_T, low=low, high=high)
+    return log_ratios_T.masked_fill(~kept_T, 0.0).exp() * kept_T
+
+
+def ratio_mask(
+    log_ratios_T: Tensor, loss_mask_T: Tensor, *, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """The masked tokens with low <= exp(d_t) <= high.
+
+    On token ratios this is IcePop's mask (Ling Team 2025, arXiv 2510.18855), on sequence and geometric ones the
+    sequence masks of Liu et al. 2025, "When speed kills stability".
+
+    Args:
+        log_ratios_T: d of each token, of its sequence, or the mean over its sequence.
+        loss_mask_T: bool.
+        low: lowest ratio that is kept, at least 0; None for no bound.
+        high: highest ratio that is kept; None for no bound.
+
+    Returns:
+        bool [T], a subset of `loss_mask_T`.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: no ratio lies within the bounds.
+    """
+    _require_stream(log_ratios_T, loss_mask_T)
+    log_low, log_high = _log_bounds(low, high)
+    return loss_mask_T & (log_ratios_T >= log_low) & (log_ratios_T <= log_high)
+
+
+def outlier_sequence_mask(
+    log_ratios_T: Tensor,
+    loss_mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """The masked tokens of sequences in which every masked token has low <= exp(d_t) <= high.
+
+    One token far out says that engine and trainer saw different things (a broken cache, a wrong position), which taints
+    the whole sequence.
+    Source: Liu et al. 2025, "When speed kills stability" (token veto).
+
+    Args:
+        log_ratios_T: d of each token.
+        loss_mask_T: bool.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        low: lowest ratio that is no outlier, at least 0; None for no bound.
+        high: highest ratio that is no outlier; None for no bound.
+
+    Returns:
+        bool [T], a subset of `loss_mask_T`.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ConfigError: no ratio lies within the bounds.
+    """
+    _require_stream(log_ratios_T, loss_mask_T, sequence_T)
+    outlier_T = loss_mask_T & ~ratio_mask(log_ratios_T, loss_mask_T, low=low, high=high)
+    return loss_mask_T & (sequence_sum(outlier_T, sequence_T) == 0)[sequence_T]
+
+
+def _log_bounds(low: float | None, high: float | None, name: str = "low, high") -> tuple[float, float]:
+    """Bounds in log space, infinite where there is none."""
+    low, high = 0.0 if low is None else low, math.inf if high is None else high
+    if not 0 <= low <= high or high == 0:
+        raise ConfigError(f"{name}: no ratio lies between {low:g} and {high:g}; expected 0 <= low <= high and high > 0")
+    return (math.log(low) if low else -math.inf), math.log(high)
+
+
+def _require_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(choices)} or null.{nearest(value, choices)}")
+
+
+def _require_stream(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tensor | None = None) -> None:
+    require_same_length(log_ratios_T=log_ratios_T, loss_mask_T=loss_mask_T)
+    require_floating(log_ratios_T=log_ratios_T)
+    require_bool(loss_mask_T=loss_mask_T)
+    if sequence_T is not None:
+        require_same_length(log_ratios_T=log_ratios_T, sequence_T=sequence_T)
+        require_ordered(sequence_T)
+
+
+def _count(mask: Tensor) -> float:
+    return float(mask.sum())
+
+
+def _dropped(before_T: Tensor, after_T: Tensor) -> tuple[float, float]:
+    return _count(before_T) - _count(after_T), _count(before_T)
+
+
+def _dropped_sequences(before_T: Tensor, after_T: Tensor, sequence_T: Tensor) -> tuple[float, float]:
+    return _dropped(sequence_sum(before_T, sequence_T) > 0, sequence_sum(after_T, sequence_T) > 0)

@@ -1,0 +1,56 @@
+"""Sums and means over rows that share an id, whatever the order of the rows.
+
+Everything is summed in float64 and rounded by the caller at the end, so the order of rows changes nothing that float32
+can show, and a group of equal float32 scores has a deviation of exactly 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_sum(values_N: Tensor, group_N: Tensor) -> Tensor:
+    """Sum of each group.
+
+    Args:
+        values_N: any number type.
+        group_N: int64 ids, any values, any order.
+
+    Returns:
+        float64 [P], P distinct ids, in ascending order of id.
+    """
+    ids_P, index_N = torch.unique(group_N, return_inverse=True)
+    return _sums(values_N, index_N, ids_P.numel())
+
+
+def group_mean(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of each row's group, and the number of rows in it: (float64 [N], int64 [N])."""
+    _, index_N, count_P = torch.unique(group_N, return_inverse=True, return_counts=True)
+    return (_sums(values_N, index_N, count_P.numel()) / count_P)[index_N], count_P[index_N]
+
+
+def group_std(values_N: Tensor, group_N: Tensor) -> Tensor:
+    """Standard deviation of each row's group with n − 1 in the denominator: float64 [N], 0 for a group of one."""
+    mean_N, count_N = group_mean(values_N, group_N)
+    mean_square_N, _ = group_mean((values_N.double() - mean_N).square(), group_N)
+    return (mean_square_N * count_N / (count_N - 1).clamp(min=1)).sqrt()
+
+
+def group_spread(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest minus smallest value of each group, with ids and sizes: (ids int64 [P], spread [P], count int64 [P])."""
+    ids_P, index_N, count_P = torch.unique(group_N, return_inverse=True, return_counts=True)
+    blank_P = values_N.new_zeros(ids_P.numel())
+    highest_P = blank_P.scatter_reduce(0, index_N, values_N, "amax", include_self=False)
+    lowest_P = blank_P.scatter_reduce(0, index_N, values_N, "amin", include_self=False)
+    return ids_P, highest_P - lowest_P, count_P
+
+
+def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Sum over the tokens of each sequence: float64 [S], S = the stream's last sequence index + 1; differentiable."""
+    num_sequences = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
+    return _sums(values_T, sequence_T, num_sequences)
+
+
+def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
+    return torch.zeros(num_groups, dtype=torch.float64, device=values.device).index_add(0, index, values.double())

@@ -1,0 +1,116 @@
+"""Per-token estimates of KL(policy ‖ reference) from the log-probs of sampled tokens, and the coefficient in front of them.
+
+In the loss, `estimate_kl` carries gradient; in the reward, `kl_penalty` does not. The estimators share their expectation
+(not `k2` and `abs`, which are biased) and differ in variance and gradient: only the gradient of `k2` has the KL's own
+gradient as its expectation on fresh samples, which the forms with the suffix `+` use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.token_loss import log_ratio, require_tokens
+from rl_core.errors import ConfigError, nearest
+
+KL_LIMIT = 10.0
+"""An estimate of one token's KL is clamped to ± this, in nats; beyond it the gradient is zero (not that of `+` forms)."""
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+
+
+def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, estimator: str = "k3") -> Tensor:
+    """An estimate of KL(policy ‖ reference) at each token.
+
+    With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
+    k1 = d · k2 = d²/2 · k3 = exp(−d) − 1 + d · abs = |d|, each clamped to ±KL_LIMIT.
+    With the suffix `+` the value is the estimator's and the gradient that of d²/2, i.e. d · ∇logprobs.
+    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Tang & Munos 2025, arXiv 2506.09477 (their gradients).
+
+    Args:
+        logprobs_T: current policy; carries gradient.
+        ref_logprobs_T: reference policy.
+        mask_T: bool; elsewhere inputs may be anything.
+        estimator: one of KL_ESTIMATORS.
+
+    Returns:
+        Nats [T]; 0 outside the mask.
+
+    Raises:
+        ConfigError: unknown estimator.
+        ShapeError: lengths differ.
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T, ref_logprobs_T=ref_logprobs_T)
+    require_kl_estimator(estimator)
+    difference_T = log_ratio(logprobs_T, ref_logprobs_T, mask_T)
+    if not estimator.endswith("+"):
+        return _ESTIMATES[estimator](difference_T).clamp(-KL_LIMIT, KL_LIMIT)
+    with torch.no_grad():
+        value_T = _ESTIMATES[estimator[:-1]](difference_T).clamp(-KL_LIMIT, KL_LIMIT)
+    square_T = 0.5 * difference_T.square()
+    return value_T + (square_T - square_T.detach())
+
+
+def kl_penalty(
+    old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, kl_coef: float, estimator: str = "k1"
+) -> Tensor:
+    """What KL-in-reward subtracts from each token's reward: kl_coef · KL[t], no gradient.
+
+    Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2 (there k1).
+
+    Args:
+        old_logprobs_T: policy that is to be rewarded, at the start of the update.
+        ref_logprobs_T: reference policy.
+        mask_T: bool, the sampled tokens.
+        kl_coef: >= 0.
+        estimator: k1, k2, k3 or abs; `+` only changes a gradient, and there is none here.
+
+    Returns:
+        Penalty [T] in units of reward; 0 outside the mask.
+
+    Raises:
+        ConfigError: unknown estimator, or one with `+`.
+        ShapeError: lengths differ.
+    """
+    if estimator.endswith("+"):
+        raise ConfigError(f"kl_penalty: {estimator!r} differs from {estimator[:-1]!r} in its gradient only; use the latter in rewards")
+    with torch.no_grad():
+        return kl_coef * estimate_kl(old_logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)
+
+
+def adaptive_kl_coef(kl_coef: float, observed_kl: float, *, kl_target: float, horizon: float, num_samples: int) -> float:
+    """The next coefficient of a KL term that is steered towards a target.
+
+    kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · num_samples / horizon).
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+
+    Args:
+        kl_coef: coefficient used in this step, >= 0; 0 stays 0.
+        observed_kl: mean KL of this step, same estimator and unit as the target.
+        kl_target: > 0.
+        horizon: samples over which a full error changes the coefficient by 20%, > 0.
+        num_samples: samples of this step.
+
+    Raises:
+        ConfigError: kl_target or horizon is not positive.
+    """
+    if kl_target <= 0 or horizon <= 0:
+        raise ConfigError(f"adaptive_kl_coef: kl_target and horizon must be > 0, got {kl_target} and {horizon}")
+    error = min(max(observed_kl / kl_target - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * num_samples / horizon)
+
+
+def require_kl_estimator(estimator: str) -> None:
+    """Raises ConfigError for a name that is not in KL_ESTIMATORS."""
+    if estimator not in KL_ESTIMATORS:
+        known = ", ".join(KL_ESTIMATORS)
+        raise ConfigError(f"{estimator!r} is not a KL estimator ({known}).{nearest(estimator, KL_ESTIMATORS)}")
+
+
+_ESTIMATES = {
+    "k1": lambda difference_T: difference_T,
+    "k2": lambda difference_T: 0.5 * difference_T.square(),
+    # expm1 keeps k3 accurate where the policies nearly agree.
+    "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
+    "abs": lambda difference_T: difference_T.abs(),
+}

@@ -1,0 +1,201 @@
+"""Log-probs and entropies of given tokens without ever holding the logits of a whole micro-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from rl_core.errors import ShapeError
+
+
+def chunked_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    bias_V: Tensor | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target and entropy of its distribution, straight from the last hidden states.
+
+    With logits_t = (hidden_t · weightᵀ + bias) / temperature:
+    logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = logsumexp(logits_t) − Σ_v softmax(logits_t)_v · logits_tv.
+
+    Logits live in one buffer of `chunk_tokens` × V numbers (two of half that size with entropy), in forward and in backward,
+    which computes them again: four matrix products in place of three. The products run in the dtype of `hidden_TH`, softmax
+    and the sums over chunks in float32 (in float64 for float64 inputs). Gradients flow to hidden states, weight and bias,
+    through both results; what needs none is skipped.
+
+    Args:
+        hidden_TH: hidden state that predicts each target.
+        weight_VH: output embedding; cast to the dtype of `hidden_TH` where it differs.
+        targets_T: int64 token ids in [0, V), also at tokens whose result is not used.
+        temperature: > 0, divides the logits.
+        chunk_tokens: >= 1, tokens whose logits exist at a time.
+        bias_V: added to the logits before the temperature divides them.
+        with_entropy: whether entropies are wanted; None is returned for them otherwise.
+
+    Returns:
+        Log-probs [T] and entropies [T] or None, float32 (float64 for float64 inputs).
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or temperature or chunk_tokens is out of range.
+    """
+    _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ShapeError(f"temperature must be > 0 and chunk_tokens >= 1, got {temperature} and {chunk_tokens}")
+    logprobs_T, entropies_T = _ChunkedLogprobs.apply(
+        hidden_TH, weight_VH, bias_V, targets_T, float(temperature), chunk_tokens, with_entropy
+    )
+    return logprobs_T, entropies_T
+
+
+def full_logprobs(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float, bias_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same two results from logits of all tokens at once: short, slow on memory, the reference of `chunked_logprobs`."""
+    _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
+    logits_TV = hidden_TH @ weight_VH.to(hidden_TH.dtype).T
+    logits_TV = logits_TV.to(_softmax_dtype(hidden_TH))
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V
+    all_logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+    entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
+    return all_logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1), entropies_T
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = _softmax_dtype(hidden_TH)
+        lse_T, logprobs_T = hidden_TH.new_empty((2, targets_T.numel()), dtype=dtype)
+        entropies_T = torch.empty_like(lse_T) if with_entropy else None
+        with torch.autocast(hidden_TH.device.type, enabled=False):
+            logits = _Logits(hidden_TH, weight_VH, bias_V, temperature, chunk_tokens, num_buffers=2 if with_entropy else 1)
+            for rows in logits.chunks():
+                logits_CV = logits.fill(rows)
+                peak_C = logits_CV.amax(-1)
+                target_C = logits_CV.gather(-1, targets_T[rows, None]).squeeze(-1)
+                if entropies_T is None:
+                    lse_C = logits_CV.sub_(peak_C[:, None]).exp_().sum(-1).log_().add_(peak_C)
+                else:
+                    weights_CV = logits.spare(rows)
+                    torch.sub(logits_CV, peak_C[:, None], out=weights_CV).exp_()
+                    sum_C = weights_CV.sum(-1)
+                    lse_C = sum_C.log().add_(peak_C)
+                    # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
+                    entropies_T[rows] = logits_CV.sub_(lse_C[:, None]).mul_(weights_CV).sum(-1).div_(sum_C).neg_()
+                lse_T[rows] = lse_C
+                logprobs_T[rows] = target_C.sub_(lse_C)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T)
+        ctx.settings = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
+        return logprobs_T, entropies_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_logprobs_T is None and grad_entropies_T is None:
+            return (None,) * 7
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T = ctx.saved_tensors
+        temperature, chunk_tokens = ctx.settings
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dtype = lse_T.dtype
+        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
+        compute_weight_VH = weight_VH.to(hidden_TH.dtype)
+        with torch.autocast(hidden_TH.device.type, enabled=False):
+            num_buffers = 1 if grad_entropies_T is None else 2
+            logits = _Logits(hidden_TH, compute_weight_VH, bias_V, temperature, chunk_tokens, num_buffers=num_buffers)
+            for rows in logits.chunks():
+                grad_CV = logits.fill(rows).sub_(lse_T[rows, None])  # log-probs of the whole vocabulary
+                if grad_entropies_T is None:
+                    grad_CV.exp_().mul_(-grad_logprobs_T[rows, None])
+                else:
+                    # dH/dx = −p · (log p + H), dlogprob/dx = onehot − p
+                    probs_CV = torch.exp(grad_CV, out=logits.spare(rows))
+                    shift_C = grad_entropies_T[rows] * entropies_T[rows]
+                    if grad_logprobs_T is not None:
+                        shift_C = shift_C + grad_logprobs_T[rows]
+                    grad_CV.mul_(grad_entropies_T[rows, None]).add_(shift_C[:, None]).mul_(probs_CV).neg_()
+                if grad_logprobs_T is not None:
+                    grad_CV.scatter_add_(-1, targets_T[rows, None], grad_logprobs_T[rows, None])
+                grad_CV.div_(temperature)
+                if grad_bias_V is not None:
+                    grad_bias_V += grad_CV.sum(0)
+                product_CV = grad_CV.to(hidden_TH.dtype)
+                if grad_hidden_TH is not None:
+                    torch.mm(product_CV, compute_weight_VH, out=grad_hidden_TH[rows])
+                if grad_weight_VH is not None and product_CV.dtype == dtype:
+                    grad_weight_VH.addmm_(product_CV.T, hidden_TH[rows])
+                elif grad_weight_VH is not None:
+                    grad_weight_VH += product_CV.T @ hidden_TH[rows]
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_TH, grad_weight, grad_bias, None, None, None, None
+
+
+class _Logits:
+    """Logits of one chunk at a time, in one allocation of `chunk_tokens` × V numbers that all chunks share.
+
+    With two buffers a chunk is half as long, and the spare half holds a second quantity of the same shape.
+    """
+
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float, chunk_tokens: int, *, num_buffers: int
+    ) -> None:
+        self.hidden_TH, self.bias_V, self.temperature = hidden_TH, bias_V, temperature
+        self.weight_VH = weight_VH.to(hidden_TH.dtype)
+        self.rows = min(max(chunk_tokens // num_buffers, 1), max(hidden_TH.shape[0], 1))
+        dtype = _softmax_dtype(hidden_TH)
+        self.buffers = hidden_TH.new_empty((num_buffers, self.rows, weight_VH.shape[0]), dtype=dtype)
+        self.product = None if dtype == hidden_TH.dtype else hidden_TH.new_empty(self.buffers.shape[1:])
+
+    def chunks(self) -> list[slice]:
+        """Rows of each chunk."""
+        num_tokens = self.hidden_TH.shape[0]
+        return [slice(start, min(start + self.rows, num_tokens)) for start in range(0, num_tokens, self.rows)]
+
+    def fill(self, rows: slice) -> Tensor:
+        """Logits [C, V] of these rows, in the shared buffer: the next call overwrites them."""
+        hidden_CH = self.hidden_TH[rows]
+        logits_CV = self.buffers[0, : hidden_CH.shape[0]]
+        if self.product is None:
+            torch.mm(hidden_CH, self.weight_VH.T, out=logits_CV)
+        else:
+            product_CV = self.product[: hidden_CH.shape[0]]
+            torch.mm(hidden_CH, self.weight_VH.T, out=product_CV)
+            logits_CV.copy_(product_CV)
+        if self.bias_V is not None:
+            logits_CV.add_(self.bias_V)
+        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
+
+    def spare(self, rows: slice) -> Tensor:
+        """The second buffer, [C, V]."""
+        return self.buffers[1, : rows.stop - rows.start]
+
+
+def _softmax_dtype(hidden_TH: Tensor) -> torch.dtype:
+    return torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+
+
+def _require_fitting(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, bias_V: Tensor | None) -> None:
+    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ShapeError(f"expected hidden [T, H] and weight [V, H], got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}")
+    if targets_T.dtype != torch.int64 or targets_T.shape != hidden_TH.shape[:1]:
+        raise ShapeError(f"targets: expected int64 [{hidden_TH.shape[0]}], got {targets_T.dtype} {tuple(targets_T.shape)}")
+    if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
+        raise ShapeError(f"bias: expected [{weight_VH.shape[0]}], got {tuple(bias_V.shape)}")

@@ -1,0 +1,250 @@
+"""Policy losses of single tokens: pure functions of log-probs, one value per token, no reduction.
+
+Write r_t = exp(logprobs_t − old_logprobs_t) for the ratio of the current policy to that at the start of the update and A_t
+for the advantage. What holds for all losses of this package:
+
+- `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, loss and gradient are 0.
+- Log-ratios are clamped to ±20 before `exp` and have no gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
+- Positional parameters are columns, bound by name (see `objective`); keyword-only ones are settings and carry the names of
+  `trainer.algorithm`.
+- ShapeError where lengths or dtypes do not fit, ConfigError where a setting is out of its range.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_between
+from rl_core.algorithms.token_loss import TokenLoss, chooses_columns, log_ratio, masked, require_tokens
+from rl_core.errors import ConfigError
+
+
+def ppo_clip_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    eps_clip_low: float = 0.2,
+    eps_clip_high: float = 0.2,
+) -> TokenLoss:
+    """PPO's clipped surrogate, with bounds of their own below and above.
+
+    loss_t = −min(r_t A_t, clip(r_t, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 10.
+
+    Args:
+        logprobs_T: current policy; carries gradient.
+        old_logprobs_T: policy at the start of the update.
+        advantages_T: any range.
+        mask_T: bool, the trained tokens.
+        eps_clip_low: in [0, 1].
+        eps_clip_high: >= 0.
+
+    Returns:
+        Loss [T]; metrics ratio, clip_fraction and approx_kl (k3 of KL(old ‖ current)).
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    return clipped_surrogate(log_ratio_T, masked(advantages_T, mask_T), eps_clip_low, eps_clip_high)
+
+
+def dual_clip_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    eps_clip_low: float = 0.2,
+    eps_clip_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> TokenLoss:
+    """PPO clip whose loss at negative advantages is bounded too.
+
+    loss_t = PPO clip's where A_t >= 0, else min(PPO clip's, −clip_ratio_c · A_t).
+    Source: Ye et al. 2020, arXiv 1912.09729, eq. 5.
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `ppo_clip_loss`.
+        clip_ratio_c: > 1, the largest ratio that still pushes a bad token down.
+
+    Returns:
+        Loss [T]; metrics as `ppo_clip_loss`, and dual_clip_fraction.
+    """
+    require_between(1.0, math.inf, clip_ratio_c=clip_ratio_c)
+    loss_T, metrics = ppo_clip_loss(
+        logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
+    )
+    with torch.no_grad():
+        bound_T = masked(advantages_T, mask_T).mul_(-clip_ratio_c)
+        bounded_T = (bound_T > 0) & (loss_T > bound_T)
+    return TokenLoss(torch.where(bounded_T, bound_T, loss_T), {**metrics, "dual_clip_fraction": bounded_T})
+
+
+def _cispo_columns(*, cispo_anchor: str = "old") -> tuple[str, ...]:
+    if cispo_anchor not in ("old", "rollout"):
+        raise ConfigError(f"cispo_anchor: {cispo_anchor!r} is neither 'old' nor 'rollout'")
+    return (f"{cispo_anchor}_logprobs_T",)
+
+
+@chooses_columns(_cispo_columns)
+def cispo_loss(
+    logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    old_logprobs_T: Tensor | None = None,
+    rollout_logprobs_T: Tensor | None = None,
+    *,
+    cispo_eps_clip_low: float = 1.0,
+    cispo_eps_clip_high: float = 4.0,
+    cispo_anchor: Literal["old", "rollout"] = "old",
+) -> TokenLoss:
+    """REINFORCE weighted by a clipped ratio: no token ever loses its gradient.
+
+    loss_t = −stop_gradient(clip(ρ_t, 1 − cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A_t · logprobs_t,
+    ρ_t = exp(logprobs_t − anchor_t).
+    Source: MiniMax 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4 and 5.
+
+    Args:
+        logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
+        old_logprobs_T: read with the anchor 'old'.
+        rollout_logprobs_T: of the distribution that was sampled from; read with the anchor 'rollout'.
+        cispo_eps_clip_low: in [0, 1]; 1 leaves the ratio without a lower bound.
+        cispo_eps_clip_high: >= 0.
+        cispo_anchor: 'old' or 'rollout'.
+
+    Returns:
+        Loss [T]; metrics as `ppo_clip_loss`.
+    """
+    require_between(0.0, 1.0, cispo_eps_clip_low=cispo_eps_clip_low)
+    require_between(0.0, math.inf, cispo_eps_clip_high=cispo_eps_clip_high)
+    (anchor,) = _cispo_columns(cispo_anchor=cispo_anchor)
+    anchor_T = old_logprobs_T if anchor == "old_logprobs_T" else rollout_logprobs_T
+    if anchor_T is None:
+        raise ConfigError(f"cispo_loss: with cispo_anchor={cispo_anchor!r} it needs {anchor}, which was not given")
+    require_tokens(mask_T, logprobs_T=logprobs_T, advantages_T=advantages_T, **{anchor: anchor_T})
+    with torch.no_grad():
+        log_ratio_T = log_ratio(logprobs_T, anchor_T, mask_T)
+        ratio_T = log_ratio_T.exp()
+        weight_T = ratio_T.clamp(1.0 - cispo_eps_clip_low, 1.0 + cispo_eps_clip_high)
+        metrics = ratio_metrics(log_ratio_T, ratio_T, weight_T != ratio_T)
+        weight_T.mul_(masked(advantages_T, mask_T)).neg_()
+    return TokenLoss(weight_T * masked(logprobs_T, mask_T), metrics)
+
+
+def sapo_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> TokenLoss:
+    """A smooth gate in place of the hard clip: the gradient fades as the ratio leaves 1, on both sides.
+
+    loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r = 1 its gradient is PPO's.
+    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6.
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
+        tau_pos, tau_neg: > 0; larger fades faster.
+
+    Returns:
+        Loss [T]; metrics ratio and approx_kl, and gate_fraction: the gradient's share that the gate takes away.
+    """
+    if min(tau_pos, tau_neg) <= 0:
+        raise ConfigError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
+    require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    ratio_T = log_ratio_T.exp()
+    with torch.no_grad():
+        clean_T = masked(advantages_T, mask_T)
+        tau_T = torch.where(clean_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
+        scale_T = clean_T.mul_(-4.0).div_(tau_T)
+    gate_T = torch.sigmoid((ratio_T - 1.0) * tau_T)
+    with torch.no_grad():
+        faded_T = 1.0 - 4.0 * gate_T * (1.0 - gate_T)
+    metrics = ratio_metrics(log_ratio_T, ratio_T, faded_T)
+    metrics["gate_fraction"] = metrics.pop("clip_fraction")
+    return TokenLoss(gate_T * scale_T, metrics)
+
+
+def importance_sampling_loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor
+) -> TokenLoss:
+    """The surrogate without a bound: its gradient is the policy gradient, importance-weighted to the old policy's samples.
+
+    loss_t = −r_t A_t.
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 6 (conservative policy iteration).
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
+
+    Returns:
+        Loss [T]; metrics ratio and approx_kl.
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
+    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    ratio_T = log_ratio_T.exp()
+    metrics = ratio_metrics(log_ratio_T, ratio_T, mask_T)
+    del metrics["clip_fraction"]
+    return TokenLoss(-masked(advantages_T, mask_T) * ratio_T, metrics)
+
+
+def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> TokenLoss:
+    """The plain policy gradient; right for one update per batch, on samples of the current policy.
+
+    loss_t = −A_t · logprobs_t.
+    Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 4.
+
+    Args:
+        logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
+
+    Returns:
+        Loss [T]; no metrics.
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T, advantages_T=advantages_T)
+    return TokenLoss(-masked(advantages_T, mask_T) * masked(logprobs_T, mask_T), {})
+
+
+def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
+    """Maximum likelihood of the trained tokens (supervised fine-tuning); advantages play no part.
+
+    loss_t = −logprobs_t.
+
+    Args:
+        logprobs_T: current policy; carries gradient.
+        mask_T: bool, the trained tokens.
+
+    Returns:
+        Loss [T]; no metrics.
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T)
+    return TokenLoss(-masked(logprobs_T, mask_T), {})
+
+
+def clipped_surrogate(
+    log_ratio_T: Tensor, advantages_T: Tensor, eps_clip_low: float, eps_clip_high: float
+) -> TokenLoss:
+    """PPO's clipped surrogate of a given log-ratio, be it a token's or a sequence's; both inputs are 0 outside the mask."""
+    require_between(0.0, 1.0, eps_clip_low=eps_clip_low)
+    require_between(0.0, math.inf, eps_clip_high=eps_clip_high)
+    ratio_T = log_ratio_T.exp()
+    with torch.no_grad():
+        bounded_T = ratio_T.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
+        # The minimum takes the clipped term where the advantage asks for more than the bound allows.
+        clipped_T = (ratio_T - bounded_T).mul_(advantages_T) > 0
+    loss_T = -advantages_T * torch.where(clipped_T, bounded_T, ratio_T)
+    return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clipped_T))
+
+
+def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Tensor]:
+    """What ratio-based losses report: ratio, clip_fraction, and approx_kl = r − 1 − log r, the k3 of KL(anchor ‖ current)."""
+    with torch.no_grad():
+        approx_kl_T = torch.expm1(log_ratio_T).sub_(log_ratio_T)
+    return {"ratio": ratio_T.detach(), "clip_fraction": clipped_T, "approx_kl": approx_kl_T}

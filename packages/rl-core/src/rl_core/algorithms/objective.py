@@ -1,0 +1,292 @@
+"""The sum that is minimised, built from a loss function and bound to batch columns by parameter name.
+
+Training backends call an `Objective` once per micro-batch and know no loss; losses know no backend. A function's positional
+parameters say what it reads:
+
+    logprobs_T, entropies_T, predicted_values_T    the current model's, with gradient
+    <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
+    mask_T                                         the column loss_mask
+    sequence_T                                     int64, non-decreasing: which sequence a token belongs to
+    x_<name>_T                                     made by the function's own `prepare` (see `token_loss.prepared_by`)
+
+A parameter with a default is optional: it is bound where the batch has the column, or as `token_loss.chooses_columns` says.
+Keyword-only parameters are settings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.kl import estimate_kl, require_kl_estimator
+from rl_core.algorithms.token_loss import LossFunction, TokenLoss, keyword_parameters, masked
+from rl_core.errors import ConfigError, PluginError, RLError, ShapeError, nearest
+
+CURRENT = ("logprobs", "entropies", "predicted_values")
+"""What comes from the current model."""
+COLUMNS = (
+    "tokens",
+    "sampled",
+    "loss_mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "old_entropies",
+    "rewards",
+    "advantages",
+    "returns",
+    "loss_weights",
+    "policy_version",
+)
+"""Batch columns with one entry per token. Repeated from `rl_core.batch.FIELDS`, which needs more than torch; a test compares them."""
+
+SumAndWeight = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t]), over the trained tokens."""
+
+    function: LossFunction
+    """The loss: see the module's docstring for its parameters."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Settings, by keyword."""
+    kl_coef: float = 0.0
+    """Weight of the KL to `ref_logprobs`; 0 leaves term and column out."""
+    kl_estimator: str = "k3"
+    """One of `kl.KL_ESTIMATORS`."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0 leaves it out."""
+
+    def __post_init__(self) -> None:
+        require_kl_estimator(self.kl_estimator)
+        _require_known_settings(self.function, self.params)
+        if self._prepare_function is None and (made := [name for name in self._parameters if name.startswith("x_")]):
+            raise PluginError(f"{self.name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
+        for name in {**self._parameters, **self._prepare_parameters}:
+            _require_known_parameter(self.name, name)
+        if current := [name for name in self._prepare_parameters if name.removesuffix("_T") in CURRENT or name.startswith("x_")]:
+            raise PluginError(f"{self.name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T")
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        return getattr(self.function, "__name__", repr(self.function))
+
+    @cached_property
+    def required_columns(self) -> tuple[str, ...]:
+        """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
+        read = [*self.call_columns, *(column_of(name) for name in self._prepare_parameters)]
+        return tuple(dict.fromkeys(name for name in read if name not in ("sequence",) and not name.startswith("x_")))
+
+    @cached_property
+    def call_columns(self) -> tuple[str, ...]:
+        """Columns that a call reads: what a worker must be sent. Includes `x_…` columns made by `prepare`."""
+        read = [column_of(name) for name in self._required_parameters]
+        terms = ["ref_logprobs"] if self.kl_coef else []
+        return tuple(dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in (*CURRENT, "sequence")))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Which of CURRENT a call must be given."""
+        read = {column_of(name) for name in self._required_parameters} & set(CURRENT)
+        terms = {"logprobs": self.kl_coef, "entropies": self.entropy_coef}
+        return frozenset(read | {name for name, coef in terms.items() if coef})
+
+    def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
+        """Columns `x_…` [T] made from the whole mini-batch, before anything is split; empty for most losses.
+
+        Args:
+            columns: the mini-batch's `required_columns`.
+            sequence_T: int64, non-decreasing.
+            seed: of this mini-batch; the same seed and columns give the same result.
+        """
+        function = self._prepare_function
+        if function is None:
+            return {}
+        arguments = _bind(self.name, self._prepare_parameters, columns, {"sequence": sequence_T})
+        known = keyword_parameters(function)
+        settings = {name: value for name, value in self.params.items() if name in known}
+        made = function(**arguments, **settings, **({"seed": seed} if "seed" in known else {}))
+        wanted = {column_of(name) for name in self._parameters if name.startswith("x_")}
+        if set(made) != wanted:
+            raise PluginError(f"{self.name}: its prepare function made {sorted(made)}, the loss reads {sorted(wanted)}")
+        return made
+
+    def __call__(
+        self,
+        columns: Mapping[str, Tensor],
+        *,
+        sequence_T: Tensor,
+        logprobs_T: Tensor | None = None,
+        entropies_T: Tensor | None = None,
+        predicted_values_T: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, SumAndWeight]]:
+        """The micro-batch's share of the sum, and its metrics. Nothing here waits for the device.
+
+        Under context parallelism every rank of a context group calls this with its gathered whole sequences, gets the same
+        numbers, sends the gradient back to its own slice only, and one of them reports the metrics.
+
+        Args:
+            columns: the micro-batch's `call_columns`. Outside `loss_mask` they may hold anything.
+            sequence_T: int64, non-decreasing.
+            logprobs_T, entropies_T, predicted_values_T: the current model's, with gradient, as far as `reads` names them;
+                entropies that are given are reported also without a bonus.
+
+        Returns:
+            The scalar to call `backward` on, and metrics by name as (sum over trained tokens, their number), 0-d tensors
+            without gradient. `loss` is (weighted sum, 1): parts add up to the mini-batch's loss.
+
+        Raises:
+            ShapeError: a column or a current value is missing or of the wrong length.
+            PluginError: the loss function returned something else than a TokenLoss of T values.
+        """
+        mask_T = columns["loss_mask"]
+        given = {"logprobs": logprobs_T, "entropies": entropies_T, "predicted_values": predicted_values_T}
+        current = {name: masked(value_T, mask_T) for name, value_T in given.items() if value_T is not None}
+        if missing := self.reads - set(current):
+            raise ShapeError(f"{self.name}: needs the current {', '.join(sorted(missing))}; got {sorted(current) or 'none'}")
+        # A user's function need not know that columns may hold anything outside the mask.
+        clean = {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
+        arguments = _bind(self.name, self._call_parameters, clean, {"sequence": sequence_T, **current})
+        result = self.function(**arguments, **self.params)
+        _require_token_loss(self.name, result, mask_T)
+        metrics = dict(result.metrics)
+        total_T = result.loss_T
+        if self.kl_coef:
+            kl_T = estimate_kl(current["logprobs"], clean["ref_logprobs"], mask_T, estimator=self.kl_estimator)
+            total_T = total_T + self.kl_coef * kl_T
+            metrics["kl"] = kl_T.detach()
+        if self.entropy_coef:
+            total_T = total_T - self.entropy_coef * current["entropies"]
+        if "entropies" in current:
+            metrics["entropy"] = current["entropies"].detach()
+        loss = (clean["loss_weights"] * masked(total_T, mask_T)).sum()
+        count = mask_T.sum()
+        sums = {name: (masked(value_T, mask_T).sum(), count) for name, value_T in metrics.items()}
+        return loss, {"loss": (loss.detach(), torch.ones_like(loss)), **sums}
+
+    def try_out(self) -> None:
+        """Runs the function once on four tokens of two sequences, so that a broken one fails at start-up.
+
+        Raises:
+            PluginError: it raised (its own error is the cause) or returned something else than a TokenLoss of T values.
+        """
+        sequence_T = torch.tensor([0, 0, 1, 1])
+        columns = {name: _example(name) for name in self.required_columns}
+        current = {f"{name}_T": _example(name).requires_grad_() for name in self.reads}
+        try:
+            made = self.prepare(columns, sequence_T, seed=0)
+            self({**columns, **made}, sequence_T=sequence_T, **current)
+        except RLError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{self.name} failed on four tokens: {type(error).__name__}: {error}") from error
+
+    @property
+    def _prepare_function(self) -> Callable[..., dict[str, Tensor]] | None:
+        return getattr(self.function, "prepare", None)
+
+    @cached_property
+    def _parameters(self) -> dict[str, bool]:
+        return _positional(self.function, self.name)
+
+    @cached_property
+    def _prepare_parameters(self) -> dict[str, bool]:
+        return _positional(self._prepare_function, self.name) if self._prepare_function else {}
+
+    @cached_property
+    def _required_parameters(self) -> tuple[str, ...]:
+        """Parameters without a default, and those that the settings choose."""
+        choose = getattr(self.function, "chosen_columns", None)
+        chosen = choose(**{k: v for k, v in self.params.items() if k in keyword_parameters(choose)}) if choose else ()
+        return tuple(name for name, is_optional in self._parameters.items() if not is_optional or name in chosen)
+
+    @cached_property
+    def _call_parameters(self) -> dict[str, bool]:
+        if hasattr(self.function, "chosen_columns"):
+            return dict.fromkeys(self._required_parameters, False)
+        return self._parameters
+
+
+def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[float, float]]:
+    """Adds up the metrics of micro-batches as floats, with one wait for the device in all."""
+    totals: dict[str, Tensor] = {}
+    for part in parts:
+        for name, pair in part.items():
+            added = torch.stack([value.double() for value in pair])
+            totals[name] = totals[name] + added if name in totals else added
+    values = torch.stack(list(totals.values())).tolist() if totals else []
+    return {name: (total, weight) for name, (total, weight) in zip(totals, values, strict=True)}
+
+
+def column_of(parameter: str) -> str:
+    """The column that a parameter reads: its name without `_T`; `mask_T` is `loss_mask`."""
+    return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
+
+
+def _bind(
+    where: str, parameters: Mapping[str, bool], columns: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    arguments = {}
+    available = {**columns, **other}
+    for parameter, is_optional in parameters.items():
+        name = column_of(parameter)
+        if name in available:
+            arguments[parameter] = available[name]
+        elif not is_optional:
+            raise ShapeError(f"{where}: needs the column {name!r}; the batch has {', '.join(columns)}")
+    return arguments
+
+
+def _positional(function: Callable[..., Any], where: str) -> dict[str, bool]:
+    """Positional parameters, each with whether it has a default."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            continue
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise PluginError(f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters")
+        found[name] = parameter.default is not parameter.empty
+    return found
+
+
+def _example(name: str) -> Tensor:
+    kinds = {"loss_mask": torch.bool, "sampled": torch.bool, "tokens": torch.int64, "policy_version": torch.int32}
+    return torch.full((4,), -1.0 if name.endswith("logprobs") else 1.0).to(kinds.get(name, torch.float32))
+
+
+def _require_known_parameter(where: str, name: str) -> None:
+    known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", "sequence_T"]
+    if name not in known and not (name.startswith("x_") and name.endswith("_T")):
+        raise PluginError(
+            f"{where}: parameter {name!r} is neither a column nor a value of the current model ({', '.join(known)}, x_…_T)."
+            f"{nearest(name, known)} A setting must be keyword-only: put it after `*`"
+        )
+
+
+def _require_known_settings(function: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    name = getattr(function, "__name__", repr(function))
+    known = keyword_parameters(function)
+    for param in params:
+        if param not in known:
+            raise ConfigError(f"{name} has no setting {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}")
+    for param, parameter in known.items():
+        if parameter.default is parameter.empty and param not in params:
+            raise ConfigError(f"{name} needs the setting {param!r}")
+
+
+def _require_token_loss(where: str, result: Any, mask_T: Tensor) -> None:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor) or not isinstance(result[1], Mapping):
+        raise PluginError(f"{where} returned {type(result).__name__}; expected TokenLoss(loss_T, metrics)")
+    for name, value in {"loss": result[0], **result[1]}.items():
+        if not isinstance(value, Tensor) or value.shape != mask_T.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise PluginError(f"{where} returned {name} of {shape}; expected one value per token, [{mask_T.numel()}]")

@@ -1,0 +1,143 @@
+"""Reductions as loss weights: what is minimised is sum_t loss_weights[t] · loss[t], over one whole mini-batch.
+
+The controller computes the weights from the mini-batch (one optimizer step's tokens) before anything is split, and
+workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of the means sum to 1. A
+sequence or prompt without a trained token has no part in any denominator, and a mask without any trained token gives
+zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import (
+    require_bool,
+    require_int64,
+    require_ordered,
+    require_row_per_sequence,
+    require_same_length,
+)
+from rl_core.algorithms.groups import sequence_sum
+from rl_core.errors import ConfigError
+
+
+def token_mean(loss_mask_T: Tensor) -> Tensor:
+    """Every trained token counts the same: w_t = m_t / sum_u m_u.
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 12.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+
+    Returns:
+        Weights float32 [T].
+
+    Raises:
+        ShapeError: the mask is not bool or not one axis.
+    """
+    require_same_length(loss_mask_T=loss_mask_T)
+    require_bool(loss_mask_T=loss_mask_T)
+    return loss_mask_T.float() / loss_mask_T.sum().clamp(min=1)
+
+
+def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """The mean over sequences of each sequence's token mean: w_t = m_t / (n_i · S).
+
+    n_i is the number of trained tokens of the token's sequence i, S the number of sequences that have one.
+    Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, eq. 3.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+
+    Returns:
+        Weights float32 [T].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+    """
+    _require_stream(loss_mask_T, sequence_T)
+    tokens_S = sequence_sum(loss_mask_T, sequence_T)
+    num_trained = (tokens_S > 0).sum()
+    return _weights(loss_mask_T, sequence_T, tokens_S * num_trained)
+
+
+def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Tensor:
+    """The mean over prompts of the token mean over all samples of a prompt: w_t = m_t / (n_p · P).
+
+    n_p is the number of trained tokens of the token's prompt p, P the number of prompts that have one.
+    Source: Khatri et al. 2025 (ScaleRL, "prompt average"), arXiv 2510.13786.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        group_N: int64, equal for the samples of one prompt, in any order.
+
+    Returns:
+        Weights float32 [T].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+    """
+    _require_stream(loss_mask_T, sequence_T)
+    require_int64(group_N=group_N)
+    require_row_per_sequence(sequence_T, group_N=group_N)
+    tokens_S = sequence_sum(loss_mask_T, sequence_T)
+    ids_P, index_S = torch.unique(group_N[: tokens_S.numel()], return_inverse=True)
+    tokens_P = tokens_S.new_zeros(ids_P.numel()).index_add(0, index_S, tokens_S)
+    num_trained = (tokens_P > 0).sum()
+    return _weights(loss_mask_T, sequence_T, tokens_P[index_S] * num_trained)
+
+
+def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> Tensor:
+    """The mean over sequences of each sequence's token sum over a constant: w_t = m_t / (max_seq_len · S).
+
+    S is the number of sequences with a trained token. Long and short sequences weigh the same per token, whatever the
+    batch holds. The weights sum to the mean trained length over `max_seq_len`, not to 1.
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        max_seq_len: the constant, in tokens; the generation budget by custom.
+
+    Returns:
+        Weights float32 [T].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ConfigError: `max_seq_len` is not positive.
+    """
+    _require_stream(loss_mask_T, sequence_T)
+    if max_seq_len < 1:
+        raise ConfigError(f"max_seq_len: {max_seq_len} is not a positive number of tokens")
+    tokens_S = sequence_sum(loss_mask_T, sequence_T)
+    num_trained = (tokens_S > 0).sum()
+    return _weights(loss_mask_T, sequence_T, torch.full_like(tokens_S, max_seq_len) * num_trained)
+
+
+REDUCTIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        "token_mean": token_mean,
+        "sequence_mean": sequence_mean,
+        "prompt_mean": prompt_mean,
+        "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    }
+)
+"""The values of `trainer.algorithm.loss_reduction`. Parameters are bound by name, keyword-only ones are settings."""
+
+
+def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
+    require_same_length(loss_mask_T=loss_mask_T, sequence_T=sequence_T)
+    require_bool(loss_mask_T=loss_mask_T)
+    require_ordered(sequence_T)
+
+
+def _weights(loss_mask_T: Tensor, sequence_T: Tensor, denominator_S: Tensor) -> Tensor:
+    # A denominator is 0 only where no token is trained; 1 in its place keeps the infinity out of 0 · inf.
+    weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).reciprocal().float()
+    return weight_S[sequence_T] * loss_mask_T

@@ -1,0 +1,273 @@
+"""Selection: which samples are trained on, and an account of what was dropped and why.
+
+Everything is a pure function of its arguments; where chance has a part, of a seed. Nothing depends on the order of the
+rows. Metrics are (sum, weight) pairs, as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import (
+    require_between,
+    require_bool,
+    require_floating,
+    require_int64,
+    require_ordered,
+    require_row_per_sequence,
+    require_same_length,
+)
+from rl_core.algorithms.groups import group_spread, sequence_sum
+from rl_core.errors import ConfigError
+
+Metrics = dict[str, tuple[float, float]]
+
+
+class MaskSelection(NamedTuple):
+    """A loss mask with some sequences cleared."""
+
+    loss_mask_T: Tensor
+    """bool, a subset of the mask that was given."""
+    metrics: Metrics
+
+
+class GroupSelection(NamedTuple):
+    """Which groups of a batch are trained on."""
+
+    rows_R: Tensor
+    """int64, rows of the given scores that make up the batch, by group; within a group in the order they were given."""
+    group_R: Tensor
+    """int64, the group each of them belongs to now; a copy has the id of the group it replaces."""
+    is_copy_R: Tensor
+    """bool, the row stands in for another group's; it needs trajectory ids of its own."""
+    is_complete: bool
+    """Enough groups were informative; else sample more prompts and select again from all of them."""
+    metrics: Metrics
+
+
+def zero_variance_groups(scores_N: Tensor, group_N: Tensor, *, zero_variance_filter_tol: float = 1e-6) -> Tensor:
+    """Whether a sample's group has (almost) equal scores, so that comparing its samples teaches nothing.
+
+    True where max − min of the group's scores is at most the tolerance.
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+
+    Returns:
+        bool [N]; true for a group of one.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: the tolerance is negative.
+    """
+    ids_P, flat_P, _ = _flat_groups(scores_N, group_N, zero_variance_filter_tol)
+    return flat_P[torch.searchsorted(ids_P, group_N)]
+
+
+def zero_variance_mask(
+    loss_mask_T: Tensor,
+    sequence_T: Tensor,
+    scores_N: Tensor,
+    group_N: Tensor,
+    *,
+    zero_variance_filter_tol: float = 1e-6,
+) -> MaskSelection:
+    """Clears the loss mask of samples whose group has equal scores, so that they leave every denominator too.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        scores_N: outcome reward of each sequence, finite.
+        group_N: int64, equal for samples of one prompt.
+        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+
+    Returns:
+        MaskSelection with `selection/zero_variance_groups` (cleared, groups) and `selection/zero_variance_tokens`
+        (cleared, trained tokens).
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: the tolerance is negative.
+    """
+    _, flat_P, _ = _flat_groups(scores_N, group_N, zero_variance_filter_tol)
+    flat_N = zero_variance_groups(scores_N, group_N, zero_variance_filter_tol=zero_variance_filter_tol)
+    kept_T = _cleared(loss_mask_T, sequence_T, flat_N)
+    metrics = {
+        "selection/zero_variance_groups": (float(flat_P.sum()), float(flat_P.numel())),
+        "selection/zero_variance_tokens": (float((loss_mask_T & ~kept_T).sum()), float(loss_mask_T.sum())),
+    }
+    return MaskSelection(kept_T, metrics)
+
+
+def dynamic_sampling_filter(
+    scores_N: Tensor, group_N: Tensor, *, num_groups: int, zero_variance_filter_tol: float = 1e-6
+) -> GroupSelection:
+    """Keeps the first `num_groups` informative groups; says whether more prompts must be sampled.
+
+    A group is informative if its scores differ. Surplus groups are those of the highest ids. Call it again with the
+    earlier rounds' informative rows and the new ones together until the selection is complete.
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 11.
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt; ids in the order in which prompts are to be used.
+        num_groups: groups of a batch.
+        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+
+    Returns:
+        GroupSelection; incomplete if there are fewer than `num_groups` informative groups, with all of these as rows.
+        Metrics, each of all groups: `selection/zero_variance_groups` (those of one sample not among them),
+        `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: the tolerance is negative or `num_groups` not positive.
+    """
+    if num_groups < 1:
+        raise ConfigError(f"num_groups: {num_groups} is not a positive number of groups")
+    ids_P, flat_P, count_P = _flat_groups(scores_N, group_N, zero_variance_filter_tol)
+    informative_P = ids_P[~flat_P]
+    kept_P = informative_P[:num_groups]
+    metrics = _group_metrics(flat_P, count_P)
+    metrics["selection/surplus_groups"] = (float(informative_P.numel() - kept_P.numel()), float(ids_P.numel()))
+    metrics["selection/kept_groups"] = (float(kept_P.numel()), float(ids_P.numel()))
+    return _selection(group_N, kept_P, kept_P, kept_P.numel() == num_groups, metrics)
+
+
+def dynamic_sampling_replace(
+    scores_N: Tensor,
+    group_N: Tensor,
+    *,
+    seed: int,
+    min_replace_ratio: float = 0.3,
+    zero_variance_filter_tol: float = 1e-6,
+) -> GroupSelection:
+    """Replaces every group of equal scores by a copy of an informative one, drawn by chance.
+
+    The informative groups are shuffled and dealt out in turn, so that none is copied twice before each was once. The
+    same seed gives the same copies, whatever the order of the rows.
+    Source: An et al. 2025, POLARIS (a recipe without paper equation), https://hkunlp.github.io/blog/2025/Polaris.
+
+    Args:
+        scores_N: outcome reward of each trajectory, finite, any range.
+        group_N: int64, equal for samples of one prompt.
+        seed: of the draw; derive it from the run's seed and the step.
+        min_replace_ratio: share of informative groups below which nothing is replaced, in [0, 1].
+        zero_variance_filter_tol: largest spread that counts as none, at least 0.
+
+    Returns:
+        GroupSelection; incomplete, with the informative groups as rows, if their share is below `min_replace_ratio` or
+        there is none. Metrics, each of all groups: `selection/zero_variance_groups` (those of one sample not among
+        them), `selection/single_sample_groups`, `selection/replaced_groups`.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: the tolerance is negative or the ratio out of range.
+    """
+    require_between(0, 1, min_replace_ratio=min_replace_ratio)
+    ids_P, flat_P, count_P = _flat_groups(scores_N, group_N, zero_variance_filter_tol)
+    informative_P, replaced_P = ids_P[~flat_P], ids_P[flat_P]
+    is_complete = informative_P.numel() > 0 and informative_P.numel() >= min_replace_ratio * ids_P.numel()
+    if not is_complete:
+        replaced_P = replaced_P[:0]
+    metrics = _group_metrics(flat_P, count_P)
+    metrics["selection/replaced_groups"] = (float(replaced_P.numel()), float(ids_P.numel()))
+    shuffled_P = informative_P[torch.randperm(informative_P.numel(), generator=torch.Generator().manual_seed(seed))]
+    turn_P = torch.arange(replaced_P.numel()) % max(shuffled_P.numel(), 1)
+    source_P = torch.cat([informative_P, shuffled_P[turn_P]])
+    return _selection(group_N, source_P, torch.cat([informative_P, replaced_P]), is_complete, metrics)
+
+
+def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tensor) -> MaskSelection:
+    """Clears the loss mask of truncated sequences: what was cut off is not what the policy meant to say.
+
+    Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv 2503.14476, section 3.4.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        is_truncated_N: bool, the sequence ended at the length limit, not by itself.
+
+    Returns:
+        MaskSelection with `selection/overlong_sequences` (cleared, of the sequences with a trained token) and
+        `selection/overlong_tokens` (cleared, of the trained tokens).
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+    """
+    require_bool(is_truncated_N=is_truncated_N)
+    kept_T = _cleared(loss_mask_T, sequence_T, is_truncated_N)
+    trained_S = sequence_sum(loss_mask_T, sequence_T) > 0
+    left_S = sequence_sum(kept_T, sequence_T) > 0
+    metrics = {
+        "selection/overlong_sequences": (float((trained_S & ~left_S).sum()), float(trained_S.sum())),
+        "selection/overlong_tokens": (float((loss_mask_T & ~kept_T).sum()), float(loss_mask_T.sum())),
+    }
+    return MaskSelection(kept_T, metrics)
+
+
+def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) -> Tensor:
+    """A reward that falls from 0 to −1 over the last `cache_len` tokens before the limit.
+
+    R = 0 for l <= max_len − cache_len; (max_len − cache_len − l) / cache_len up to max_len; −1 beyond.
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13.
+
+    Args:
+        lengths_N: int64, sampled tokens of each trajectory.
+        max_len: length from which the penalty is full, in tokens.
+        cache_len: tokens before it over which the penalty grows, in [1, max_len].
+
+    Returns:
+        Penalties float32 [N] in [−1, 0], to be added to the outcome reward.
+
+    Raises:
+        ShapeError: the lengths are not int64 with one axis.
+        ConfigError: `cache_len` is out of range.
+    """
+    require_same_length(lengths_N=lengths_N)
+    require_int64(lengths_N=lengths_N)
+    require_between(1, max_len, cache_len=cache_len)
+    return ((max_len - cache_len - lengths_N).float() / cache_len).clamp(-1.0, 0.0)
+
+
+def _flat_groups(scores_N: Tensor, group_N: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids in ascending order, whether the group's scores are equal, and its size."""
+    require_same_length(scores_N=scores_N, group_N=group_N)
+    require_floating(scores_N=scores_N)
+    require_int64(group_N=group_N)
+    require_between(0, float("inf"), zero_variance_filter_tol=tolerance)
+    ids_P, spread_P, count_P = group_spread(scores_N, group_N)
+    return ids_P, spread_P <= tolerance, count_P
+
+
+def _group_metrics(flat_P: Tensor, count_P: Tensor) -> Metrics:
+    single_P = count_P == 1
+    return {
+        "selection/zero_variance_groups": (float((flat_P & ~single_P).sum()), float(flat_P.numel())),
+        "selection/single_sample_groups": (float(single_P.sum()), float(flat_P.numel())),
+    }
+
+
+def _selection(
+    group_N: Tensor, source_P: Tensor, target_P: Tensor, is_complete: bool, metrics: Metrics
+) -> GroupSelection:
+    """The rows of `source_P`, group by group in ascending order of the ids `target_P` that they get."""
+    order_P = target_P.argsort()
+    source_P, target_P = source_P[order_P], target_P[order_P]
+    rows = [(group_N == source).nonzero().flatten() for source in source_P]
+    rows_R = torch.cat(rows) if rows else group_N[:0]
+    group_R = torch.repeat_interleave(target_P, torch.tensor([part.numel() for part in rows], dtype=torch.int64))
+    return GroupSelection(rows_R, group_R, group_N[rows_R] != group_R, is_complete, metrics)
+
+
+def _cleared(loss_mask_T: Tensor, sequence_T: Tensor, dropped_N: Tensor) -> Tensor:
+    require_same_length(loss_mask_T=loss_mask_T, sequence_T=sequence_T)
+    require_bool(loss_mask_T=loss_mask_T)
+    require_ordered(sequence_T)
+    require_row_per_sequence(sequence_T, dropped_N=dropped_N)
+    return loss_mask_T & ~dropped_N[sequence_T]

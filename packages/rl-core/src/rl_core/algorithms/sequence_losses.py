@@ -1,0 +1,125 @@
+"""Policy losses whose ratio is that of a whole sequence. What all losses share stands in `losses`.
+
+A sequence is what `sequence_T` says; only its trained tokens count. With the reduction `sequence_mean` the sum that is
+minimised is the papers' objective.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_between
+from rl_core.algorithms.losses import clipped_surrogate, ratio_metrics
+from rl_core.algorithms.token_loss import TokenLoss, log_ratio, masked, mean_over_sequence, require_tokens
+
+
+def gspo_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    eps_clip_low: float = 3e-4,
+    eps_clip_high: float = 4e-4,
+) -> TokenLoss:
+    """PPO clip of the sequence's ratio: sequences are clipped as a whole.
+
+    s_i = exp(mean over the trained tokens of sequence i of (logprobs_t − old_logprobs_t));
+    loss_t = −min(s_i A_t, clip(s_i, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
+    Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 5 and 7; the bounds are those of its section 5.
+
+    Args:
+        logprobs_T, old_logprobs_T, mask_T: as in `losses.ppo_clip_loss`.
+        advantages_T: any range; meant to be equal within a sequence.
+        sequence_T: int64, non-decreasing.
+        eps_clip_low: in [0, 1]; sequence ratios lie much closer to 1 than token ratios.
+        eps_clip_high: >= 0.
+
+    Returns:
+        Loss [T]; metrics as `losses.ppo_clip_loss`, of the sequence's ratio.
+    """
+    log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
+    mean_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T)
+    return clipped_surrogate(mean_T, masked(advantages_T, mask_T), eps_clip_low, eps_clip_high)
+
+
+def gspo_token_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    eps_clip_low: float = 3e-4,
+    eps_clip_high: float = 4e-4,
+) -> TokenLoss:
+    """GSPO for advantages that differ within a sequence: the sequence's ratio as value, the token's log-prob as gradient.
+
+    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. With equal advantages and
+    weights within each sequence value and gradient are those of `gspo_loss`.
+    Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 13 and 14.
+
+    Args:
+        logprobs_T, old_logprobs_T, mask_T, sequence_T, eps_clip_low, eps_clip_high: as in `gspo_loss`.
+        advantages_T: any range, per token.
+
+    Returns:
+        Loss [T]; metrics as `gspo_loss`.
+    """
+    log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
+    with torch.no_grad():
+        shift_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T).sub_(log_ratio_T)
+    return clipped_surrogate(log_ratio_T + shift_T, masked(advantages_T, mask_T), eps_clip_low, eps_clip_high)
+
+
+def gmpo_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    gmpo_log_clip_low: float = 0.4,
+    gmpo_log_clip_high: float = 0.4,
+) -> TokenLoss:
+    """The geometric mean of a sequence's clipped token ratios: an outlier moves it less than the arithmetic mean.
+
+    d_t = min(log r_t, gmpo_log_clip_high) where A_t > 0, max(log r_t, −gmpo_log_clip_low) where A_t < 0;
+    loss_t = −A_t · exp(mean of d over the trained tokens of the sequence).
+    Source: Zhao et al. 2025 (GMPO), arXiv 2507.20673, eq. 4.
+
+    Args:
+        logprobs_T, old_logprobs_T, mask_T, sequence_T: as in `gspo_loss`.
+        advantages_T: any range; meant to be equal within a sequence.
+        gmpo_log_clip_low, gmpo_log_clip_high: >= 0, bounds of log r.
+
+    Returns:
+        Loss [T]; metrics as `losses.ppo_clip_loss`, of the sequence's geometric mean; clip_fraction counts tokens.
+    """
+    require_between(0.0, math.inf, gmpo_log_clip_low=gmpo_log_clip_low, gmpo_log_clip_high=gmpo_log_clip_high)
+    log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
+    clean_T = masked(advantages_T, mask_T)
+    with torch.no_grad():
+        bounded_T = log_ratio_T.clamp(-gmpo_log_clip_low, gmpo_log_clip_high)
+        clipped_T = (log_ratio_T - bounded_T).mul_(clean_T) > 0
+    mean_T = mean_over_sequence(torch.where(clipped_T, bounded_T, log_ratio_T), mask_T, sequence_T)
+    mean_T = masked(mean_T, mask_T)
+    ratio_T = mean_T.exp()
+    return TokenLoss(-clean_T * ratio_T, ratio_metrics(mean_T, ratio_T, clipped_T))
+
+
+def _token_log_ratio(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_T: Tensor
+) -> Tensor:
+    require_tokens(
+        mask_T,
+        logprobs_T=logprobs_T,
+        old_logprobs_T=old_logprobs_T,
+        advantages_T=advantages_T,
+        sequence_T=sequence_T,
+    )
+    return log_ratio(logprobs_T, old_logprobs_T, mask_T)

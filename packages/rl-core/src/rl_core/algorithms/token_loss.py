@@ -1,0 +1,120 @@
+"""What every loss function shares: its result, how it declares what it reads, masks, log-ratios, sequence means."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_bool, require_same_length
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before `exp`: e^20 is about 5e8, finite in float32 and far outside any trust region.
+Beyond it a ratio has no gradient."""
+
+
+class TokenLoss(NamedTuple):
+    """What a loss function returns: one value per token, no reduction."""
+
+    loss_T: Tensor
+    """Carries the gradient; 0 outside the mask."""
+    metrics: Mapping[str, Tensor]
+    """Name → [T], detached, float or bool; averaged over the trained tokens later."""
+
+
+LossFunction = Callable[..., TokenLoss]
+
+
+def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[[LossFunction], LossFunction]:
+    """Decorates a loss function that needs statistics of the whole mini-batch.
+
+    `columns_function` takes batch columns by parameter name, as a loss does, but nothing of the current model; it may take
+    the keyword `seed`. The controller runs it once per mini-batch, before anything is split, so the loss does not depend on
+    the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other keyword parameters
+    become settings of the loss.
+    """
+    prepare_settings = keyword_parameters(columns_function)
+    prepare_settings.pop("seed", None)
+
+    def decorate(function: LossFunction) -> LossFunction:
+        signature = inspect.signature(function)
+        added = {name: p for name, p in prepare_settings.items() if name not in signature.parameters}
+
+        @functools.wraps(function)
+        def loss(*args: Any, **kwargs: Any) -> TokenLoss:
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in added})
+
+        loss.__dict__["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added.values()])
+        loss.__dict__["prepare"] = columns_function
+        return loss
+
+    return decorate
+
+
+def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFunction], LossFunction]:
+    """Decorates a loss function whose settings decide which of its optional columns (parameters with a default) it reads.
+
+    `chosen` takes settings of the loss by keyword, with the same defaults, and returns the names of those parameters.
+    """
+
+    def decorate(function: LossFunction) -> LossFunction:
+        function.__dict__["chosen_columns"] = chosen
+        return function
+
+    return decorate
+
+
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """A function's keyword-only parameters: its settings."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
+    """Raises ShapeError unless the mask is bool [T] and the other tensors are as long."""
+    require_bool(mask_T=mask_T)
+    require_same_length(mask_T=mask_T, **tensors_T)
+
+
+def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The values, and 0 (without gradient) outside the mask, whatever stands there."""
+    return torch.where(mask_T, values_T, 0.0)
+
+
+def log_ratio(logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """logprobs − anchor, clamped to ±LOG_RATIO_LIMIT, 0 (without gradient) outside the mask."""
+    return masked(logprobs_T - anchor_logprobs_T, mask_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Each token gets the mean of its sequence's masked tokens; 0 in a sequence without any.
+
+    Args:
+        values_T: 0 outside the mask.
+        mask_T: bool.
+        sequence_T: int64, non-decreasing.
+    """
+    changes_T = torch.zeros_like(sequence_T)
+    torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])
+    position_T = changes_T.cumsum_(0)
+    # There are at most T sequences: buffers of that size need no look at the data, hence no wait for the device.
+    count_N = torch.zeros_like(sequence_T).index_add_(0, position_T, mask_T.long()).clamp_(min=1)
+    return _SequenceMean.apply(values_T, position_T, count_N)
+
+
+class _SequenceMean(torch.autograd.Function):
+    """Sum over a token's sequence over its count. The map is symmetric, so backward is the same map."""
+
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, position_T: Tensor, count_N: Tensor) -> Tensor:
+        ctx.save_for_backward(position_T, count_N)
+        sum_N = torch.zeros_like(values_T, dtype=torch.float64).index_add_(0, position_T, values_T.double())
+        return sum_N.div_(count_N).to(values_T.dtype).index_select(0, position_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _SequenceMean.apply(grads[0], *ctx.saved_tensors), None, None

@@ -1,0 +1,164 @@
+"""Trajectories made of several sequences (steps): one value per trajectory, whatever the order of the rows.
+
+A step-wise batch has N rows (steps) of M trajectories. An outcome reward sits on a trajectory's last step, so an
+estimator is given M rows and its advantages go to all steps:
+
+    scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
+    group_M = trajectory_scores(group_N, trajectory_N, is_last_step_N)
+    advantages_N = spread_to_steps(grpo_advantages(scores_M, group_M), trajectory_N)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import (
+    require_between,
+    require_bool,
+    require_floating,
+    require_int64,
+    require_same_length,
+)
+from rl_core.algorithms.groups import group_sum
+from rl_core.algorithms.returns import continues, reverse_scan
+from rl_core.errors import ShapeError
+
+
+def require_complete_trajectories(
+    trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor | None = None
+) -> None:
+    """Refuses trajectories that lost a step.
+
+    Args:
+        trajectory_N: int64, equal for the steps of one trajectory, in any order.
+        is_last_step_N: bool.
+        step_index_N: int64, position among the trajectory's steps, if known.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit; a trajectory has no last step or several; its step indices are not
+            0 … n − 1, or the last step has not the largest. The message names the row.
+    """
+    require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
+    require_int64(trajectory_N=trajectory_N)
+    require_bool(is_last_step_N=is_last_step_N)
+    last_M = group_sum(is_last_step_N, trajectory_N)
+    ids_M, index_N = torch.unique(trajectory_N, return_inverse=True)
+    for m in (last_M != 1).nonzero().flatten().tolist():
+        rows = (index_N == m).nonzero().flatten()
+        last_rows = rows[is_last_step_N[rows]].tolist()
+        found = (
+            f"rows {last_rows[0]} and {last_rows[1]} are both its last step" if last_rows else "none is its last step"
+        )
+        raise ShapeError(f"trajectory {int(ids_M[m])} (first row {int(rows[0])}, {rows.numel()} rows): {found}")
+    if step_index_N is not None:
+        _require_step_indices(trajectory_N, is_last_step_N, step_index_N)
+
+
+def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Tensor) -> Tensor:
+    """What each trajectory's last step holds: its score, or anything else a step carries, such as its group.
+
+    Args:
+        scores_N: any dtype; only last steps are read.
+        trajectory_N: int64, equal for the steps of one trajectory, in any order.
+        is_last_step_N: bool, true for exactly one step of each trajectory.
+
+    Returns:
+        [M] in the dtype of `scores_N`, trajectories in ascending order of their id.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or a trajectory has no last step or several.
+    """
+    require_same_length(scores_N=scores_N, trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
+    require_complete_trajectories(trajectory_N, is_last_step_N)
+    last_rows = is_last_step_N.nonzero().squeeze(1)
+    return scores_N[last_rows[trajectory_N[last_rows].argsort()]]
+
+
+def trajectory_lengths(lengths_N: Tensor, trajectory_N: Tensor) -> Tensor:
+    """Sampled tokens of each trajectory over all its steps: int64 [M], trajectories in ascending order of their id."""
+    require_same_length(lengths_N=lengths_N, trajectory_N=trajectory_N)
+    require_int64(lengths_N=lengths_N, trajectory_N=trajectory_N)
+    return group_sum(lengths_N, trajectory_N).long()
+
+
+def spread_to_steps(values_M: Tensor, trajectory_N: Tensor) -> Tensor:
+    """Gives every step its trajectory's value.
+
+    Args:
+        values_M: one value per trajectory, in ascending order of id, as `trajectory_scores` returns.
+        trajectory_N: int64, equal for the steps of one trajectory, in any order.
+
+    Returns:
+        [N] in the dtype of `values_M`.
+
+    Raises:
+        ShapeError: there are more or fewer values than trajectories.
+    """
+    require_same_length(trajectory_N=trajectory_N)
+    require_int64(trajectory_N=trajectory_N)
+    ids_M, index_N = torch.unique(trajectory_N, return_inverse=True)
+    if values_M.shape != ids_M.shape:
+        raise ShapeError(f"values_M: the rows form {ids_M.numel()} trajectories, got shape {tuple(values_M.shape)}")
+    return values_M[index_N]
+
+
+def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """Discounted sum of the rewards from each step to its trajectory's end.
+
+    G_i = r_i + gamma · G_{i+1} over the steps i of one trajectory; the discount counts steps.
+    Source: Sutton & Barto 2018, eq. 3.9, with a step as one action.
+
+    Args:
+        rewards_N: reward of each step, finite.
+        trajectory_N: int64, equal for the steps of one trajectory, in any order.
+        step_index_N: int64, position of the step in its trajectory.
+        gamma: discount per step, in [0, 1].
+
+    Returns:
+        Returns [N] in the dtype and row order of `rewards_N`.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or two steps of a trajectory have the same index.
+        ConfigError: `gamma` is out of range.
+    """
+    require_between(0, 1, gamma=gamma)
+    require_same_length(rewards_N=rewards_N, trajectory_N=trajectory_N, step_index_N=step_index_N)
+    require_floating(rewards_N=rewards_N)
+    require_int64(trajectory_N=trajectory_N, step_index_N=step_index_N)
+    order_N, continues_N = _in_time(trajectory_N, step_index_N)
+    returns_N = reverse_scan(rewards_N[order_N].double(), gamma * continues_N.double())
+    return torch.empty_like(rewards_N).index_copy(0, order_N, returns_N.to(rewards_N.dtype))
+
+
+def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows sorted by trajectory, then step, and whether the next row of that order belongs to the same trajectory."""
+    by_step_N = step_index_N.argsort(stable=True)
+    order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]
+    trajectory_N, step_index_N = trajectory_N[order_N], step_index_N[order_N]
+    continues_N = continues(trajectory_N)
+    repeats = (continues_N[:-1] & (step_index_N[1:] == step_index_N[:-1])).nonzero().flatten()
+    if repeats.numel():
+        a, b = sorted(order_N[int(repeats[0]) : int(repeats[0]) + 2].tolist())
+        step = int(step_index_N[repeats[0]])
+        raise ShapeError(f"trajectory {int(trajectory_N[repeats[0]])}: rows {a} and {b} both have step index {step}")
+    return order_N, continues_N
+
+
+def _require_step_indices(trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor) -> None:
+    require_same_length(trajectory_N=trajectory_N, step_index_N=step_index_N)
+    require_int64(step_index_N=step_index_N)
+    order_N, continues_N = _in_time(trajectory_N, step_index_N)
+    positions_N = torch.arange(order_N.numel(), device=order_N.device)
+    starts_N = torch.ones_like(continues_N)
+    starts_N[1:] = ~continues_N[:-1]
+    expected_N = positions_N - torch.where(starts_N, positions_N, 0).cummax(0).values
+    wrong_N = (step_index_N[order_N] != expected_N) | (is_last_step_N[order_N] == continues_N)
+    if bool(wrong_N.any()):
+        position = int(wrong_N.nonzero()[0])
+        row = int(order_N[position])
+        raise ShapeError(
+            f"row {row}: step index {int(step_index_N[row])}, is_last_step {bool(is_last_step_N[row])}; expected "
+            f"{int(expected_N[position])} and {not bool(continues_N[position])} among the steps of trajectory "
+            f"{int(trajectory_N[row])}: indices run from 0 without a gap, and the last step has the largest"
+        )

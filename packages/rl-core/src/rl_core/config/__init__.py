@@ -1,0 +1,109 @@
+"""The configuration of a run: classes, exact loading, overrides, derived values, checks. Imports no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.config.checks import check, check_files, check_plugins, check_values
+    from rl_core.config.function_params import advantage_params, loss_params
+    from rl_core.config.layers import ConfigWarning, Given
+    from rl_core.config.reference import reference_page
+    from rl_core.config.resolving import RULES, dump_yaml, resolve
+    from rl_core.config.sources import Loaded, Origin, from_mapping, load, origins
+    from rl_core.config.tree import (
+        AlgorithmConfig,
+        Config,
+        DataConfig,
+        DynamicSamplingConfig,
+        EnvironmentConfig,
+        EvalSamplingConfig,
+        GeneratorConfig,
+        InferenceEngineConfig,
+        KLControlConfig,
+        OffPolicyCorrectionConfig,
+        PlacementConfig,
+        PolicyConfig,
+        RefConfig,
+        RefModelConfig,
+        SamplingConfig,
+        TrainerConfig,
+    )
+
+_MODULES = {
+    "Config": "tree",
+    "TrainerConfig": "tree",
+    "PolicyConfig": "tree",
+    "RefConfig": "tree",
+    "RefModelConfig": "tree",
+    "PlacementConfig": "tree",
+    "AlgorithmConfig": "tree",
+    "KLControlConfig": "tree",
+    "OffPolicyCorrectionConfig": "tree",
+    "DynamicSamplingConfig": "tree",
+    "GeneratorConfig": "tree",
+    "SamplingConfig": "tree",
+    "EvalSamplingConfig": "tree",
+    "InferenceEngineConfig": "tree",
+    "DataConfig": "tree",
+    "EnvironmentConfig": "tree",
+    "load": "sources",
+    "from_mapping": "sources",
+    "Loaded": "sources",
+    "Given": "layers",
+    "ConfigWarning": "layers",
+    "origins": "sources",
+    "Origin": "sources",
+    "resolve": "resolving",
+    "dump_yaml": "resolving",
+    "RULES": "resolving",
+    "loss_params": "function_params",
+    "advantage_params": "function_params",
+    "check": "checks",
+    "check_values": "checks",
+    "check_files": "checks",
+    "check_plugins": "checks",
+    "reference_page": "reference",
+}
+__all__ = [
+    "Config",
+    "TrainerConfig",
+    "PolicyConfig",
+    "RefConfig",
+    "RefModelConfig",
+    "PlacementConfig",
+    "AlgorithmConfig",
+    "KLControlConfig",
+    "OffPolicyCorrectionConfig",
+    "DynamicSamplingConfig",
+    "GeneratorConfig",
+    "SamplingConfig",
+    "EvalSamplingConfig",
+    "InferenceEngineConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "load",
+    "from_mapping",
+    "Loaded",
+    "Given",
+    "ConfigWarning",
+    "origins",
+    "Origin",
+    "resolve",
+    "dump_yaml",
+    "RULES",
+    "loss_params",
+    "advantage_params",
+    "check",
+    "check_values",
+    "check_files",
+    "check_plugins",
+    "reference_page",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,347 @@
+"""What no single key can say: combinations that cannot work, found before any process, device or file is taken.
+
+Every check is made on the resolved values and raises one ConfigError that says what to do. Only `check_plugins` imports
+torch, for the functions that a run calls.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config.function_params import loss_params, unread_params
+from rl_core.config.layers import ConfigWarning
+from rl_core.config.resolving import value_at
+from rl_core.config.tree import Config
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LossSpec
+
+# key → the least and the largest value it may have; None: no bound.
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "trainer.placement.policy_num_nodes": (1, None),
+    "trainer.placement.policy_num_gpus_per_node": (1, None),
+    "trainer.policy.optimizer_config.lr": (0, None),
+    "trainer.policy.optimizer_config.weight_decay": (0, None),
+    "trainer.policy.optimizer_config.max_grad_norm": (0, None),
+    "trainer.policy.optimizer_config.num_warmup_steps": (0, None),
+    "trainer.policy.model.lora.rank": (0, None),
+    "trainer.policy.model.lora.dropout": (0, 1),
+    "trainer.algorithm.gamma": (0, 1),
+    "trainer.algorithm.lambd": (0, 1),
+    "trainer.algorithm.eps_clip_low": (0, 1),
+    "trainer.algorithm.eps_clip_high": (0, None),
+    "trainer.algorithm.clip_ratio_c": (1, None),
+    "trainer.algorithm.kl_loss_coef": (0, None),
+    "trainer.algorithm.entropy_loss_coef": (0, None),
+    "trainer.algorithm.kl_ctrl.horizon": (1, None),
+    "trainer.algorithm.dynamic_sampling.max_sample_batches": (1, None),
+    "trainer.algorithm.dynamic_sampling.min_replace_ratio": (0, 1),
+    "trainer.epochs": (1, None),
+    "trainer.max_training_steps": (1, None),
+    "trainer.train_batch_size": (1, None),
+    "trainer.policy_mini_batch_size": (1, None),
+    "trainer.update_epochs_per_batch": (1, None),
+    "trainer.micro_train_batch_size_per_gpu": (1, None),
+    "trainer.micro_forward_batch_size_per_gpu": (1, None),
+    "trainer.logprobs_chunk_size": (1, None),
+    "trainer.num_threads": (1, None),
+    "trainer.max_staleness": (0, None),
+    "trainer.max_consecutive_nonfinite_steps": (1, None),
+    "trainer.max_prompt_length": (1, None),
+    "trainer.eval_batch_size": (1, None),
+    "trainer.num_logged_samples": (0, None),
+    "trainer.seed": (0, None),
+    "generator.n_samples_per_prompt": (1, None),
+    "generator.eval_n_samples_per_prompt": (1, None),
+    "generator.max_concurrency": (1, None),
+    "generator.sampling_params.max_generate_length": (1, None),
+    "generator.sampling_params.min_p": (0, 1),
+    "generator.eval_sampling_params.max_generate_length": (1, None),
+    "generator.eval_sampling_params.temperature": (0, None),
+    "generator.eval_sampling_params.min_p": (0, 1),
+    "generator.inference_engine.num_engines": (1, None),
+    "generator.inference_engine.max_num_seqs": (1, None),
+    "generator.inference_engine.weight_bucket_bytes": (1, None),
+}
+ABOVE_ZERO = (
+    "trainer.algorithm.temperature",
+    "trainer.algorithm.kl_ctrl.kl_target",
+    "trainer.generation_timeout_s",
+    "trainer.worker_timeout_s",
+    "generator.sampling_params.temperature",
+    "generator.sampling_params.top_p",
+    "generator.eval_sampling_params.top_p",
+)
+ESTIMATORS_OF_GROUPS = ("grpo", "rloo")
+"""Estimators whose baseline is the group's other samples."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check(config: Config, *, reads: str = "data.train_data") -> None:
+    """All checks of a run that reads the data under the key `reads`, the cheap ones first.
+
+    Raises ConfigError or PluginError for the first that fails; warns of what runs but looks unintended.
+    """
+    check_values(config)
+    check_files(config, reads=reads)
+    check_plugins(config)
+
+
+def check_values(config: Config) -> None:
+    """The checks that need nothing but the values."""
+    for value_check in _VALUE_CHECKS:
+        value_check(config)
+
+
+def check_files(config: Config, *, reads: str = "data.train_data") -> None:
+    """Data, models and the checkpoint to resume from are there; the run directory can be written."""
+    _data_exists(config, reads)
+    _models_exist(config)
+    _resume_path_exists(config)
+    _run_dir_is_writable(config)
+
+
+def check_plugins(config: Config) -> None:
+    """Every plug-in and function that is named can be imported, and accepts the configuration. Imports torch."""
+    trainer, generator = config.trainer, config.generator
+    engine = plugins.load(
+        "rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend"
+    )
+    transport_key = "generator.inference_engine.weight_sync_backend"
+    plugins.load("rl_core.weight_transports", generator.inference_engine.weight_sync_backend, key=transport_key)
+    plugins.load("rl_core.generators", generator.type, key="generator.type")
+    if config.environment.env_class is not None:
+        plugins.load("rl_core.environments", config.environment.env_class, key="environment.env_class")
+    for name in trainer.logger:
+        plugins.load("rl_core.trackers", name, key="trainer.logger")
+    for name in trainer.callbacks:
+        plugins.import_object(name, "trainer.callbacks: ")
+    _check_loss(config)
+    for name in unread_params(config):
+        message = (
+            f"trainer.algorithm.{name}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
+        )
+        warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
+    engine.validate(config)
+
+
+def _check_loss(config: Config) -> None:
+    # torch: only when a run is about to start
+    import torch
+
+    from rl_core.algorithms import off_policy_correction
+    from rl_core.workers.objective import objective_from_spec
+
+    algorithm = config.trainer.algorithm
+    key, name = "trainer.algorithm.policy_loss_type", algorithm.policy_loss_type
+    objective = objective_from_spec(LossSpec(name=name, params=loss_params(config)), key=key)
+    if "predicted_values" in objective.reads:
+        raise ConfigError(f"{key}: {name!r} trains a critic, not a policy; choose e.g. regular")
+    if not algorithm.off_policy_correction.is_active:
+        return
+    key = "trainer.algorithm.off_policy_correction"
+    if "advantages" not in objective.required_columns or "rollout_logprobs" in objective.required_columns:
+        reason = (
+            "has a correction of its own"
+            if "rollout_logprobs" in objective.required_columns
+            else "weighs no advantages"
+        )
+        raise ConfigError(
+            f"{key}: the loss {name!r} {reason} and cannot use one; switch the corrections off or choose another loss"
+        )
+    no_tokens, no_mask, no_index = torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
+    try:
+        off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **attrs.asdict(algorithm.off_policy_correction))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def _bounds(config: Config) -> None:
+    for key, (low, high) in BOUNDS.items():
+        value = value_at(config, key)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
+            raise ConfigError(f"{key}: {value} is given; expected {expected}")
+    for key in ABOVE_ZERO:
+        if not value_at(config, key) > 0:
+            remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
+            is_sampling = key == "generator.sampling_params.temperature"
+            raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
+
+
+def _sampling(config: Config) -> None:
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
+        if top_p > 1:
+            raise ConfigError(f"{key}.top_p: {top_p} is given; expected above 0 and at most 1 (1 takes all tokens)")
+        if top_k != -1 and top_k < 1:
+            raise ConfigError(f"{key}.top_k: {top_k} is given; expected at least 1, or -1 for all tokens")
+    sampled_at, scored_at = config.generator.sampling_params.temperature, config.temperature
+    if sampled_at != scored_at:
+        message = (
+            f"trainer.algorithm.temperature: {scored_at} differs from generator.sampling_params.temperature="
+            f"{sampled_at}: the log-probs of trainer and engine speak of two distributions"
+        )
+        warnings.warn(message, ConfigWarning, stacklevel=2)
+
+
+def _ranks(config: Config) -> None:
+    num_ranks = config.trainer.placement.num_policy_ranks
+    if num_ranks != 1:
+        raise ConfigError(
+            f"trainer.placement: policy_num_nodes × policy_num_gpus_per_node = {num_ranks} ranks; "
+            "this version trains with one rank; several ranks come with Ray launch. Set both to 1"
+        )
+
+
+def _batch_sizes(config: Config) -> None:
+    batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
+    if mini > batch:
+        raise ConfigError(
+            f"trainer.policy_mini_batch_size: {mini} prompts are more than trainer.train_batch_size={batch}"
+        )
+    if batch % mini:
+        fitting = max(size for size in range(1, mini) if batch % size == 0)
+        raise ConfigError(
+            f"trainer.policy_mini_batch_size: {mini} does not divide trainer.train_batch_size={batch}; "
+            f"the nearest that does is {fitting}"
+        )
+    budget, prompt = config.trainer.max_tokens_per_microbatch, config.trainer.max_prompt_length
+    response = config.generator.sampling_params.max_generate_length
+    if budget != -1 and budget < prompt + response:
+        raise ConfigError(
+            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
+            f"trainer.max_prompt_length={prompt} + generator.sampling_params.max_generate_length={response}; "
+            f"give at least {prompt + response}, or -1 to count sequences instead"
+        )
+
+
+def _groups(config: Config) -> None:
+    algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if num_samples > 1:
+        return
+    needs = None
+    if algorithm.advantage_estimator in ESTIMATORS_OF_GROUPS:
+        needs = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    elif algorithm.dynamic_sampling.type is not None:
+        needs = f"trainer.algorithm.dynamic_sampling.type={algorithm.dynamic_sampling.type}"
+    elif algorithm.zero_variance_filter:
+        needs = "trainer.algorithm.zero_variance_filter"
+    if needs:
+        raise ConfigError(
+            f"generator.n_samples_per_prompt: 1 is given; {needs} compares the samples of a prompt "
+            "and learns nothing from one; give at least 2"
+        )
+
+
+def _kl(config: Config) -> None:
+    algorithm = config.trainer.algorithm
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
+            "the KL belongs into the loss or into the reward: switch one off"
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "trainer.algorithm.kl_ctrl.type: adaptive steers the KL in the reward; set "
+            "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_estimator_type.endswith("+"):
+        raise ConfigError(
+            f"trainer.algorithm.kl_estimator_type: {algorithm.kl_estimator_type} is about the gradient, "
+            f"which the KL in the reward does not have; write {algorithm.kl_estimator_type[:-1]}"
+        )
+
+
+def _reduction(config: Config) -> None:
+    algorithm = config.trainer.algorithm
+    if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
+        raise ConfigError(
+            f"trainer.algorithm.max_seq_len: {algorithm.max_seq_len} is given; loss_reduction=seq_mean_token_sum_norm "
+            "divides by it and needs a number above 0, e.g. that of generator.sampling_params.max_generate_length"
+        )
+
+
+def _resume(config: Config) -> None:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_path
+    if (mode == "from_path") != (path is not None):
+        raise ConfigError(
+            f"trainer.resume_path: {path!r} is given with trainer.resume_mode={mode}; "
+            "a path belongs to from_path, and from_path needs one"
+        )
+
+
+_VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
+    _bounds,
+    _sampling,
+    _ranks,
+    _batch_sizes,
+    _groups,
+    _kl,
+    _reduction,
+    _resume,
+)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _data_exists(config: Config, reads: str) -> None:
+    if not value_at(config, reads):
+        raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
+    for key in ("data.train_data", "data.val_data"):
+        for file in value_at(config, key):
+            if not Path(file).is_file():
+                reason = "is a directory" if Path(file).is_dir() else "does not exist"
+                raise ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})")
+
+
+def _models_exist(config: Config) -> None:
+    if config.trainer.policy.model.path is None:
+        raise ConfigError("trainer.policy.model.path: no model is given; give a Hugging Face model directory or name")
+    _model_exists("trainer.policy.model.path", config.policy_model_path)
+    if config.trainer.algorithm.needs_reference:
+        _model_exists("trainer.ref.model.path", config.ref_model_path)
+
+
+def _model_exists(key: str, path: str) -> None:
+    """Looks only at local directories: a name such as `org/model` is for the backend to find."""
+    directory = Path(path)
+    if not directory.exists():
+        is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
+        if is_name:
+            return
+        raise ConfigError(f"{key}: the directory {path} does not exist (seen from {Path.cwd()})")
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{key}: {path} has no config.json; expected a model directory in Hugging Face format")
+    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+        raise ConfigError(
+            f"{key}: {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save the model's tokenizer there"
+        )
+
+
+def _resume_path_exists(config: Config) -> None:
+    path = config.trainer.resume_path
+    if path is not None and not Path(path).is_dir():
+        raise ConfigError(f"trainer.resume_path: {path} is not a directory; give a checkpoint of an earlier run")
+
+
+def _run_dir_is_writable(config: Config) -> None:
+    for key, directory in (
+        ("trainer.run_dir", config.run_dir),
+        ("trainer.ckpt_path", config.ckpt_dir),
+        ("trainer.export_path", config.export_dir),
+    ):
+        existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{key}: {directory} cannot be created: {existing} is not a directory that can be written"
+            )

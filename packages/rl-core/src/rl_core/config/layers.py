@@ -1,0 +1,156 @@
+"""What files, recipes and the command line say, key by key, with the place where each value stands.
+
+A layer is a list of (key path, `Given`) in the order of appearance, so that a key given twice can be seen. Layers are
+merged leaf by leaf; a later value replaces an earlier one at the same key, above it or below it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+
+from rl_core.config.yaml12 import Yaml12Loader
+from rl_core.errors import ConfigError
+
+
+class ConfigWarning(UserWarning):
+    """Something in a configuration that runs, but that its author should look at."""
+
+
+@attrs.frozen
+class Given:
+    """A value that somebody gave."""
+
+    value: Any
+    source: str
+    """Where: `recipe quickstart`, `run.yaml:12`, `command line`, `code`."""
+    text: str | None = None
+    """As it was typed on the command line: a text key takes it literally, so `trainer.run_name=007` stays `007`."""
+
+
+Layer = list[tuple[str, Given]]
+
+
+def file_layer(path: Path) -> Layer:
+    """The keys of a YAML file, nested or dotted, each with its line. Raises ConfigError if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    loader = Yaml12Loader(text)
+    loader.name = str(path)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: a configuration file holds `key: value` lines; this one does not")
+        return list(_leaves_of_node(loader, node, "", str(path)))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+
+
+def mapping_layer(mapping: Mapping[str, Any], source: str) -> Layer:
+    """The keys of a dict, nested or dotted."""
+    return list(_leaves_of_mapping(mapping, "", source))
+
+
+def override_layer(overrides: Iterable[str]) -> Layer:
+    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text)."""
+    layer: Layer = []
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        key = key.strip()
+        if not separator or not key:
+            raise ConfigError(f"{override!r}: an override is key.path=value, e.g. trainer.epochs=2")
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value without any prefix")
+        layer += _override(key, text)
+    return layer
+
+
+def _override(key: str, text: str) -> Layer:
+    loader = Yaml12Loader(text)
+    try:
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            leaves = _leaves_of_node(loader, node, key, "")
+            return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
+        value = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}={text}: not valid YAML ({reason}); put text in quotes: '{key}=\"…\"'") from error
+    is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
+    return [(key, Given(value, "command line", text.strip() if is_plain else None))]
+
+
+def _leaves_of_node(loader: Yaml12Loader, node: yaml.MappingNode, above: str, name: str) -> Iterator[tuple[str, Given]]:
+    for key_node, value_node in node.value:
+        source = f"{name}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{source}: a key is text, not a list or a mapping")
+        path = f"{above}.{key_node.value}" if above else key_node.value
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _leaves_of_node(loader, value_node, path, name)
+        else:
+            yield path, Given(loader.construct_object(value_node, deep=True), source)
+
+
+def _leaves_of_mapping(mapping: Mapping[Any, Any], above: str, source: str) -> Iterator[tuple[str, Given]]:
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{above or source}: a key is text, not {key!r}")
+        path = f"{above}.{key}" if above else key
+        if isinstance(value, Mapping) and value:
+            yield from _leaves_of_mapping(value, path, source)
+        else:
+            yield path, Given(value, source)
+
+
+def merge(layers: Sequence[Layer]) -> dict[str, Given]:
+    """One value per key: later layers win. A key twice in one layer warns, and its last value wins.
+
+    An empty section (`{}` or `null`) clears what earlier layers said below it.
+    """
+    merged: dict[str, Given] = {}
+    for layer in layers:
+        seen: dict[str, Given] = {}
+        for path, given in layer:
+            if path in seen:
+                _warn_of_repetition(path, seen[path], given)
+            seen[path] = given
+            for other in [other for other in merged if other.startswith(f"{path}.") or path.startswith(f"{other}.")]:
+                del merged[other]
+            merged[path] = given
+    return merged
+
+
+def _warn_of_repetition(path: str, first: Given, last: Given) -> None:
+    places = first.source if first.source == last.source else f"{first.source} and {last.source}"
+    message = f"{path}: given twice ({places}): {first.value!r}, then {last.value!r}; the last one counts"
+    warnings.warn(message, ConfigWarning, stacklevel=3)
+
+
+def nested(merged: Mapping[str, Given]) -> dict[str, Any]:
+    """The merged keys as a tree of dicts whose leaves are `Given`."""
+    tree: dict[str, Any] = {}
+    for path, given in merged.items():
+        *sections, last = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = given
+    return tree
+
+
+def plain(node: Any) -> Any:
+    """A tree of `nested` without the places."""
+    if isinstance(node, Given):
+        return node.value
+    return {key: plain(child) for key, child in node.items()}

@@ -1,0 +1,200 @@
+"""Values that follow from others: each rule stated once, applied once, undone when a configuration is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import yaml
+
+from rl_core import plugins
+from rl_core.config.layers import ConfigWarning
+from rl_core.config.loading import known_paths
+from rl_core.config.tree import Config
+from rl_core.config.yaml12 import Yaml12Dumper
+from rl_core.errors import ConfigError, PluginError, nearest
+
+_T = TypeVar("_T")
+
+
+@attrs.frozen
+class Rule:
+    """What a key is when nobody gave it."""
+
+    key: str
+    text: str
+    value: Callable[[Config], Any]
+
+
+RULES = (
+    Rule("trainer.run_dir", "runs/<trainer.run_name>", lambda c: str(Path("runs") / c.trainer.run_name)),
+    Rule("trainer.ckpt_path", "<trainer.run_dir>/checkpoints", lambda c: str(c.run_dir / "checkpoints")),
+    Rule("trainer.export_path", "<trainer.run_dir>/model", lambda c: str(c.run_dir / "model")),
+    Rule("trainer.ref.model.path", "trainer.policy.model.path", lambda c: c.trainer.policy.model.path),
+    Rule(
+        "trainer.algorithm.temperature",
+        "generator.sampling_params.temperature",
+        lambda c: c.generator.sampling_params.temperature,
+    ),
+    Rule(
+        "generator.eval_sampling_params.max_generate_length",
+        "generator.sampling_params.max_generate_length",
+        lambda c: c.generator.sampling_params.max_generate_length,
+    ),
+    Rule(
+        "generator.eval_sampling_params.stop",
+        "generator.sampling_params.stop",
+        lambda c: c.generator.sampling_params.stop,
+    ),
+    Rule(
+        "generator.inference_engine.model_dtype",
+        "bfloat16 if trainer.bf16, else float32",
+        lambda c: "bfloat16" if c.trainer.bf16 else "float32",
+    ),
+)
+"""In an order in which each rule needs only what stands above it."""
+
+PATHS = (
+    "trainer.run_name",
+    "trainer.policy.model.path",
+    "trainer.ref.model.path",
+    "trainer.resume_path",
+    "trainer.run_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "data.train_data",
+    "data.val_data",
+)
+"""Keys in which a leading `~` is the home directory and `${key.path}` the value of another key."""
+
+_SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "a later package"}
+
+
+def resolve(config: Config) -> Config:
+    """Every rule applied to the keys that are None, and the selected backend's sections present.
+
+    Resolving twice changes nothing. Raises PluginError if the selected backend is not installed.
+    """
+    for key in PATHS:
+        config = with_value(config, key, _expanded(config, key, value_at(config, key)))
+    for rule in RULES:
+        if value_at(config, rule.key) is None:
+            config = with_value(config, rule.key, rule.value(config))
+    backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+    for key in ("trainer.policy.backend_sections", "trainer.ref.backend_sections"):
+        sections = value_at(config, key)
+        if backend.config_section not in sections:
+            config = with_value(config, key, {**sections, backend.config_section: backend.options_class()})
+    return config
+
+
+def _expanded(config: Config, key: str, text: Any) -> Any:
+    if isinstance(text, tuple):
+        return tuple(_expanded(config, key, one) for one in text)
+    if text is None:
+        return None
+
+    def other(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in known_paths(Config):
+            raise ConfigError(f"{key}: {match[0]} in {text!r} is not a key.{nearest(name, known_paths(Config))}")
+        value = value_at(config, name)
+        if not isinstance(value, str | int | float) or "${" in str(value):
+            raise ConfigError(f"{key}: {match[0]} in {text!r} has no plain value here: {value!r}")
+        return str(value)
+
+    text = re.sub(r"\$\{([^}]*)\}", other, text)
+    return os.path.expanduser(text) if text.startswith("~") else text  # noqa: PTH111 - keeps `org/model`
+
+
+def unresolved(config: Config) -> Config:
+    """None wherever a rule gives the same value, so that a changed key moves what follows from it."""
+    for rule in reversed(RULES):
+        without = with_value(config, rule.key, None)
+        if rule.value(without) == value_at(config, rule.key):
+            config = without
+    return config
+
+
+def section_class(strategy: str) -> Callable[[str], type | None]:
+    """Which class a `<backend>_config` section is loaded into; `dict` if its backend is known but not installed."""
+
+    def find(section: str) -> type | None:
+        if not section.endswith("_config"):
+            return None
+        for name in dict.fromkeys([strategy, *(plugin.name for plugin in plugins.installed("rl_core.backends"))]):
+            try:
+                backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
+            except PluginError as error:
+                if name == strategy:
+                    raise
+                warnings.warn(str(error), ConfigWarning, stacklevel=2)
+                continue
+            if backend.config_section == section:
+                return backend.options_class
+        if section not in _SECTION_PACKAGES:
+            return None
+        reason = (
+            f"{section}: kept unchecked; its backend comes with {_SECTION_PACKAGES[section]}, which is not installed"
+        )
+        warnings.warn(reason, ConfigWarning, stacklevel=2)
+        return dict
+
+    return find
+
+
+# --- reading and writing the tree by key ----------------------------------------------------------------------------
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of a key path."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_value(config: _T, key: str, value: Any) -> _T:
+    """A copy of the tree with another value at a key path."""
+    name, _, below = key.partition(".")
+    changed = with_value(getattr(config, name), below, value) if below else value
+    return attrs.evolve(config, **{name: changed})  # pyright: ignore[reportArgumentType]
+
+
+def as_mapping(node: Any) -> Any:
+    """The tree as plain dicts and lists: what a file holds."""
+    if attrs.has(type(node)):
+        fields = {field.name: getattr(node, field.name) for field in attrs.fields(type(node))}
+        fields |= fields.pop("backend_sections", {})
+        return {name: as_mapping(value) for name, value in fields.items()}
+    if isinstance(node, Mapping):
+        return {name: as_mapping(value) for name, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [as_mapping(value) for value in node]
+    return node
+
+
+def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key path of a tree of `as_mapping` with its value; an empty section is a leaf."""
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def dump_yaml(config: Config) -> str:
+    """The complete configuration as YAML: loading it gives the same resolved configuration.
+
+    Keys that a rule gives are null, so that `rl train config.yaml trainer.run_dir=elsewhere` moves the checkpoints too.
+    Raises ConfigError for a value that YAML cannot hold.
+    """
+    try:
+        mapping = as_mapping(unresolved(resolve(config)))
+        return yaml.dump(mapping, Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration cannot be written: {error}") from error

@@ -1,0 +1,102 @@
+"""A configuration from where users write it: a recipe, a YAML file, a dict, and overrides on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config.keys import translated
+from rl_core.config.layers import Given, Layer, file_layer, mapping_layer, merge, nested, override_layer
+from rl_core.config.loading import load_class
+from rl_core.config.resolving import RULES, as_mapping, leaves, resolve, section_class
+from rl_core.config.tree import Config
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Recipe
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """A resolved configuration and where its values come from."""
+
+    config: Config
+    given: Mapping[str, Given]
+    """What somebody gave, by key path."""
+    recipe: Recipe | None = None
+    """The recipe, if one was named."""
+
+
+@attrs.frozen
+class Origin:
+    """One key of a resolved configuration."""
+
+    key: str
+    value: Any
+    source: str
+    """The place that gave it, the rule it follows from, or `default`."""
+
+
+def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> Loaded:
+    """The configuration that `source` describes, with `key.path=value` overrides on top.
+
+    Args:
+        source: a recipe's name, `package.module:recipe`, or the path of a `.yaml` file.
+        overrides: as on the command line; the last one of a key counts.
+        tiny: the recipe's tiny variant.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
+        PluginError: no such recipe, or the selected training backend is not installed.
+    """
+    if source.endswith((".yaml", ".yml")):
+        if tiny:
+            raise ConfigError(f"--tiny: {source} is a file; only a recipe has a tiny variant")
+        return _loaded([file_layer(Path(source)), override_layer(overrides)])
+    recipe = _recipe(source)
+    layers = [mapping_layer(recipe.config, f"recipe {source}")]
+    if tiny:
+        if recipe.tiny is None:
+            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant")
+        layers.append(mapping_layer(recipe.tiny, f"recipe {source} --tiny"))
+    return attrs.evolve(_loaded([*layers, override_layer(overrides)]), recipe=recipe)
+
+
+def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A resolved configuration from a dict, nested or with dotted keys."""
+    return _loaded([mapping_layer(mapping, "code"), override_layer(overrides)]).config
+
+
+def origins(loaded: Loaded) -> Iterator[Origin]:
+    """Every key of the resolved configuration with its source, in the order of the classes."""
+    rules = {rule.key: rule.text for rule in RULES}
+    for key, value in leaves(as_mapping(loaded.config)):
+        given = loaded.given.get(key)
+        if given is not None and (given.value is not None or key not in rules):
+            yield Origin(key, value, given.source)
+        else:
+            yield Origin(key, value, f"derived: {rules[key]}" if key in rules else "default")
+
+
+def _loaded(layers: Sequence[Layer]) -> Loaded:
+    given = merge([translated(layer) for layer in layers])
+    strategy = given["trainer.strategy"].value if "trainer.strategy" in given else Config().trainer.strategy
+    if not isinstance(strategy, str):
+        raise ConfigError(f"trainer.strategy: {strategy!r} is given; expected a backend's name")
+    if strategy == "deepspeed" and strategy not in {plugin.name for plugin in plugins.installed("rl_core.backends")}:
+        raise ConfigError("trainer.strategy: there is no deepspeed backend yet; choose fsdp")
+    config = load_class(Config, nested(given), "", section_class(strategy))
+    return Loaded(config=resolve(config), given=given)
+
+
+def _recipe(source: str) -> Recipe:
+    recipe = plugins.load("rl_core.recipes", source)
+    if callable(recipe):
+        recipe = recipe()
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{source}: a {type(recipe).__name__}; expected an rl_core.interfaces.Recipe, or a function of one"
+        )
+    return recipe

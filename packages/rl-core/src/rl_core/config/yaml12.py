@@ -1,0 +1,44 @@
+"""PyYAML with the scalars of YAML 1.2: `1e-6` is a number and `010` is ten; `yes`, `12:30` and dates are text."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+)
+"""Tag, pattern and first characters of each kind of scalar that is not text; the first match counts."""
+
+
+class Yaml12Loader(yaml.SafeLoader):
+    """Reads."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - add_implicit_resolver of PyYAML fills the class's own dict
+
+
+class Yaml12Dumper(yaml.SafeDumper):
+    """Writes what `Yaml12Loader` reads back: text that would be read as a number is quoted."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - as above
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (Yaml12Loader, Yaml12Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+# YAML 1.1 reads 010 as eight.
+Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _decimal)

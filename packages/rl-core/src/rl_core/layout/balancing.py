@@ -1,0 +1,166 @@
+"""What a sequence costs, and how to split costs into parts of nearly equal sums.
+
+Every partition function takes costs and a number of parts and returns the part of each item. Ties are broken by index,
+so the same costs always give the same parts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_core.errors import ShapeError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Partition = Callable[[npt.ArrayLike, int], IntArray]
+"""(costs_N, num_parts) → part_N, int64 in 0…num_parts−1."""
+
+
+def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, num_parameters: int) -> FloatArray:
+    """Floating-point operations of a forward and backward pass over each sequence.
+
+    cost = a·len + b·len²,  a = 6 · num_parameters,  b = 6 · num_layers · hidden_size.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, halved in its quadratic term because
+    attention is causal: 2 operations per multiply-add, three passes' worth, and per layer two products of
+    len² / 2 · hidden_size multiply-adds.
+
+    Args:
+        lengths_N: tokens of each sequence.
+        hidden_size: width of the attention's queries (heads · head size).
+        num_layers: transformer layers.
+        num_parameters: weights that one token passes through (for mixtures of experts, the active ones).
+
+    Returns:
+        float64 [N].
+    """
+    lengths_N = np.asarray(lengths_N, np.float64)
+    return 6.0 * num_parameters * lengths_N + 6.0 * num_layers * hidden_size * lengths_N**2
+
+
+def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
+    """Largest first, each to the part with the smallest sum so far.
+
+    Bounds: the parts' sums differ by at most the largest cost; the largest sum is at most 4/3 − 1/(3·num_parts) of the
+    best possible. Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
+    """
+    costs_N = _checked(costs_N, num_parts)
+    part_N = np.empty(len(costs_N), np.int64)
+    heap = [(0.0, part) for part in range(num_parts)]
+    costs = costs_N.tolist()
+    for i in _largest_first(costs_N).tolist():
+        load, part = heap[0]
+        part_N[i] = part
+        heapq.heapreplace(heap, (load + costs[i], part))
+    return part_N
+
+
+def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
+    """Largest differencing: joins the two partial partitions of largest spread, large to small, until one is left.
+
+    Closer to equal than `greedy_partition`, and slower. Bound: the parts' sums differ by at most the largest cost.
+    Source: Karmarkar & Karp 1982, "The differencing method of set partitioning" (multi-way form).
+    """
+    costs_N = _checked(costs_N, num_parts)
+    return _differencing(np.split(_largest_first(costs_N), len(costs_N)) if len(costs_N) else [], costs_N, num_parts)
+
+
+def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
+    """Parts of equal size (to within one item), balanced by differencing.
+
+    Starts from partial partitions that give one item to each part, the `num_parts` largest, the next largest, and so on.
+    Bound: the parts' sums differ by at most the largest cost.
+    Source: Michiels et al. 2003, "Performance ratios for the Karmarkar-Karp differencing method" (balanced form).
+    """
+    costs_N = _checked(costs_N, num_parts)
+    order = _largest_first(costs_N)
+    return _differencing([order[i : i + num_parts] for i in range(0, len(order), num_parts)], costs_N, num_parts)
+
+
+def _differencing(starts: list[IntArray], costs_N: FloatArray, num_parts: int) -> IntArray:
+    """Joins partial partitions, each given by its parts' first items in order of descending cost."""
+    if not starts:
+        return np.empty(0, np.int64)
+    forest = _Forest(len(costs_N))
+    heap = [(-_spread(costs_N[items], num_parts), i, costs_N[items], items) for i, items in enumerate(starts)]
+    heapq.heapify(heap)
+    for _ in range(len(starts) - 1):
+        _, tie, sums_a, sets_a = heapq.heappop(heap)
+        _, _, sums_b, sets_b = heap[0]
+        sums, sets = _join(sums_a, sets_a, sums_b, sets_b, num_parts, forest)
+        heapq.heapreplace(heap, (-_spread(sums, num_parts), tie, sums, sets))
+    return forest.part_of_items(heap[0][3])
+
+
+def _spread(sums: FloatArray, num_parts: int) -> float:
+    """Largest minus smallest part, of descending sums without the empty parts."""
+    return float(sums[0] if len(sums) < num_parts else sums[0] - sums[-1])
+
+
+class _Forest:
+    """Sets of items, built by union; a set's number is its item, or N + the number of the union that made it."""
+
+    def __init__(self, num_items: int):
+        self.num_items = num_items
+        # Each [k, 2]: the sets that the next k numbers join.
+        self.unions: list[IntArray] = []
+        self.size = num_items
+
+    def union(self, left: IntArray, right: IntArray) -> IntArray:
+        self.unions.append(np.stack([left, right], 1))
+        self.size += len(left)
+        return np.arange(self.size - len(left), self.size)
+
+    def part_of_items(self, sets: IntArray) -> IntArray:
+        """int64 [N]: the position in `sets` of the set that holds each item."""
+        part = np.empty(self.size, np.int64)
+        part[sets] = np.arange(len(sets))
+        end = self.size
+        for children in reversed(self.unions):
+            part[children] = part[end - len(children) : end, None]
+            end -= len(children)
+        return part[: self.num_items]
+
+
+def _join(
+    sums_a: FloatArray, sets_a: IntArray, sums_b: FloatArray, sets_b: IntArray, num_parts: int, forest: _Forest
+) -> tuple[FloatArray, IntArray]:
+    """Two partial partitions (sums descending, empty parts left out) as one: the largest sum meets the smallest."""
+    overlap = max(0, len(sums_a) + len(sums_b) - num_parts)
+    keep_a, keep_b = len(sums_a) - overlap, len(sums_b) - overlap
+    sums = np.concatenate([sums_a[:keep_a], sums_b[:keep_b], sums_a[keep_a:] + sums_b[keep_b:][::-1]])
+    sets = [sets_a[:keep_a], sets_b[:keep_b]]
+    if overlap:
+        sets.append(forest.union(sets_a[keep_a:], sets_b[keep_b:][::-1]))
+    order = np.argsort(-sums, kind="stable")
+    return sums[order], np.concatenate(sets)[order]
+
+
+def _largest_first(costs_N: FloatArray) -> IntArray:
+    return np.argsort(-costs_N, kind="stable")
+
+
+def _checked(costs_N: npt.ArrayLike, num_parts: int) -> FloatArray:
+    costs_N = np.asarray(costs_N, np.float64)
+    if costs_N.ndim != 1:
+        raise ShapeError(f"costs_N: expected one axis, got shape {costs_N.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(costs_N) & (costs_N >= 0)))
+    if len(wrong):
+        raise ShapeError(f"costs_N[{wrong[0]}] is {costs_N[wrong[0]]}: costs are finite and not negative")
+    if num_parts < 1:
+        raise ShapeError(f"num_parts is {num_parts}, expected at least 1")
+    return costs_N
+
+
+def part_sums(costs_N: npt.ArrayLike, part_N: IntArray, num_parts: int) -> FloatArray:
+    """The sum of the costs of each part, float64 [num_parts]."""
+    return np.bincount(part_N, weights=np.asarray(costs_N, np.float64), minlength=num_parts).astype(np.float64)
+
+
+def part_members(part_N: IntArray, num_parts: int) -> list[IntArray]:
+    """The items of each part, ascending: the inverse view of `part_N`."""
+    order = np.argsort(part_N, kind="stable")
+    return np.split(order, np.searchsorted(part_N[order], np.arange(1, num_parts)))

@@ -1,0 +1,160 @@
+"""Prefix merging: the steps of a trajectory whose prompts continue each other become one sequence.
+
+Step k+1 of an agent usually begins with the whole text of step k, and training on both computes that text twice. The
+model is causal: its output at a token depends on the tokens before it alone. So one pass over the last step's text
+yields what all the steps would. Each token is taken from the first step that has it: the one that sampled it, if any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_core.errors import DataError, ShapeError
+from rl_core.layout.balancing import IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefixMerge:
+    """How to gather M merged sequences of U tokens from N steps of T tokens."""
+
+    offsets: IntArray
+    """[M+1] of the merged stream."""
+    token_index: IntArray
+    """[U] for what speaks of the token itself or of predicting it: where the first step that has the token holds it."""
+    input_index: IntArray
+    """[U] for what speaks of the token as an INPUT (routed experts): as `token_index`, but a step's last token, which
+    that step never fed to the model, comes from the next step."""
+    last_step: IntArray
+    """[M] the row of the last step in each merged sequence, ascending."""
+    num_tokens_before: int
+    """T"""
+
+    @property
+    def num_tokens(self) -> int:
+        """U, tokens after merging."""
+        return int(self.offsets[-1])
+
+    @property
+    def tokens_saved(self) -> float:
+        """The part of the tokens that need not be computed, 0 (nothing merged) to 1."""
+        return 1.0 - self.num_tokens / self.num_tokens_before
+
+
+def merge_prefixes(
+    offsets: npt.ArrayLike,
+    tokens_T: npt.ArrayLike,
+    sampled_T: npt.ArrayLike,
+    *,
+    trajectory_id_N: npt.ArrayLike,
+    step_index_N: npt.ArrayLike,
+    is_last_step_N: npt.ArrayLike,
+) -> PrefixMerge:
+    """Which steps merge. A step joins the one before it if its prompt starts with that step's full text.
+
+    The prompt is what stands before the first sampled token. A step that does not join starts a new sequence. Rows may
+    come in any order; merged sequences are ordered by the row of their last step: where nothing merges, nothing moves.
+
+    Raises:
+        DataError: a trajectory is incomplete; see `require_complete_trajectories`.
+        ShapeError: a column's length does not fit `offsets`.
+    """
+    offsets, tokens_T, sampled_T = np.asarray(offsets, np.int64), np.asarray(tokens_T), np.asarray(sampled_T, bool)
+    if len(tokens_T) != offsets[-1] or len(sampled_T) != offsets[-1]:
+        raise ShapeError(
+            f"the stream has {offsets[-1]} tokens; tokens_T {len(tokens_T)}, sampled_T {len(sampled_T)} entries"
+        )
+    order = require_complete_trajectories(trajectory_id_N, step_index_N, is_last_step_N)
+    if len(order) != len(offsets) - 1:
+        raise ShapeError(f"the stream has {len(offsets) - 1} sequences, trajectory_id_N {len(order)} entries")
+    trajectory_id_N = np.asarray(trajectory_id_N)
+    chains: list[list[int]] = []
+    for row in order.tolist():
+        before = chains[-1][-1] if chains else row
+        joins = before != row and trajectory_id_N[before] == trajectory_id_N[row]
+        if joins and _continues(tokens_T, sampled_T, offsets[before : before + 2], offsets[row : row + 2]):
+            chains[-1].append(row)
+        else:
+            chains.append([row])
+    return _merge(sorted(chains, key=lambda chain: chain[-1]), offsets)
+
+
+def require_complete_trajectories(
+    trajectory_id_N: npt.ArrayLike, step_index_N: npt.ArrayLike, is_last_step_N: npt.ArrayLike
+) -> IntArray:
+    """The rows sorted by trajectory, then step.
+
+    Raises:
+        DataError: a trajectory has two rows of one step index, or not exactly one last step, or a step after its last;
+            the message names the row.
+        ShapeError: the columns differ in length.
+    """
+    trajectory_id_N, step_index_N = np.asarray(trajectory_id_N, np.int64), np.asarray(step_index_N, np.int64)
+    is_last_step_N = np.asarray(is_last_step_N, bool)
+    if not trajectory_id_N.shape == step_index_N.shape == is_last_step_N.shape:
+        shapes = f"{trajectory_id_N.shape}, {step_index_N.shape}, {is_last_step_N.shape}"
+        raise ShapeError(f"trajectory_id_N, step_index_N, is_last_step_N: expected equal lengths, got {shapes}")
+    order = np.lexsort((np.arange(len(step_index_N)), step_index_N, trajectory_id_N))
+    trajectory, step, is_last = trajectory_id_N[order], step_index_N[order], is_last_step_N[order]
+    same_as_next = trajectory[:-1] == trajectory[1:]
+    ends = np.append(~same_as_next, True)[: len(order)]
+    _refuse(
+        order,
+        np.append(same_as_next & (step[:-1] == step[1:]), False)[: len(order)],
+        "another row has the same step",
+        trajectory,
+        step,
+    )
+    _refuse(order, is_last & ~ends, "is marked as last step, but a later or second last step follows", trajectory, step)
+    _refuse(
+        order,
+        ends & ~is_last,
+        "is the trajectory's final row, but not marked as last step: the rest is missing",
+        trajectory,
+        step,
+    )
+    return order
+
+
+def _refuse(order: IntArray, wrong: npt.NDArray[np.bool_], what: str, trajectory: IntArray, step: IntArray) -> None:
+    if wrong.any():
+        i = np.flatnonzero(wrong)[0]
+        raise DataError(
+            f"row {order[i]} (trajectory {trajectory[i]}, step {step[i]}) {what}. Every trajectory needs distinct step "
+            f"indices and exactly one last step, its final one; {wrong.sum()} rows are wrong"
+        )
+
+
+def _continues(
+    tokens_T: npt.NDArray[np.generic], sampled_T: npt.NDArray[np.bool_], before: IntArray, after: IntArray
+) -> bool:
+    """True if the tokens of `before` (start, end) begin the prompt of `after`."""
+    length = before[1] - before[0]
+    if after[1] - after[0] < length or sampled_T[after[0] : after[0] + length].any():
+        return False
+    return bool((tokens_T[before[0] : before[1]] == tokens_T[after[0] : after[0] + length]).all())
+
+
+def _merge(chains: list[list[int]], offsets: IntArray) -> PrefixMerge:
+    lengths = np.diff(offsets)
+    token_parts, input_parts = [], []
+    for chain in chains:
+        ends = lengths[chain]
+        token_parts += _owned(offsets[chain], np.append(0, ends[:-1]), ends)
+        inputs_end = np.append(ends[:-1] - 1, ends[-1])
+        input_parts += _owned(offsets[chain], np.append(0, inputs_end[:-1]), inputs_end)
+    last_step = np.array([chain[-1] for chain in chains], np.int64)
+    return PrefixMerge(
+        offsets=np.concatenate([[0], np.cumsum(lengths[last_step])]),
+        token_index=np.concatenate(token_parts),
+        input_index=np.concatenate(input_parts),
+        last_step=last_step,
+        num_tokens_before=int(offsets[-1]),
+    )
+
+
+def _owned(starts: IntArray, first: IntArray, end: IntArray) -> list[IntArray]:
+    """Stream indices of the positions first…end−1 of each step."""
+    return [start + np.arange(a, b) for start, a, b in zip(starts, first, end, strict=True)]

@@ -1,0 +1,170 @@
+"""How the ranks of one model are arranged, who receives which part of a batch, and who holds results.
+
+Ranks are numbered as Megatron numbers them (order tp-cp-ep-dp-pp), the first axis varying fastest:
+
+    dense layers    rank = tensor + T·(sequence + S·(context + C·(data + D·pipeline)))
+    expert layers   rank = expert_tensor + ET·(expert + E·(expert_data + ED·pipeline))
+
+Both describe the same ranks: an expert layer regroups the T·S·C·D ranks of a pipeline stage into ET·E·ED.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.errors import ConfigError
+
+Axis = Literal["tensor", "sequence", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
+_DENSE: tuple[Axis, ...] = ("tensor", "sequence", "context", "data", "pipeline")
+_EXPERT: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Where a rank stands on each axis of its mesh, counted from 0."""
+
+    tensor: int
+    sequence: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallel.
+
+    Raises:
+        ConfigError: the sizes do not divide `world_size`; names the nearest that do.
+    """
+
+    world_size: int
+    tensor: int = 1
+    """Ranks that split each matrix; with sequence parallelism they also split the tokens between matrices."""
+    pipeline: int = 1
+    """Ranks that split the layers."""
+    context: int = 1
+    """Ranks that split each sequence for ring attention, two mirrored chunks each."""
+    sequence: int = 1
+    """Ulysses: ranks that split a micro-batch's tokens outside attention and its heads inside."""
+    expert: int = 1
+    """Ranks that split the experts of a mixture-of-experts layer."""
+    expert_tensor: int = 0
+    """Ranks that split each expert's matrices; 0 becomes `tensor`, as in Megatron."""
+    virtual_pipeline: int = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
+
+    def __post_init__(self) -> None:
+        if self.expert_tensor == 0:
+            object.__setattr__(self, "expert_tensor", self.tensor)
+        for name in ("world_size", *_DENSE[:3], "pipeline", "expert", "expert_tensor", "virtual_pipeline"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"mesh: {name} is {getattr(self, name)}, expected at least 1")
+        dense = {"tensor": self.tensor, "sequence": self.sequence, "context": self.context, "pipeline": self.pipeline}
+        _require_divisor(self.world_size, dense)
+        _require_divisor(
+            self.world_size, {"expert_tensor": self.expert_tensor, "expert": self.expert, "pipeline": self.pipeline}
+        )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"mesh: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1: set pipeline, or leave it at 1"
+            )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: the parts a batch is split into."""
+        return self.world_size // (self.tensor * self.sequence * self.context * self.pipeline)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world_size // (self.expert_tensor * self.expert * self.pipeline)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Micro-batches per rank come in multiples of this: an interleaved schedule runs rounds of `pipeline`."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence is padded to a multiple of this: 2·context chunks, each of which `tensor` ranks can split."""
+        return self.tensor * (2 * self.context if self.context > 1 else 1)
+
+    def micro_batch_tokens_multiple(self, *, rows_multiple: int = 1) -> int:
+        """A packed micro-batch as a whole is padded to a multiple of this, so that all ranks hold equal slices.
+
+        Args:
+            rows_multiple: what a rank's share of the tokens must be a multiple of: 16 for fp8, 32 for mxfp8, 128 for
+                blockwise fp8 matrix products; 1 otherwise.
+        """
+        return math.lcm(self.sequence_multiple, self.tensor * self.context * self.sequence * rows_multiple)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"mesh: rank {rank} is outside 0…{self.world_size - 1}")
+        place: dict[str, int] = {}
+        for axes in (_DENSE, _EXPERT):
+            rest = rank
+            for axis in axes:
+                rest, place[axis] = divmod(rest, getattr(self, axis))
+        return Coordinates(**place)
+
+    def rank(self, *, tensor: int = 0, sequence: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
+        """The rank at these coordinates of the dense layers: the inverse of `coordinates`."""
+        at = {"tensor": tensor, "sequence": sequence, "context": context, "data": data, "pipeline": pipeline}
+        rank = 0
+        for axis in reversed(_DENSE):
+            size = getattr(self, axis)
+            if not 0 <= at[axis] < size:
+                raise ConfigError(f"mesh: {axis} coordinate {at[axis]} is outside 0…{size - 1}")
+            rank = rank * size + at[axis]
+        return rank
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """All groups of ranks that differ only on `axis`, each ascending; they partition the ranks."""
+        axes = _DENSE if axis in _DENSE else _EXPERT
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            members.setdefault(tuple(getattr(place, other) for other in axes if other != axis), []).append(rank)
+        return list(members.values())
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data` parts of a batch `rank` receives; all ranks of a model replica receive the same one."""
+        return self.coordinates(rank).data
+
+    def returns_results(self, rank: int) -> bool:
+        """True on one rank per replica: the last pipeline stage (it has the logits), first on every other axis."""
+        place = self.coordinates(rank)
+        return place.pipeline == self.pipeline - 1 and place.tensor == place.sequence == place.context == 0
+
+
+def _require_divisor(world_size: int, sizes: dict[str, int]) -> None:
+    """Raises ConfigError, with the nearest arrangements that fit, unless the sizes' product divides `world_size`."""
+    if world_size % math.prod(sizes.values()) == 0:
+        return
+    used = {name: size for name, size in sizes.items() if size > 1}
+    product = " × ".join(f"{name} {size}" for name, size in used.items())
+    raise ConfigError(
+        f"mesh: {product} = {math.prod(used.values())} does not divide the {world_size} ranks. "
+        f"Nearest that fit: {', '.join(_nearest(world_size, used))}."
+    )
+
+
+def _nearest(world_size: int, sizes: dict[str, int]) -> list[str]:
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    fitting = [c for c in itertools.product(divisors, repeat=len(sizes)) if world_size % math.prod(c) == 0]
+
+    def distance(choice: tuple[int, ...]) -> tuple[float, int]:
+        steps = [abs(math.log2(new / old)) for new, old in zip(choice, sizes.values(), strict=True)]
+        return sum(steps), -math.prod(choice)
+
+    best = sorted(fitting, key=distance)[:2]
+    return [" × ".join(f"{name} {size}" for name, size in zip(sizes, choice, strict=True)) for choice in best]

@@ -1,0 +1,147 @@
+"""Which sequences go to which data-parallel rank, and which of them share a micro-batch."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_core.errors import ConfigError, ShapeError
+from rl_core.layout.balancing import IntArray, Partition, equal_count_partition, greedy_partition, part_members
+
+
+def plan_micro_batches(
+    lengths_N: npt.ArrayLike,
+    *,
+    num_data_ranks: int,
+    max_tokens: int | None = None,
+    max_sequences: int | None = None,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+    costs_N: npt.ArrayLike | None = None,
+    partition: Partition | None = None,
+) -> list[list[IntArray]]:
+    """Splits sequences over data-parallel ranks and each rank's share into micro-batches, from lengths alone.
+
+    First `partition` gives each rank sequences of nearly equal total cost. Then every rank packs its own into the same
+    number of micro-batches, the smallest multiple of `multiple` for which all ranks are packed within the limits, with
+    nearly equal tokens each. A rank's micro-batches come largest first: ranks in lockstep run like with like.
+
+    A rank with fewer sequences than there are micro-batches ends its list with empty ones (all of them, if there are
+    fewer sequences than ranks): it takes part in the collectives of that step and contributes nothing.
+
+    Args:
+        lengths_N: tokens of each sequence, at least 1.
+        num_data_ranks: `Mesh.data`.
+        max_tokens: most tokens of a micro-batch, each sequence padded to `sequence_multiple`; counted before context
+            parallelism splits them. None: no limit.
+        max_sequences: most sequences of a micro-batch. None: no limit. With neither limit a rank has
+            `multiple` micro-batches.
+        multiple: `Mesh.micro_batch_multiple`.
+        sequence_multiple: `Mesh.sequence_multiple`.
+        costs_N: what to balance over the ranks; None: the padded lengths. See `flop_cost`.
+        partition: None: `equal_count_partition` where `max_sequences` is given, since the rank with most sequences then
+            sets the number of micro-batches; else `greedy_partition`.
+
+    Returns:
+        plan[data_rank][micro_batch]: ascending int64 sequence indices. Deterministic.
+
+    Raises:
+        ConfigError: a sequence alone exceeds `max_tokens`, or a limit is below 1.
+        ShapeError: lengths that are not positive integers, or costs that do not fit them.
+    """
+    lengths_N = padded_lengths(lengths_N, sequence_multiple)
+    for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+        if limit is not None and limit < 1:
+            raise ConfigError(f"plan_micro_batches: {name} is {limit}, expected at least 1")
+    for name, count in (("num_data_ranks", num_data_ranks), ("multiple", multiple)):
+        if count < 1:
+            raise ConfigError(f"plan_micro_batches: {name} is {count}, expected at least 1")
+    _require_within_budget(lengths_N, max_tokens, sequence_multiple)
+    costs_N = lengths_N if costs_N is None else np.asarray(costs_N)
+    if costs_N.shape != lengths_N.shape:
+        raise ShapeError(f"costs_N has shape {costs_N.shape} for {len(lengths_N)} sequences")
+    if partition is None:
+        partition = greedy_partition if max_sequences is None else equal_count_partition
+    ranks = part_members(partition(costs_N, num_data_ranks), num_data_ranks)
+    return _pack_ranks(ranks, lengths_N, max_tokens, max_sequences, multiple)
+
+
+def padded_lengths(lengths_N: npt.ArrayLike, multiple: int) -> IntArray:
+    """Each length rounded up to a multiple. Raises ShapeError for a length that is not a positive integer."""
+    lengths_N = np.asarray(lengths_N)
+    if lengths_N.ndim != 1 or (lengths_N.size and not np.issubdtype(lengths_N.dtype, np.integer)):
+        raise ShapeError(f"lengths_N: expected integers on one axis, got {lengths_N.dtype} {lengths_N.shape}")
+    if multiple < 1:
+        raise ShapeError(f"a length cannot be padded to a multiple of {multiple}, expected at least 1")
+    empty = np.flatnonzero(lengths_N < 1)
+    if len(empty):
+        raise ShapeError(f"sequence {empty[0]} has {lengths_N[empty[0]]} tokens, expected at least 1")
+    return -(-lengths_N.astype(np.int64) // multiple) * multiple
+
+
+def _require_within_budget(lengths_N: IntArray, max_tokens: int | None, sequence_multiple: int) -> None:
+    over = np.flatnonzero(lengths_N > max_tokens) if max_tokens is not None else []
+    if len(over):
+        padded = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
+        raise ConfigError(
+            f"sequence {over[0]} has {lengths_N[over[0]]} tokens{padded}, the token budget of a micro-batch is "
+            f"{max_tokens}; {len(over)} of {len(lengths_N)} sequences exceed it. A sequence is never split: raise the "
+            f"budget to at least {lengths_N.max()} or filter longer sequences out"
+        )
+
+
+def _pack_ranks(
+    ranks: list[IntArray], lengths_N: IntArray, max_tokens: int | None, max_sequences: int | None, multiple: int
+) -> list[list[IntArray]]:
+    budget = max_tokens or int(lengths_N.sum()) + 1
+    slots = max_sequences or len(lengths_N) + 1
+    fewest = max(max(-(-int(lengths_N[r].sum()) // budget), -(-len(r) // slots)) for r in ranks)
+    count = max(1, -(-fewest // multiple)) * multiple
+    packed: list[list[list[int]]] = []
+    while len(packed) < len(ranks):
+        lengths = lengths_N[ranks[len(packed)]].tolist()
+        bins = _spread(lengths, count, budget, slots) or _first_fit(lengths, count, budget, slots)
+        if bins is None:
+            # Ranks packed so far were packed into fewer micro-batches.
+            count, packed = count + multiple, []
+        else:
+            packed.append(bins)
+    return [
+        _largest_micro_batch_first([rank[np.array(items, np.int64)] for items in bins], lengths_N)
+        for rank, bins in zip(ranks, packed, strict=True)
+    ]
+
+
+def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArray) -> list[IntArray]:
+    tokens = [int(lengths_N[micro_batch].sum()) for micro_batch in micro_batches]
+    return [np.sort(micro_batches[m]) for m in np.argsort([-t for t in tokens], kind="stable")]
+
+
+def _spread(lengths: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
+    """Largest first, each to the bin with the fewest tokens: balanced, but may fail where a packing exists."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # A bin without free slots has left the heap, so the least filled of the others decides.
+        if not heap or heap[0][0] + lengths[i] > budget:
+            return None
+        tokens, b = heapq.heappop(heap)
+        bins[b].append(i)
+        if len(bins[b]) < slots:
+            heapq.heappush(heap, (tokens + lengths[i], b))
+    return bins
+
+
+def _first_fit(lengths: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
+    """Largest first, each to the first bin with room: tight (11/9 of the fewest bins), not balanced."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    tokens = [0] * num_bins
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        b = next((b for b in range(num_bins) if tokens[b] + lengths[i] <= budget and len(bins[b]) < slots), None)
+        if b is None:
+            return None
+        bins[b].append(i)
+        tokens[b] += lengths[i]
+    return bins

@@ -1,0 +1,188 @@
+"""Where each token of a micro-batch stands in a model's input, and which of those positions a rank holds.
+
+A layout is a set of index arrays into the token stream; a shard is an array of positions in a layout. `index[shard]`
+moves whatever speaks of the input token (tokens, positions, routed experts), `target_index[shard]` whatever speaks of
+the predicted token (target, mask, advantage, log-prob), and `inverse_index` brings results back to the stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_core.errors import ShapeError
+from rl_core.layout.balancing import IntArray
+from rl_core.layout.mesh import Mesh
+from rl_core.layout.packing import padded_lengths
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """A micro-batch as a model sees it: S positions, each sequence followed by its padding."""
+
+    index: IntArray
+    """[S] the stream index of the input token, −1 for padding."""
+    target_index: IntArray
+    """[S] the stream index of the next token of the same sequence, −1 at its last token and for padding."""
+    position: IntArray
+    """[S] place in the sequence, from 0; counts on through its padding."""
+    boundaries: IntArray
+    """[segments + 1] where each padded sequence begins, then S: attention never crosses one (`cu_seqlens`)."""
+
+
+def packed_layout(
+    offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, sequence_multiple: int = 1, total_multiple: int = 1
+) -> Layout:
+    """Sequences end to end, for models that take boundaries.
+
+    Args:
+        offsets: of the stream, int64 [N+1].
+        sequences: indices of the micro-batch's sequences, in the order wanted.
+        sequence_multiple: each sequence is padded to it; `Mesh.sequence_multiple`.
+        total_multiple: the whole is padded to it by one more segment, of padding alone;
+            `Mesh.micro_batch_tokens_multiple`.
+
+    Returns:
+        The layout. Without sequences it is one segment of padding: a rank that has nothing still runs its collectives.
+    """
+    starts, lengths = _starts_and_lengths(offsets, sequences)
+    widths = padded_lengths(lengths, sequence_multiple)
+    multiple = math.lcm(sequence_multiple, total_multiple)
+    total = max(1, -(-int(widths.sum()) // multiple)) * multiple
+    filler = total - int(widths.sum())
+    if filler:
+        starts, lengths, widths = (np.append(a, b) for a, b in ((starts, 0), (lengths, 0), (widths, filler)))
+    return _layout(starts, lengths, widths)
+
+
+def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_multiple: int = 1) -> Layout:
+    """One row per sequence, all of one width, padded on the right; `index.reshape(len(boundaries) - 1, -1)` shows it.
+
+    Args:
+        offsets: of the stream, int64 [N+1].
+        sequences: indices of the micro-batch's sequences, in the order wanted.
+        width_multiple: the width is the longest sequence rounded up to it; `Mesh.sequence_multiple`.
+
+    Returns:
+        The layout. Without sequences it is one row of padding.
+    """
+    starts, lengths = _starts_and_lengths(offsets, sequences)
+    if not len(lengths):
+        starts, lengths = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    width = int(padded_lengths([max(1, *lengths.tolist())], width_multiple)[0])
+    return _layout(starts, lengths, np.full(len(lengths), width))
+
+
+def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
+    """Positions of a layout that context-parallel rank r of `size` holds: chunks r and 2·size−1−r of EVERY segment.
+
+    The early chunk sees few keys and the late one many, so that all ranks do the same work under a causal mask.
+
+    Raises:
+        ShapeError: a segment's length is no multiple of 2·size (only looked at for size > 1).
+    """
+    _require_rank(rank, size, "context")
+    if size == 1:
+        return np.arange(boundaries[-1])
+    lengths = np.diff(boundaries)
+    chunks, rest = np.divmod(lengths, 2 * size)
+    if rest.any():
+        wrong = np.flatnonzero(rest)[0]
+        raise ShapeError(
+            f"segment {wrong} has {lengths[wrong]} tokens, no multiple of 2 · {size} context-parallel ranks: "
+            "lay the micro-batch out with sequence_multiple=mesh.sequence_multiple"
+        )
+    first, second = boundaries[:-1] + rank * chunks, boundaries[:-1] + (2 * size - 1 - rank) * chunks
+    return _ranges(np.stack([first, second], 1).ravel(), np.repeat(chunks, 2))
+
+
+def even_slice(num_positions: int, rank: int, size: int) -> slice:
+    """The contiguous part that rank `rank` of `size` holds: Ulysses ranks, or tensor ranks under sequence parallelism.
+
+    Raises:
+        ShapeError: `num_positions` is no multiple of `size`.
+    """
+    _require_rank(rank, size, "slice")
+    if num_positions % size:
+        raise ShapeError(
+            f"{num_positions} positions cannot be split evenly over {size} ranks: "
+            "lay the micro-batch out with total_multiple=mesh.micro_batch_tokens_multiple()"
+        )
+    width = num_positions // size
+    return slice(rank * width, (rank + 1) * width)
+
+
+def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
+    """Positions of a packed layout that enter the model on `rank`: its context chunks, of those its Ulysses slice.
+
+    Tensor ranks enter the same tokens; inside, with sequence parallelism, each holds
+    `positions[even_slice(len(positions), tensor_rank, mesh.tensor)]`.
+    """
+    place = mesh.coordinates(rank)
+    positions = context_positions(boundaries, place.context, mesh.context)
+    return positions[even_slice(len(positions), place.sequence, mesh.sequence)]
+
+
+def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
+    """Where each token of the stream is found in the concatenation of what was computed at `indices`.
+
+    `stream_values = np.concatenate(values)[inverse]`, taking 0 where inverse is −1. Pass `index` arrays for what speaks
+    of the input token, `target_index` arrays for what speaks of the predicted one (−1 then stands at first tokens).
+
+    Args:
+        indices: arrays of stream indices (−1 for none), in the order in which their results are concatenated.
+        num_tokens: T of the stream.
+
+    Returns:
+        int64 [T], −1 where no array holds the token.
+
+    Raises:
+        ShapeError: a token occurs twice, or lies outside the stream.
+    """
+    flat = np.concatenate([np.asarray(index, np.int64).ravel() for index in indices])
+    places = np.flatnonzero(flat >= 0)
+    tokens = flat[places]
+    if len(tokens) and tokens.max() >= num_tokens:
+        raise ShapeError(f"stream index {tokens.max()} is outside a stream of {num_tokens} tokens")
+    counts = np.bincount(tokens, minlength=num_tokens)
+    if (counts > 1).any():
+        raise ShapeError(f"token {np.argmax(counts > 1)} of the stream is held {counts.max()} times, expected once")
+    inverse = np.full(num_tokens, -1, np.int64)
+    inverse[tokens] = places
+    return inverse
+
+
+def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+    offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences, np.int64)
+    wrong = np.flatnonzero((sequences < 0) | (sequences >= len(offsets) - 1))
+    if len(wrong):
+        raise ShapeError(f"sequence {sequences[wrong[0]]} is not in a batch of {len(offsets) - 1} sequences")
+    return offsets[sequences], np.diff(offsets)[sequences]
+
+
+def _layout(starts: IntArray, lengths: IntArray, widths: IntArray) -> Layout:
+    boundaries = np.concatenate([[0], np.cumsum(widths)])
+    position = _ranges(np.zeros_like(widths), widths)
+    token = position + np.repeat(starts, widths)
+    length = np.repeat(lengths, widths)
+    return Layout(
+        index=np.where(position < length, token, -1),
+        target_index=np.where(position + 1 < length, token + 1, -1),
+        position=position,
+        boundaries=boundaries,
+    )
+
+
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """start, start+1, …, start+count−1 of each pair, one after the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+
+
+def _require_rank(rank: int, size: int, what: str) -> None:
+    if not 0 <= rank < size:
+        raise ShapeError(f"{what} rank {rank} is outside 0…{size - 1}")

@@ -1,0 +1,112 @@
+"""Which transformer layers a pipeline stage holds, and which of them have experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rl_core.errors import ConfigError
+from rl_core.layout.balancing import IntArray
+
+
+class LayerRange(NamedTuple):
+    """Consecutive transformer layers: start, start+1, …, start+num_layers−1. May be empty."""
+
+    start: int
+    num_layers: int
+
+
+def pipeline_chunks(
+    num_layers: int,
+    pipeline: int,
+    *,
+    virtual_pipeline: int = 1,
+    num_first: int | None = None,
+    num_last: int | None = None,
+    count_embedding: bool = False,
+    count_loss: bool = False,
+) -> list[LayerRange]:
+    """The layers of every model chunk, in the order in which data flows through them.
+
+    Chunk c lies on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks; without virtual stages there
+    is one chunk per stage. Same rules as Megatron-Core 0.16.
+
+    Args:
+        num_layers: transformer layers.
+        pipeline: stages.
+        virtual_pipeline: chunks per stage.
+        num_first: layers on the first stage, all its chunks together; None: like the stages in the middle.
+        num_last: layers on the last stage, likewise.
+        count_embedding: the embedding takes the place of a layer in the first chunk.
+        count_loss: the output layer and loss take the place of a layer in the last chunk.
+
+    Raises:
+        ConfigError: the layers cannot be split like that; the message says which count would fit.
+    """
+    if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
+        raise ConfigError(
+            "pipeline: give the first and last stage's layers, or count embedding and loss as layers, not both"
+        )
+    for name, value in (("num_layers", num_layers), ("pipeline", pipeline), ("virtual_pipeline", virtual_pipeline)):
+        if value < 1:
+            raise ConfigError(f"pipeline: {name} is {value}, expected at least 1")
+    if pipeline == 1 and (virtual_pipeline > 1 or num_first is not None or num_last is not None):
+        raise ConfigError(
+            "pipeline: one stage holds all layers; virtual stages and first or last counts need two or more"
+        )
+    slots = num_layers + count_embedding + count_loss
+    per_stage = _slots_of_stages(slots, pipeline, num_first, num_last)
+    wrong = [stage for stage, count in enumerate(per_stage) if count % virtual_pipeline]
+    if wrong:
+        raise ConfigError(
+            f"pipeline: stage {wrong[0]} has {per_stage[wrong[0]]} layers, no multiple of its {virtual_pipeline} chunks"
+        )
+    counts = [count // virtual_pipeline for count in per_stage] * virtual_pipeline
+    counts[0] -= count_embedding
+    counts[-1] -= count_loss
+    if min(counts) < 0:
+        raise ConfigError(f"pipeline: {num_layers} layers are too few for embedding and loss to take a layer's place")
+    starts = np.cumsum([0, *counts]).tolist()
+    return [LayerRange(start, count) for start, count in zip(starts, counts, strict=False)]
+
+
+def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> list[int]:
+    ends = [count for count in (num_first, num_last) if count is not None]
+    if any(count < 0 for count in ends):
+        raise ConfigError(f"pipeline: a stage cannot hold {min(ends)} layers")
+    rest, middle = slots - sum(ends), pipeline - len(ends)
+    if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
+        raise ConfigError(
+            f"pipeline: {slots} layers (embedding and loss included where they count) on {pipeline} stages: after "
+            f"{sum(ends)} on the {len(ends)} stages with a count of their own, {rest} are left for {middle} stages. "
+            f"{_counts_that_fit(slots, pipeline, num_first, num_last)}"
+        )
+    counts = [rest // middle if middle else 0] * pipeline
+    if num_first is not None:
+        counts[0] = num_first
+    if num_last is not None:
+        counts[-1] = num_last
+    return counts
+
+
+def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> str:
+    """A remedy: the last stage's count if only the first is given, else the first's, nearest to an even split."""
+    name, other = ("num_last", num_first) if num_last is None and num_first is not None else ("num_first", num_last)
+    rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
+    fitting = [n for n in range(rest + 1) if (rest - n == 0 if middle == 0 else (rest - n) % middle == 0)]
+    if not fitting:
+        return f"{slots} layers leave nothing for the other stages."
+    best = min(fitting, key=lambda n: abs(n - slots / pipeline))
+    return f"{name}={best} would fit."
+
+
+def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:
+    """The transformer layers with experts, ascending: from `num_dense_first` on, those that `frequency` divides."""
+    layers = np.arange(num_layers)
+    return layers[(layers >= num_dense_first) & (layers % frequency == 0)]
+
+
+def layers_in(chunk: LayerRange, layers: IntArray) -> IntArray:
+    """Those of `layers` in `chunk`; its router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
+    return layers[(layers >= chunk.start) & (layers < chunk.start + chunk.num_layers)]

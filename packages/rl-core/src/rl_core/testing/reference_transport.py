@@ -1,0 +1,99 @@
+"""A weight transport within one process: buckets are handed over in memory. For tests and as the shortest example."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import attrs
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket
+from rl_core.weights import tensor_record, unpack_bucket
+
+
+@attrs.define(eq=False)
+class Sync:
+    """What the two sides share."""
+
+    num_ranks: int
+    changed: threading.Condition = attrs.field(factory=threading.Condition)
+    sent: dict[int, tuple[int, list[WeightBucket]]] = attrs.field(factory=dict)
+    """Rank → version and buckets."""
+    is_closed: bool = False
+
+
+SYNCS: dict[int, Sync] = {}
+_numbers = itertools.count()
+
+
+@attrs.frozen
+class MemoryTransport:
+    """WeightTransport for ranks and engines that live in one process."""
+
+    contract_version: int = CONTRACT_VERSION
+    name: str = "memory"
+    receiver: str = f"{__name__}:MemoryReceiver"
+    timeout_s: float = 60.0
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        del num_engines  # any number may read
+        number = next(_numbers)
+        SYNCS[number] = Sync(num_ranks)
+        return Rendezvous(
+            transport=self.name, receiver=self.receiver, data={"sync": number, "timeout_s": self.timeout_s}
+        )
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> MemorySender:
+        return MemorySender(SYNCS[rendezvous.data["sync"]], rank)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        sync = SYNCS.pop(rendezvous.data["sync"], None)
+        if sync:
+            with sync.changed:
+                sync.is_closed = True
+                sync.changed.notify_all()
+
+
+class MemorySender:
+    """A rank's end."""
+
+    def __init__(self, sync: Sync, rank: int) -> None:
+        self._sync = sync
+        self._rank = rank
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        kept = [attrs.evolve(bucket, data=bucket.data.clone()) for bucket in buckets]
+        with self._sync.changed:
+            self._sync.sent[self._rank] = (version, kept)
+            self._sync.changed.notify_all()
+        return manifest_of(kept, version)
+
+
+class MemoryReceiver:
+    """An engine's end."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._number: int = rendezvous.data["sync"]
+        self._timeout_s: float = rendezvous.data["timeout_s"]
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        sync = SYNCS.get(self._number)
+        if sync is None:
+            raise WeightSyncError("the sync is closed")
+        with sync.changed:
+            if not sync.changed.wait_for(lambda: sync.is_closed or len(sync.sent) == sync.num_ranks, self._timeout_s):
+                raise DeadlineError(f"waited {self._timeout_s:g} s for {sync.num_ranks} ranks, {len(sync.sent)} have sent")
+        if sync.is_closed:
+            raise WeightSyncError("the sync was closed before all ranks had sent")
+        for rank, (sent_version, buckets) in sorted(sync.sent.items()):
+            if sent_version != version:
+                raise WeightSyncError(f"rank {rank} sent version {sent_version}, expected {version}")
+            yield from buckets
+
+
+def manifest_of(buckets: list[WeightBucket], version: int) -> Manifest:
+    """What these buckets hold."""
+    tensors = {name: tensor_record(tensor) for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+    return Manifest(version=version, tensors=tensors)

@@ -1,0 +1,154 @@
+"""The `Worker` contract as plainly as it can be written: transformers, one sequence at a time, whole logits.
+
+It is what `BackendConformance` compares a backend with, and an example of the smallest worker that is right. Too slow and too
+large in memory for anything but tiny models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError, ConfigError, WorkerError
+from rl_core.interfaces import (
+    LossSpec,
+    Manifest,
+    Metrics,
+    OptimizerStep,
+    Plan,
+    WeightBucket,
+    WeightSender,
+    WorkerSpec,
+)
+from rl_core.weights import pack_buckets
+
+
+class ReferenceWorker:
+    """One rank in float32. Knows the losses `ppo_clip` and `cross_entropy` with their default settings, KL k3 and the entropy bonus."""
+
+    def __init__(self, spec: WorkerSpec):
+        self.spec = spec
+        self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32, attn_implementation="eager").eval()
+        self.steps_done = 0
+        self.optimizer = None
+        if spec.optimizer is not None:
+            config = spec.optimizer
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
+            )
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """One sequence after the other."""
+        scores = {"logprobs": torch.zeros(batch.num_tokens), "entropies": torch.zeros(batch.num_tokens)}
+        with torch.no_grad():
+            for tokens in self._sequences(batch, plan):
+                scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(batch["tokens"][tokens], temperature)
+        return scores
+
+    def score(self, tokens_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each token of one sequence; 0 at the first."""
+        logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
+        all_logprobs_TV = logits_TV.log_softmax(-1)
+        logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]]
+        entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
+        return torch.cat([torch.zeros(1), logprobs_T]), torch.cat([torch.zeros(1), entropies_T])
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        """Adds up sum_t w_t · (loss_t + kl_coef · KL_t − entropy_coef · H_t) over the trained tokens."""
+        if self.optimizer is None:
+            raise WorkerError("forward_backward: this model was started without an optimizer")
+        total = 0.0
+        for tokens in self._sequences(batch, plan):
+            mask_T = batch["loss_mask"][tokens]
+            logprobs_T, entropies_T = (values_T[mask_T] for values_T in self.score(batch["tokens"][tokens], temperature))
+            columns = {name: batch[name][tokens][mask_T] for name in batch if batch[name].shape[0] == batch.num_tokens}
+            weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
+            weighted_sum.backward()
+            total += weighted_sum.item()
+        return {"loss": (total, 1.0)}
+
+    def optim_step(self) -> OptimizerStep:
+        """Clip by the global norm, AdamW with linear warm-up and then a constant rate."""
+        assert self.optimizer is not None
+        assert self.spec.optimizer is not None
+        config = self.spec.optimizer
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm = sum(gradient.double().pow(2).sum().item() for gradient in gradients) ** 0.5
+        rate = config.lr * min(1.0, (self.steps_done + 1) / max(config.num_warmup_steps, 1))
+        is_finite = grad_norm < float("inf")
+        if is_finite:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, config.max_grad_norm / max(grad_norm, 1e-12)) if config.max_grad_norm > 0 else 1.0)
+            self.optimizer.param_groups[0]["lr"] = rate
+            self.optimizer.step()
+            self.steps_done += 1
+        self.optimizer.zero_grad()
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """A tied weight appears once: `named_parameters` lists it once."""
+        return {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.model.named_parameters()
+        }
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """All parameters in float32."""
+        return pack_buckets(self.model.named_parameters(), max_bucket_bytes)
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights`."""
+        return sender.send(self.export_weights(max_bucket_bytes), version)
+
+    def save_state(self, directory: Path) -> None:
+        """One file."""
+        directory.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {"model": self.model.state_dict(), "steps_done": self.steps_done}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+        torch.save(state, directory / "state.pt")
+
+    def load_state(self, directory: Path) -> None:
+        """Reads what `save_state` wrote."""
+        try:
+            state = torch.load(directory / "state.pt", weights_only=True)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{directory / 'state.pt'}: missing or incomplete ({error})") from error
+        self.model.load_state_dict(state["model"])
+        self.steps_done = state["steps_done"]
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.zero_grad()
+
+    def save_model(self, directory: Path) -> None:
+        """Model and tokenizer."""
+        self.model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(self.spec.model.path).save_pretrained(directory)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _sequences(self, batch: Batch, plan: Plan) -> list[slice]:
+        bounds = batch.offsets.tolist()
+        return [slice(bounds[i], bounds[i + 1]) for micro_batch in plan for i in micro_batch]
+
+
+def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """What is weighted and summed, written out from the formulas; all are of the trained tokens."""
+    if loss.params or loss.kl_estimator != "k3" or loss.name not in ("ppo_clip", "cross_entropy"):
+        raise ConfigError(f"the reference worker knows ppo_clip and cross_entropy with default settings and KL k3, not {loss}")
+    if loss.name == "cross_entropy":
+        loss_T = -logprobs_T
+    else:
+        ratio_T = (logprobs_T - columns["old_logprobs"]).exp()
+        advantages_T = columns["advantages"]
+        loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.2) * advantages_T)
+    if loss.kl_coef:
+        difference_T = columns["ref_logprobs"] - logprobs_T
+        loss_T = loss_T + loss.kl_coef * (difference_T.exp() - difference_T - 1.0)
+    return loss_T - loss.entropy_coef * entropies_T

@@ -1,0 +1,191 @@
+"""Conformance suite of weight transports: whatever ranks send arrives whole, or the receiver says that it did not.
+
+A plug-in's author writes
+
+    class TestMyTransport(WeightTransportConformance):
+        transport = my_transport
+
+and runs pytest. Ranks and engines are threads of the test's process. `damage` may be overridden to spoil a sync that was
+sent and not yet received; transports that keep nothing between the two leave it as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core import plugins
+from rl_core.errors import RLError, WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket, WeightTransport
+from rl_core.weights import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
+
+_WAIT_S = 60.0
+_BUCKET_BYTES = 64
+
+
+def sample_tensors() -> dict[str, Tensor]:
+    """All that is awkward: several dtypes, odd sizes that break alignment, a scalar, an empty tensor, equal shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embedding.weight": torch.randn(7, 5, generator=generator),
+        "mask": torch.tensor([True, False, True]),
+        "first.weight": torch.randn(4, 4, generator=generator).to(torch.bfloat16),
+        "second.weight": torch.randn(4, 4, generator=generator).to(torch.bfloat16),
+        "transposed.weight": torch.randn(3, 6, generator=generator).t(),
+        "scale": torch.tensor(0.5),
+        "codes": torch.randint(0, 255, (5,), generator=generator, dtype=torch.uint8),
+        "nothing": torch.zeros(0, 3),
+        "steps": torch.tensor([2**40], dtype=torch.int64),
+    }
+
+
+@attrs.define
+class Ranks:
+    """The sending side of one sync: which rank sends which tensors."""
+
+    transport: WeightTransport
+    rendezvous: Rendezvous
+    parts: Sequence[dict[str, Tensor]]
+    undrained: list[int] = attrs.field(factory=list)
+
+    def send(self, version: int, rank: int) -> Manifest:
+        sender = self.transport.sender(self.rendezvous, rank, len(self.parts))
+        return sender.send(self._buckets(rank), version)
+
+    def _buckets(self, rank: int) -> Iterator[WeightBucket]:
+        self.undrained.append(rank)
+        yield from pack_buckets(self.parts[rank].items(), _BUCKET_BYTES)
+        self.undrained.remove(rank)
+
+
+class WeightTransportConformance:
+    """Subclass, set `transport`, run pytest."""
+
+    transport: ClassVar[WeightTransport]
+
+    def damage(self, rendezvous: Rendezvous) -> bool:
+        """Spoils what was sent; False if this transport keeps nothing that could be spoilt."""
+        return False
+
+    def test_it_follows_this_version_of_the_contract(self) -> None:
+        assert isinstance(self.transport, WeightTransport)
+        assert self.transport.contract_version == CONTRACT_VERSION
+
+    def test_the_rendezvous_is_plain_data(self) -> None:
+        rendezvous = self.transport.open(num_ranks=1, num_engines=1)
+        try:
+            assert rendezvous.transport == self.transport.name
+            json.dumps(dict(rendezvous.data))
+        finally:
+            self.transport.close(rendezvous)
+
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_what_arrives_is_what_was_sent(self, num_ranks: int) -> None:
+        tensors = sample_tensors()
+        with self._sync(_dealt(tensors, num_ranks)) as (ranks, start):
+            receiving = start(_receive, ranks.rendezvous, 7)
+            sent = self._send_all(ranks, 7, start)
+            arrived, received = receiving.result(_WAIT_S)
+        assert arrived.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert arrived[name].dtype == tensor.dtype, name
+            assert torch.equal(arrived[name], tensor), name
+        expected = Manifest(version=7, tensors={name: tensor_record(tensor) for name, tensor in tensors.items()})
+        require_same(expected, sent)
+        require_same(expected, received)
+
+    def test_every_rank_drains_its_weights_also_one_that_sends_nothing(self) -> None:
+        with self._sync([sample_tensors(), {}]) as (ranks, start):
+            receiving = start(_receive, ranks.rendezvous, 0)
+            self._send_all(ranks, 0, start)
+            arrived, _ = receiving.result(_WAIT_S)
+        assert not ranks.undrained, f"ranks {ranks.undrained} did not drain their weights"
+        assert arrived.keys() == sample_tensors().keys()
+
+    def test_several_engines_receive_the_same(self) -> None:
+        with self._sync([sample_tensors()], num_engines=2) as (ranks, start):
+            receiving = [start(_receive, ranks.rendezvous, 3) for _ in range(2)]
+            sent = self._send_all(ranks, 3, start)
+            for engine in receiving:
+                require_same(sent, engine.result(_WAIT_S)[1])
+
+    def test_another_version_is_refused(self) -> None:
+        with self._sync([sample_tensors()]) as (ranks, start):
+            receiving = start(_receive, ranks.rendezvous, 5)
+            self._send_all(ranks, 4, start)
+            with pytest.raises(WeightSyncError):
+                receiving.result(_WAIT_S)
+
+    def test_damage_is_noticed(self) -> None:
+        with self._sync([sample_tensors()]) as (ranks, start):
+            self._send_all(ranks, 0, start)
+            if not self.damage(ranks.rendezvous):
+                pytest.skip("this transport keeps nothing that could be damaged")
+            with pytest.raises(WeightSyncError):
+                _receive(ranks.rendezvous, 0)
+
+    def test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank(self) -> None:
+        with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):
+            receiving = start(_receive, ranks.rendezvous, 0)
+            start(ranks.send, 0, 0).result(_WAIT_S)
+            self.transport.close(ranks.rendezvous)
+            with pytest.raises(RLError):
+                receiving.result(_WAIT_S)
+
+    def test_a_rank_that_fails_half_way_completes_nothing(self) -> None:
+        def breaks() -> Iterator[WeightBucket]:
+            yield from pack_buckets(list(sample_tensors().items())[:2], _BUCKET_BYTES)
+            raise ArithmeticError("this rank broke")
+
+        with self._sync([sample_tensors()]) as (ranks, start):
+            receiving = start(_receive, ranks.rendezvous, 0)
+            with pytest.raises(ArithmeticError):
+                self.transport.sender(ranks.rendezvous, 0, 1).send(breaks(), 0)
+            self.transport.close(ranks.rendezvous)
+            with pytest.raises(RLError):
+                receiving.result(_WAIT_S)
+
+    def test_syncs_follow_each_other_also_after_one_that_failed(self) -> None:
+        failed = self.transport.open(num_ranks=1, num_engines=1)
+        self.transport.close(failed)
+        self.transport.close(failed)
+        for version in range(3):
+            tensors = {"weight": torch.full((9,), float(version))}
+            with self._sync([tensors]) as (ranks, start):
+                receiving = start(_receive, ranks.rendezvous, version)
+                self._send_all(ranks, version, start)
+                assert torch.equal(receiving.result(_WAIT_S)[0]["weight"], tensors["weight"])
+
+    @contextmanager
+    def _sync(
+        self, parts: Sequence[dict[str, Tensor]], *, num_engines: int = 1
+    ) -> Iterator[tuple[Ranks, Callable[..., Future[Any]]]]:
+        rendezvous = self.transport.open(num_ranks=len(parts), num_engines=num_engines)
+        with ThreadPoolExecutor(len(parts) + num_engines) as threads:
+            try:
+                yield Ranks(self.transport, rendezvous, parts), threads.submit
+            finally:
+                self.transport.close(rendezvous)
+
+    def _send_all(self, ranks: Ranks, version: int, start: Callable[..., Future[Manifest]]) -> Manifest:
+        sending = [start(ranks.send, version, rank) for rank in range(len(ranks.parts))]
+        return merge_manifests([manifest.result(_WAIT_S) for manifest in sending])
+
+
+def _dealt(tensors: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]]:
+    return [dict(list(tensors.items())[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def _receive(rendezvous: Rendezvous, version: int) -> tuple[dict[str, Tensor], Manifest]:
+    """What an engine does: everything by name, and a manifest of what it holds."""
+    receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+    tensors = {name: tensor for bucket in receiver.receive(version) for name, tensor in unpack_bucket(bucket)}
+    return tensors, Manifest(version=version, tensors={name: tensor_record(tensor) for name, tensor in tensors.items()})

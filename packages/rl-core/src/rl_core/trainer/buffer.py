@@ -1,0 +1,148 @@
+"""Between generation and training: which groups may be started, and which are trained on next.
+
+One number governs synchronous, one-step-off and asynchronous training. With `max_staleness` k, a group that was started at
+policy version v is trained on at version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
+
+- a group is started only if the steps up to its last possible one have room for every group that is outstanding;
+- a step takes finished groups, oldest first, but waits as long as leaving the rest behind would make one of them expire.
+
+So k = 0 is synchronous training (a step's groups are all started at its own version), and a group that selection drops gives
+its room back at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import attrs
+
+from rl_core.errors import DeadlineError
+from rl_core.interfaces import Trajectory
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class FinishedGroup:
+    """The trajectories of one prompt, ready to be trained on."""
+
+    group_id: int
+    start_version: int
+    trajectories: tuple[Trajectory, ...]
+
+
+class GroupBuffer:
+    """Permissions to start groups, and the groups that are finished.
+
+    consumes     groups from the generating task (`finish`, `drop`)
+    produces     `groups_per_step` groups for every step (`take`)
+    waits for    `permission`: a step being taken or a version being published; `take`: enough finished groups
+    unblocked by `take`, `published`, `drop`, `finish`, `fail`
+    """
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int, version: int, last_version: int):
+        """
+        Args:
+            version: the policy's version now; one optimizer batch makes one version.
+            last_version: the version at which the last step is trained; no group is started that no step needs.
+        """
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._version = version
+        self._next_step = version
+        self._last_version = last_version
+        self._outstanding: dict[int, int] = {}
+        self._finished: dict[int, FinishedGroup] = {}
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Groups that were started and not yet trained on, dropped ones aside: what a resumed run starts again."""
+        return tuple(sorted(self._outstanding))
+
+    @property
+    def version(self) -> int:
+        """The policy version that groups are started with."""
+        return self._version
+
+    async def permission(self, group_id: int) -> int | None:
+        """Waits until this group may be started and counts it as outstanding; its start version, or None when no step needs it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._has_room() or self._is_over())
+            if not self._has_room():
+                return None
+            self._outstanding[group_id] = self._version
+            return self._version
+
+    async def finish(self, group_id: int, trajectories: tuple[Trajectory, ...]) -> None:
+        """Makes a started group available for training."""
+        async with self._changed:
+            start_version = self._outstanding[group_id]
+            self._finished[group_id] = FinishedGroup(group_id=group_id, start_version=start_version, trajectories=trajectories)
+            self._changed.notify_all()
+
+    async def drop(self, group_id: int) -> None:
+        """Gives a started group up; its room goes to another group."""
+        async with self._changed:
+            del self._outstanding[group_id]
+            self._changed.notify_all()
+
+    async def fail(self, error: BaseException) -> None:
+        """The generating task ended with an error: `take` raises it."""
+        async with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    async def published(self, version: int) -> None:
+        """The engines serve `version` from now on."""
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    async def take(self, timeout_s: float) -> list[FinishedGroup]:
+        """The groups of the next step, oldest first; waits for them. Raises DeadlineError, or what generation failed with."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"step {self._next_step}: {len(self._finished)} of {self._groups_per_step} groups were finished within "
+                    f"{timeout_s:g} s (trainer.generation_timeout_s); {len(self._outstanding)} are outstanding"
+                ) from None
+            if self._failure:
+                raise self._failure
+            taken = self._choice()
+            for group in taken:
+                del self._outstanding[group.group_id], self._finished[group.group_id]
+            self._next_step += 1
+            self._changed.notify_all()
+            return taken
+
+    async def rejected(self) -> None:
+        """The groups of the last `take` are not trained on after all: the step is to be taken again."""
+        async with self._changed:
+            self._next_step -= 1
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        last_usable = min(self._version + self._max_staleness, self._last_version)
+        steps_left = last_usable - self._next_step + 1
+        return len(self._outstanding) < steps_left * self._groups_per_step
+
+    def _is_over(self) -> bool:
+        return self._failure is not None or self._next_step > self._last_version
+
+    def _choice(self) -> list[FinishedGroup]:
+        """The oldest finished groups, if there are enough and no other group would expire; else an empty list."""
+        by_age = sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id))
+        chosen = by_age[: self._groups_per_step]
+        if len(chosen) < self._groups_per_step:
+            return []
+        left = Counter(self._outstanding.values()) - Counter(group.start_version for group in chosen)
+        count = 0
+        for start_version in sorted(left):
+            count += left[start_version]
+            room = (start_version + self._max_staleness - self._next_step) * self._groups_per_step
+            if count > room:
+                return []
+        return chosen

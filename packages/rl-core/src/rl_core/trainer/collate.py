@@ -1,0 +1,92 @@
+"""Trajectories into the token stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch, offsets_of
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Trajectory, TrajectoryStep
+
+
+def collate(trajectories: Sequence[Trajectory]) -> Batch:
+    """One sequence per step of every trajectory, in the given order.
+
+    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (each step's reward on its last
+    sampled token), group_id, trajectory_id (the trajectory's index in `trajectories`), step_index, is_last_step, and
+    routed_experts with `routed` where the engine returned them.
+
+    Raises:
+        GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length; it is named.
+    """
+    for trajectory in trajectories:
+        _require_whole(trajectory)
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    offsets = offsets_of([len(step.tokens) for step in steps])
+    num_tokens = int(offsets[-1])
+
+    def stream(values: Iterable[Sequence[Any]], dtype: type) -> Tensor:
+        return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, count=num_tokens))
+
+    sampled = stream((step.sampled for step in steps), np.bool_)
+    rewards = torch.zeros(num_tokens)
+    rewards[_last_sampled(sampled, offsets)] = torch.tensor([step.reward for step in steps], dtype=torch.float32)
+    counts = torch.tensor([len(trajectory.steps) for trajectory in trajectories])
+    trajectory_id = torch.repeat_interleave(torch.arange(len(trajectories)), counts)
+    step_index = torch.arange(len(steps)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return Batch(
+        offsets,
+        {
+            "tokens": stream((step.tokens for step in steps), np.int64),
+            "sampled": sampled,
+            "loss_mask": sampled,
+            "rollout_logprobs": stream((step.rollout_logprobs for step in steps), np.float32),
+            "policy_version": stream((step.policy_version for step in steps), np.int32),
+            "rewards": rewards,
+            "group_id": torch.tensor([trajectory.group_id for trajectory in trajectories])[trajectory_id],
+            "trajectory_id": trajectory_id,
+            "step_index": step_index,
+            "is_last_step": step_index == counts[trajectory_id] - 1,
+            **_routes(steps, offsets),
+        },
+    )
+
+
+def _require_whole(trajectory: Trajectory) -> None:
+    where = f"group {trajectory.group_id}, sample {trajectory.sample_index}"
+    if not trajectory.steps:
+        raise GenerationError(f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure given'})")
+    for index, step in enumerate(trajectory.steps):
+        lengths = {name: len(getattr(step, name)) for name in ("tokens", "sampled", "rollout_logprobs", "policy_version")}
+        if len(set(lengths.values())) != 1:
+            raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
+        if not any(step.sampled):
+            raise GenerationError(f"{where}, step {index}: no token was sampled")
+
+
+def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
+    """int64 [N], stream position of each sequence's last sampled token."""
+    positions = torch.nonzero(sampled).squeeze(1)
+    return positions[torch.searchsorted(positions, offsets[1:]) - 1]
+
+
+def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tensor]:
+    """Routes cover a sequence's first tokens (the last one was never an input); the rest is marked unknown."""
+    known = [step.routed_experts for step in steps if step.routed_experts is not None]
+    if not known:
+        return {}
+    num_tokens = int(offsets[-1])
+    routes = np.zeros((num_tokens, *known[0].shape[1:]), known[0].dtype)
+    routed = np.zeros(num_tokens, np.bool_)
+    for start, step in zip(offsets.tolist(), steps, strict=False):
+        if step.routed_experts is not None:
+            end = start + len(step.routed_experts)
+            routes[start:end] = step.routed_experts
+            routed[start:end] = True
+    return {"routed_experts": torch.from_numpy(routes), "routed": torch.from_numpy(routed)}

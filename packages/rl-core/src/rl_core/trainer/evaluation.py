@@ -1,0 +1,69 @@
+"""Plays the held-out rows once, at one policy version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+import attrs
+
+from rl_core.errors import DeadlineError, GenerationError, first_error
+from rl_core.interfaces import Generator, Trajectory
+from rl_core.trainer.data import DataRow
+from rl_core.trainer.rollouts import RolloutSettings, group_request
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Evaluation:
+    """What the policy does on held-out prompts."""
+
+    metrics: dict[str, float]
+    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, `eval/failed`; means over samples that did not fail."""
+    trajectories: tuple[Trajectory, ...]
+
+
+async def evaluate(
+    generator: Generator, rows: Sequence[DataRow], settings: RolloutSettings, *, version: int, batch_size: int, timeout_s: float
+) -> Evaluation:
+    """Plays every row `num_samples` times.
+
+    Args:
+        batch_size: rows that are in flight together.
+        timeout_s: deadline of the whole evaluation.
+
+    Raises:
+        GenerationError: every sample failed. DeadlineError: not finished in time.
+    """
+    room = asyncio.Semaphore(batch_size)
+
+    async def play(number: int, row: DataRow) -> tuple[Trajectory, ...]:
+        async with room:
+            return await generator.generate(group_request(row, number, version, settings))
+
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as playing:
+            tasks = [playing.create_task(play(number, row)) for number, row in enumerate(rows)]
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"evaluation of {len(rows)} rows was not finished within {timeout_s:g} s (trainer.generation_timeout_s)"
+        ) from error
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+    trajectories = tuple(trajectory for task in tasks for trajectory in task.result())
+    good = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    if not good:
+        raise GenerationError(f"evaluation: all {len(trajectories)} samples failed; the first: {trajectories[0].failure}")
+    metrics = {f"eval/{name}": value for name, value in trajectory_means(good).items()}
+    return Evaluation(metrics={**metrics, "eval/failed": float(len(trajectories) - len(good))}, trajectories=trajectories)
+
+
+def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over trajectories: `reward`, `response_length` (sampled tokens) and each environment metric where it was given."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        values["reward"].append(trajectory.reward)
+        values["response_length"].append(sum(sum(step.sampled) for step in trajectory.steps))
+        for name, value in trajectory.metrics.items():
+            values[name].append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

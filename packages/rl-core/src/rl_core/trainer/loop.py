@@ -1,0 +1,280 @@
+"""The one training loop.
+
+Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; with more, generation runs ahead.
+
+| task               | consumes          | produces                          | waits for                         | unblocked by              |
+|--------------------|-------------------|-----------------------------------|-----------------------------------|---------------------------|
+| `Rollouts.run`     | prompts           | finished groups                   | permission to start a group       | `take`, `published`       |
+| `TrainingLoop.run` | finished groups   | weight versions, metrics, reports | a step's groups, then the ranks   | `finish`; the ranks       |
+
+An evaluation runs within the training task, before the next version is published: it sees one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, WeightTransport
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
+from rl_core.trainer.callbacks import Callback, Control
+from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
+from rl_core.trainer.collate import collate
+from rl_core.trainer.data import DataRow
+from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
+from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.selection import Selection
+from rl_core.trainer.timing import PhaseTimes
+from rl_core.trainer.update import PolicyUpdate, rollout_agreement
+from rl_core.workers import WorkerGroup
+
+
+class Reporter(Protocol):
+    """Who is told what happened; `rl_core.trainer.reporting` writes it into the run directory."""
+
+    def phase(self, name: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None: ...
+
+    def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None: ...
+
+
+@attrs.frozen(kw_only=True)
+class LoopSettings:
+    """When the loop does what besides training."""
+
+    last_step: int
+    eval_interval: int
+    eval_before_train: bool
+    eval_batch_size: int
+    ckpt_interval: int
+    max_ckpts_to_keep: int
+    hf_save_interval: int
+    checkpoint_root: Path
+    export_root: Path
+    max_bucket_bytes: int
+    num_engines: int
+    generation_timeout_s: float
+
+
+class TrainingLoop:
+    """Trains from `first_step` to `last_step`; step numbers count from 1, and step s makes policy version s."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        policy: WorkerGroup,
+        update: PolicyUpdate,
+        rollouts: Rollouts,
+        buffer: GroupBuffer,
+        selection: Selection,
+        generator: Generator,
+        client: InferenceClient,
+        transport: WeightTransport,
+        eval_rows: Sequence[DataRow],
+        eval_settings: RolloutSettings,
+        reporter: Reporter,
+        callbacks: Sequence[Callback],
+        steps_done: int,
+    ):
+        self._settings = settings
+        self._policy = policy
+        self._update = update
+        self._rollouts = rollouts
+        self._buffer = buffer
+        self._selection = selection
+        self._generator = generator
+        self._client = client
+        self._transport = transport
+        self._eval_rows = eval_rows
+        self._eval_settings = eval_settings
+        self._reporter = reporter
+        self._callbacks = callbacks
+        self._times = PhaseTimes()
+        self._stop = asyncio.Event()
+        self._saved_step: int | None = steps_done or None
+        self._is_resumed = steps_done > 0
+        self.steps_done = steps_done
+
+    def stop(self) -> None:
+        """Ends the run at the next step boundary, with a checkpoint. Callable from a signal handler."""
+        self._stop.set()
+
+    @property
+    def was_stopped(self) -> bool:
+        """`stop` was called before the last step was done."""
+        return self._stop.is_set() and self.steps_done < self._settings.last_step
+
+    async def run(self) -> None:
+        """Trains until the last step, or until `stop`; either way a checkpoint of the last finished step is there."""
+        for callback in self._callbacks:
+            callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
+        await self._publish()
+        if not self._is_resumed and self._settings.eval_before_train and self._eval_rows:
+            metrics = await self._evaluate()
+            self._reporter.step(0, metrics | self._times.lap())
+        generating = asyncio.create_task(self._rollouts.run())
+        try:
+            while self.steps_done < self._settings.last_step:
+                groups = await self._next_groups()
+                if groups is None:
+                    break
+                await self._step(groups)
+            if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                await self._checkpoint()
+        finally:
+            generating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await generating
+        for callback in self._callbacks:
+            callback.on_run_end(self.steps_done)
+
+    async def _step(self, groups: list[FinishedGroup]) -> None:
+        step = self.steps_done + 1
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        batch = self._selection.masked(collate(trajectories), trajectories)
+        self._reporter.phase("score")
+        with self._times.phase("score"):
+            batch = await self._update.score(batch)
+        agreement = rollout_agreement(batch, version=self.steps_done)
+        batch, prepared = self._update.prepare(batch)
+        self._reporter.phase("train")
+        with self._times.phase("train"):
+            trained = await self._update.train(batch, step)
+        self.steps_done = step
+        await self._publish()
+        await self._buffer.published(step)
+
+        metrics = _divided({**agreement, **prepared, **trained})
+        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap() | self._selection.lap()
+        for callback in self._callbacks:
+            callback.on_groups(step, trajectories)
+        self._reporter.train_samples(step, trajectories, batch)
+        await self._finish_step(step, metrics)
+
+    async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        settings = self._settings
+        is_last = step == settings.last_step
+        if self._eval_rows and _is_due(step, settings.eval_interval, is_last):
+            metrics |= await self._evaluate()
+        control = self._ask_callbacks(step, metrics)
+        if control.evaluate and self._eval_rows and "eval/reward" not in metrics:
+            metrics |= await self._evaluate()
+        if control.stop:
+            self.stop()
+        # The row is written before the checkpoint, so a checkpoint never lacks the row of its step; saving counts in the next row.
+        times = self._times.lap()
+        tokens_per_second = {"tokens_per_second": metrics["rollout/tokens"] / times["time/step"]}
+        self._reporter.step(step, metrics | tokens_per_second | times)
+        if _is_due(step, settings.ckpt_interval, is_last) or control.save:
+            await self._checkpoint()
+        if settings.hf_save_interval > 0 and step % settings.hf_save_interval == 0:
+            with self._times.phase("checkpoint"):
+                await self._policy.save_model(settings.export_root / f"step_{step:06d}")
+
+    async def _next_groups(self) -> list[FinishedGroup] | None:
+        """The groups of the next step; None when the run is to stop."""
+        self._reporter.phase("generate")
+        with self._times.phase("generate"):
+            while True:
+                taking = asyncio.create_task(self._buffer.take(self._settings.generation_timeout_s))
+                stopping = asyncio.create_task(self._stop.wait())
+                try:
+                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._stop.is_set():
+                        return None
+                    groups = self._selection.chosen(await taking)
+                finally:
+                    for task in (taking, stopping):
+                        task.cancel()
+                if groups is not None:
+                    return groups
+                await self._buffer.rejected()
+
+    async def _publish(self) -> None:
+        self._reporter.phase("publish")
+        with self._times.phase("publish"):
+            await publish_weights(
+                self._policy,
+                self._client,
+                self._transport,
+                self.steps_done,
+                max_bucket_bytes=self._settings.max_bucket_bytes,
+                num_engines=self._settings.num_engines,
+            )
+
+    async def _evaluate(self) -> dict[str, float]:
+        self._reporter.phase("evaluate")
+        with self._times.phase("evaluate"):
+            result: Evaluation = await evaluate(
+                self._generator,
+                self._eval_rows,
+                self._eval_settings,
+                version=self.steps_done,
+                batch_size=self._settings.eval_batch_size,
+                timeout_s=self._settings.generation_timeout_s,
+            )
+        self._reporter.eval_samples(self.steps_done, result.trajectories)
+        for callback in self._callbacks:
+            callback.on_evaluation(self.steps_done, result.metrics)
+        return result.metrics
+
+    async def _checkpoint(self) -> None:
+        if self._saved_step == self.steps_done or self.steps_done == 0:
+            return
+        self._reporter.phase("checkpoint")
+        state = RunState(
+            step=self.steps_done,
+            next_group=self._rollouts.next_group,
+            restart_groups=tuple(sorted({*self._buffer.outstanding, *self._rollouts.pending_restarts()})),
+            kl_coef=self._update.kl_coef,
+            nonfinite_steps=self._update.nonfinite_steps,
+        )
+        with self._times.phase("checkpoint"):
+            path = await save_checkpoint(self._settings.checkpoint_root, state, lambda at: self._policy.save_state(at / "policy"))
+            delete_old_checkpoints(self._settings.checkpoint_root, self._settings.max_ckpts_to_keep)
+        self._saved_step = self.steps_done
+        for callback in self._callbacks:
+            callback.on_checkpoint(self.steps_done, path)
+
+    def _ask_callbacks(self, step: int, metrics: Mapping[str, float]) -> Control:
+        answers = [callback.on_step_end(step, metrics) or Control() for callback in self._callbacks]
+        return Control(
+            save=any(answer.save for answer in answers),
+            evaluate=any(answer.evaluate for answer in answers),
+            stop=any(answer.stop for answer in answers),
+        )
+
+
+def _is_due(step: int, interval: int, is_last: bool) -> bool:
+    return interval > 0 and (step % interval == 0 or is_last)
+
+
+def _divided(metrics: Metrics) -> dict[str, float]:
+    return {name: total / weight for name, (total, weight) in metrics.items() if weight}
+
+
+def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int) -> dict[str, float]:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    means = trajectory_means(trajectories)
+    mean = means.pop("reward")
+    spread = (sum((trajectory.reward - mean) ** 2 for trajectory in trajectories) / len(trajectories)) ** 0.5
+    return {
+        "reward/mean": mean,
+        "reward/std": spread,
+        "rollout/tokens": float(batch.num_tokens),
+        "rollout/response_length": means.pop("response_length"),
+        "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
+        "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
+        **{f"environment/{name}": value for name, value in means.items()},
+    }

@@ -1,0 +1,120 @@
+"""The generating task: starts groups as fast as the buffer allows and hands over those that can be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import attrs
+
+from rl_core.errors import GenerationError, first_error
+from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
+from rl_core.trainer.buffer import GroupBuffer
+from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.selection import has_zero_variance
+
+
+@attrs.frozen(kw_only=True)
+class RolloutSettings:
+    """How a prompt is played, and which groups are worth training on."""
+
+    num_samples: int
+    params: SamplingParams
+    seed: int
+    drop_zero_variance: bool
+    """Dynamic sampling: a group whose samples all have the same reward is dropped, and another one is played."""
+    max_dropped_groups: int
+    """So many groups dropped between two that are kept stop the run."""
+
+
+class Rollouts:
+    """Plays prompts into the buffer.
+
+    consumes     rows of `source`, in the order of group numbers
+    produces     finished groups in `buffer`
+    waits for    the buffer's permission to start a group, then the generator
+    unblocked by the training task taking groups and publishing versions
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        source: PromptSource,
+        buffer: GroupBuffer,
+        settings: RolloutSettings,
+        *,
+        next_group: int,
+        restart_groups: Sequence[int],
+    ):
+        self._generator = generator
+        self._source = source
+        self._buffer = buffer
+        self._settings = settings
+        self._restart = deque(restart_groups)
+        self.next_group = next_group
+        self._dropped_in_a_row = 0
+        self._counts: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Until no step needs another group. An error ends the buffer's consumer too."""
+        try:
+            async with asyncio.TaskGroup() as playing:
+                while True:
+                    group_id = self._restart[0] if self._restart else self.next_group
+                    start_version = await self._buffer.permission(group_id)
+                    if start_version is None:
+                        return
+                    if self._restart:
+                        self._restart.popleft()
+                    else:
+                        self.next_group += 1
+                    playing.create_task(self._play(group_id, start_version))
+        except ExceptionGroup as errors:
+            await self._buffer.fail(first_error(errors))
+
+    def pending_restarts(self) -> tuple[int, ...]:
+        """Groups of an earlier run that were not started again yet."""
+        return tuple(self._restart)
+
+    def lap(self) -> dict[str, float]:
+        """Counts since the last call: groups dropped and why, failed samples."""
+        counts = {f"rollout/{name}": float(self._counts[name]) for name in ("failed", "dropped_failed", "dropped_zero_variance")}
+        self._counts.clear()
+        return counts
+
+    async def _play(self, group_id: int, start_version: int) -> None:
+        row = self._source.row(group_id)
+        trajectories = await self._generator.generate(group_request(row, group_id, start_version, self._settings))
+        usable = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
+        self._counts["failed"] += len(trajectories) - len(usable)
+        if not usable:
+            await self._drop(group_id, "dropped_failed", trajectories[0].failure or "")
+        elif self._settings.drop_zero_variance and has_zero_variance(usable):
+            await self._drop(group_id, "dropped_zero_variance", "all its samples had the same reward")
+        else:
+            self._dropped_in_a_row = 0
+            await self._buffer.finish(group_id, usable)
+
+    async def _drop(self, group_id: int, reason: str, text: str) -> None:
+        self._counts[reason] += 1
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row > self._settings.max_dropped_groups:
+            raise GenerationError(
+                f"{self._dropped_in_a_row} groups in a row gave nothing to train on; the last one (group {group_id}): {text}"
+            )
+        await self._buffer.drop(group_id)
+
+
+def group_request(row: DataRow, group_id: int, start_version: int, settings: RolloutSettings) -> GroupRequest:
+    """The request that plays one row."""
+    return GroupRequest(
+        group_id=group_id,
+        row=row.row,
+        row_place=row.place,
+        num_samples=settings.num_samples,
+        params=settings.params,
+        seed=settings.seed,
+        start_version=start_version,
+    )
+

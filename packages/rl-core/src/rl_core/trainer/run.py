@@ -1,0 +1,360 @@
+"""From a resolved configuration to a finished run: builds what the loop needs, runs it, and closes it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config import Config, advantage_params, loss_params
+from rl_core.errors import DataError
+from rl_core.interfaces import (
+    Backend,
+    Generator,
+    InferenceClient,
+    InferencePlugin,
+    LossSpec,
+    Role,
+    WorkerSpec,
+)
+from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.buffer import GroupBuffer
+from rl_core.trainer.callbacks import Callback
+from rl_core.trainer.data import DataRow, PromptSource, read_rows
+from rl_core.trainer.evaluation import evaluate
+from rl_core.trainer.loop import LoopSettings, TrainingLoop
+from rl_core.trainer.report import write_report
+from rl_core.trainer.reporting import RunReporter
+from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.run_directory import RunSummary, open_run_directory, read_state, write_summary
+from rl_core.trainer.samples import SamplesWriter, sample_of
+from rl_core.trainer.selection import Selection
+from rl_core.trainer.update import PolicyUpdate, UpdateSettings
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: Config, *, started: float | None = None) -> RunSummary:
+    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was interrupted.
+
+    Args:
+        started: `time.perf_counter()` at which the process began its work; now, when not given.
+
+    Raises:
+        RLError: everything that input, data or machine can cause.
+    """
+    return asyncio.run(_train(config, time.perf_counter() if started is None else started))
+
+
+def run_evaluation(config: Config) -> dict[str, float]:
+    """Plays the held-out rows once with the model at `trainer.policy.model.path`; the metrics."""
+    return asyncio.run(_evaluate(config))
+
+
+def run_generation(config: Config, output: Path) -> int:
+    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number."""
+    return asyncio.run(_generate(config, output))
+
+
+async def _train(config: Config, started: float) -> RunSummary:
+    trainer = config.trainer
+    train_rows = read_rows(config.data.train_data, key="data.train_data")
+    eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
+    run_dir, checkpoint = open_run_directory(config)
+    state = read_state(checkpoint)
+    async with _engine(config) as (client, generator), _models(config, train_rows) as (policy, reference):
+        train_rows = _fitting(train_rows, generator, config)
+        total_steps = num_steps(config, len(train_rows))
+        if checkpoint is None:
+            state = attrs.evolve(state, kl_coef=trainer.algorithm.kl_loss_coef)
+        else:
+            logger.info("continuing from %s", checkpoint)
+            await policy.load_state(checkpoint / "policy")
+        reporter = RunReporter(config, run_dir, total_steps=total_steps, first_step=state.step + 1 if checkpoint else 0)
+        buffer = GroupBuffer(
+            groups_per_step=trainer.train_batch_size,
+            max_staleness=trainer.max_staleness,
+            version=state.step,
+            last_version=total_steps - 1,
+        )
+        rollouts = Rollouts(
+            generator,
+            PromptSource(train_rows, seed=trainer.seed, shuffle=config.data.shuffle),
+            buffer,
+            _train_rollouts(config),
+            next_group=state.next_group,
+            restart_groups=state.restart_groups,
+        )
+        loop = TrainingLoop(
+            _loop_settings(config, total_steps),
+            policy=policy,
+            update=PolicyUpdate(
+                update_settings(config), policy, reference, kl_coef=state.kl_coef, nonfinite_steps=state.nonfinite_steps
+            ),
+            rollouts=rollouts,
+            buffer=buffer,
+            selection=Selection.from_config(config),
+            generator=generator,
+            client=client,
+            transport=plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend),
+            eval_rows=_fitting(eval_rows, generator, config),
+            eval_settings=_eval_rollouts(config),
+            reporter=reporter,
+            callbacks=[_callback(path) for path in trainer.callbacks],
+            steps_done=state.step,
+        )
+        try:
+            with _stopping_on_interrupt(loop.stop):
+                await loop.run()
+            if not loop.was_stopped:
+                await policy.save_model(Path(trainer.export_path or ""))
+        finally:
+            reporter.close()
+    summary = write_summary(
+        run_dir, interrupted=loop.was_stopped, total_seconds=time.perf_counter() - started, seed=trainer.seed
+    )
+    write_report(run_dir)
+    return summary
+
+
+async def _evaluate(config: Config) -> dict[str, float]:
+    rows = read_rows(config.data.val_data, key="data.val_data")
+    async with _engine(config) as (_, generator):
+        result = await evaluate(
+            generator,
+            _fitting(rows, generator, config),
+            _eval_rollouts(config),
+            version=0,
+            batch_size=config.trainer.eval_batch_size,
+            timeout_s=config.trainer.generation_timeout_s,
+        )
+    return result.metrics
+
+
+async def _generate(config: Config, output: Path) -> int:
+    files, key = (config.data.val_data, "data.val_data") if config.data.val_data else (config.data.train_data, "data.train_data")
+    rows = read_rows(files, key=key)
+    async with _engine(config) as (_, generator):
+        result = await evaluate(
+            generator,
+            _fitting(rows, generator, config),
+            _train_rollouts(config),
+            version=0,
+            batch_size=config.trainer.eval_batch_size,
+            timeout_s=config.trainer.generation_timeout_s,
+        )
+    writer = SamplesWriter(output.parent, first_step=0)
+    writer.write([sample_of(trajectory, step=0, purpose="eval") for trajectory in result.trajectories])
+    writer.close()
+    return len(result.trajectories)
+
+
+def num_steps(config: Config, num_rows: int) -> int:
+    """Steps of a run: `max_training_steps`, or as many whole batches as the epochs give.
+
+    Raises:
+        DataError: the rows do not fill one batch.
+    """
+    trainer = config.trainer
+    available = trainer.epochs * num_rows // trainer.train_batch_size
+    if trainer.max_training_steps is not None:
+        return trainer.max_training_steps
+    if available == 0:
+        raise DataError(
+            f"data.train_data: {trainer.epochs} epochs of {num_rows} rows do not fill one batch of "
+            f"{trainer.train_batch_size} prompts: lower trainer.train_batch_size or raise trainer.epochs"
+        )
+    return available
+
+
+def worker_spec(config: Config, role: Role, *, total_optimizer_steps: int | None) -> tuple[Backend, WorkerSpec]:
+    """The backend and what its ranks are told for the policy or the reference."""
+    trainer = config.trainer
+    backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
+    is_policy = role == "policy"
+    model = trainer.policy.model
+    if not is_policy:
+        model = attrs.evolve(model, path=trainer.ref.model.path, lora=attrs.evolve(model.lora, rank=0))
+    spec = WorkerSpec(
+        role=role,
+        model=model,
+        optimizer=trainer.policy.optimizer_config if is_policy else None,
+        options=(trainer.policy if is_policy else trainer.ref).options(backend.config_section),
+        bf16=trainer.bf16,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        use_sample_packing=trainer.use_sample_packing,
+        logprobs_chunk_size=trainer.logprobs_chunk_size,
+        total_optimizer_steps=total_optimizer_steps,
+        seed=trainer.seed,
+        num_threads=trainer.num_threads,
+    )
+    return backend, spec
+
+
+def update_settings(config: Config) -> UpdateSettings:
+    """What a step does with a batch."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    params = advantage_params(config)
+    correction = algorithm.off_policy_correction
+    uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
+    control = algorithm.kl_ctrl
+    adaptive = {"kl_target": control.kl_target, "horizon": float(control.horizon)}
+    temperature = algorithm.temperature
+    assert temperature is not None, "resolve() gives the temperature"
+    return UpdateSettings(
+        loss=LossSpec(
+            name=algorithm.policy_loss_type,
+            params=loss_params(config),
+            kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+            kl_estimator=algorithm.kl_estimator_type,
+            entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        ),
+        estimator=load_estimator(algorithm.advantage_estimator, params, has_critic=False),
+        estimator_params=params,
+        reduction=algorithm.loss_reduction,
+        reduction_params={"max_seq_len": algorithm.max_seq_len} if uses_max_seq_len else {},
+        correction_params=attrs.asdict(correction) if correction.is_active else None,
+        kl_in_reward=algorithm.kl_estimator_type if algorithm.use_kl_in_reward else None,
+        adaptive_kl=adaptive if control.type == "adaptive" else None,
+        normalize_advantages=algorithm.advantage_batch_normalize,
+        groups_per_mini_batch=trainer.policy_mini_batch_size,
+        epochs=trainer.update_epochs_per_batch,
+        temperature=temperature,
+        train_limits=_limits(config, trainer.micro_train_batch_size_per_gpu),
+        forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
+        max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
+        seed=trainer.seed,
+    )
+
+
+def _limits(config: Config, max_sequences: int) -> MicroBatchLimits:
+    budget = config.trainer.max_tokens_per_microbatch
+    return MicroBatchLimits(max_tokens=budget) if budget > 0 else MicroBatchLimits(max_sequences=max_sequences)
+
+
+@asynccontextmanager
+async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Generator]]:
+    engine: InferencePlugin = plugins.load(
+        "rl_core.inference", config.generator.inference_engine.backend, key="generator.inference_engine.backend"
+    )
+    engine.validate(config)
+    create = plugins.load("rl_core.generators", config.generator.type, key="generator.type")
+    client = await engine.create(config)
+    try:
+        yield client, create(config, client)
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterator[tuple[WorkerGroup, WorkerGroup | None]]:
+    trainer = config.trainer
+    batches_per_step = -(-trainer.train_batch_size // trainer.policy_mini_batch_size) * trainer.update_epochs_per_batch
+    groups: list[WorkerGroup] = []
+
+    async def launch(role: Role, total_optimizer_steps: int | None) -> WorkerGroup:
+        backend, spec = worker_spec(config, role, total_optimizer_steps=total_optimizer_steps)
+        world_size = trainer.placement.num_policy_ranks
+        groups.append(await WorkerGroup.launch(backend, spec, world_size=world_size, timeout_s=trainer.worker_timeout_s))
+        return groups[-1]
+
+    try:
+        policy = await launch("policy", num_steps(config, len(train_rows)) * batches_per_step)
+        yield policy, await launch("reference", None) if trainer.algorithm.needs_reference else None
+    finally:
+        for group in groups:
+            await group.close()
+
+
+def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:
+    """The rows whose prompts are within `max_prompt_length`; a longer one is an error or is left out, as `data.on_long_prompt` says."""
+    limit, fitting = config.trainer.max_prompt_length, []
+    for row in rows:
+        length = generator.prompt_length(row.row)
+        if length <= limit:
+            fitting.append(row)
+        elif config.data.on_long_prompt == "error":
+            raise DataError(
+                f"{row.place}: the prompt has {length} tokens, trainer.max_prompt_length is {limit}. Raise it, shorten the "
+                "prompt, or leave such rows out with data.on_long_prompt=drop"
+            )
+    if len(fitting) < len(rows):
+        logger.warning("%d of %d rows were left out: longer than trainer.max_prompt_length=%d", len(rows) - len(fitting), len(rows), limit)
+    if rows and not fitting:
+        raise DataError(f"all {len(rows)} prompts are longer than trainer.max_prompt_length={limit}")
+    return fitting
+
+
+def _train_rollouts(config: Config) -> RolloutSettings:
+    dynamic = config.trainer.algorithm.dynamic_sampling
+    filters = dynamic.type == "filter"
+    batches = dynamic.max_sample_batches if dynamic.type is not None else 1
+    return RolloutSettings(
+        num_samples=config.generator.n_samples_per_prompt,
+        params=config.generator.sampling_params.to_params(),
+        seed=config.trainer.seed,
+        drop_zero_variance=filters,
+        max_dropped_groups=batches * config.trainer.train_batch_size,
+    )
+
+
+def _eval_rollouts(config: Config) -> RolloutSettings:
+    params = config.generator.eval_sampling_params
+    assert params is not None, "resolve() gives the evaluation's sampling"
+    return attrs.evolve(
+        _train_rollouts(config),
+        num_samples=config.generator.eval_n_samples_per_prompt,
+        params=params.to_params(),
+        drop_zero_variance=False,
+    )
+
+
+def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
+    trainer = config.trainer
+    return LoopSettings(
+        last_step=total_steps,
+        eval_interval=trainer.eval_interval,
+        eval_before_train=trainer.eval_before_train,
+        eval_batch_size=trainer.eval_batch_size,
+        ckpt_interval=trainer.ckpt_interval,
+        max_ckpts_to_keep=trainer.max_ckpts_to_keep,
+        hf_save_interval=trainer.hf_save_interval,
+        checkpoint_root=Path(trainer.ckpt_path or ""),
+        export_root=Path(trainer.export_path or ""),
+        max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
+        num_engines=config.generator.inference_engine.num_engines,
+        generation_timeout_s=trainer.generation_timeout_s,
+    )
+
+
+def _callback(path: str) -> Callback:
+    return plugins.import_object(path, "trainer.callbacks: ")()
+
+
+class _stopping_on_interrupt:
+    """The first Ctrl-C calls `stop`; the second one interrupts at once."""
+
+    def __init__(self, stop: Callable[[], None]):
+        self._stop = stop
+
+    def __enter__(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def __exit__(self, *_: Any) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def _interrupt(self) -> None:
+        logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        self._stop()
+
+

@@ -1,0 +1,95 @@
+"""Two-digit addition: `37+45=` → `280` (the sum's three digits, lowest first), then the end of text.
+
+All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from warm start and RL alike. The digits are
+reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute, and the plain
+one hardly at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+
+CHARACTERS = "0123456789+-*/=<>()., ?"
+END = "$"
+NUM_HELD_OUT = 1000
+DATA_SEED = 0
+
+
+class ArithmeticEnvironment:
+    """Reward 1 for exactly the answer, ended by the model itself; else 0. Metric `accuracy` is the same number."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._prompt: str = row["prompt"]
+        self._answer: str = row["answer"]
+
+    async def reset(self) -> Prompt:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        is_right = action.text == self._answer and action.stop_reason == "stop"
+        return StepResult(reward=float(is_right), done=True, metrics={"accuracy": float(is_right)})
+
+    async def close(self) -> None:
+        pass
+
+
+def problems() -> list[dict[str, str]]:
+    """All problems in the data set's order."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(DATA_SEED).shuffle(pairs)
+    return [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1], "env_class": "arithmetic"} for a, b in pairs]
+
+
+def write_data(train: Path, held_out: Path) -> None:
+    """Writes both parts as parquet files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = problems()
+    for path, part in ((train, rows[NUM_HELD_OUT:]), (held_out, rows[:NUM_HELD_OUT])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), path)
+
+
+def write_model(directory: Path, *, seed: int) -> None:
+    """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: index for index, character in enumerate(CHARACTERS + END)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="?")

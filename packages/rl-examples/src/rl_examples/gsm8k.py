@@ -1,0 +1,104 @@
+"""GRPO on GSM8K: one prompt, several answers, the number after #### is right or wrong.
+
+Left out, on purpose: a critic (the group's mean is the baseline), a KL term (one epoch stays close), a format reward.
+Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
+Real run:  rl train gsm8k data.train_data=[~/data/gsm8k/train.parquet] data.val_data=[~/data/gsm8k/validation.parquet]
+Here:      rl train gsm8k --tiny      (2 cores, a random model, handwritten problems: shows the path, learns nothing)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+
+_TINY = "runs/gsm8k_tiny"
+
+recipe = Recipe(
+    summary="GRPO on grade-school mathematics, as users of this field know it",
+    config={
+        "data.train_data": ["~/data/gsm8k/train.parquet"],
+        "data.val_data": ["~/data/gsm8k/validation.parquet"],
+        "environment.env_class": "gsm8k",
+        "trainer.run_name": "gsm8k",
+        "trainer.policy.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "trainer.policy.optimizer_config.lr": 1e-6,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.epochs": 20,
+        "trainer.train_batch_size": 1024,
+        "trainer.policy_mini_batch_size": 256,
+        "trainer.max_tokens_per_microbatch": 32768,
+        "trainer.eval_interval": 5,
+        "generator.n_samples_per_prompt": 5,
+        "generator.sampling_params.max_generate_length": 1024,
+    },
+    tiny={
+        "data.train_data": [f"{_TINY}/train.parquet"],
+        "data.val_data": [f"{_TINY}/validation.parquet"],
+        "trainer.run_name": "gsm8k_tiny",
+        "trainer.policy.model.path": f"{_TINY}/model",
+        "trainer.bf16": False,
+        "trainer.num_threads": 1,
+        "trainer.max_training_steps": 5,
+        "trainer.train_batch_size": 4,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.max_tokens_per_microbatch": 4096,
+        "generator.n_samples_per_prompt": 4,
+        "generator.sampling_params.max_generate_length": 32,
+    },
+    prepare="rl_examples.gsm8k:prepare",
+)
+
+_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
+
+
+class Gsm8kEnvironment:
+    """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and `has_answer`."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._prompt: Prompt = row["prompt"]
+        self._ground_truth = ground_truth(row)
+
+    async def reset(self) -> Prompt:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        answer = final_answer(action.text)
+        reward = float(answer is not None and answer == self._ground_truth)
+        metrics = {"accuracy": reward, "has_answer": float(answer is not None)}
+        return StepResult(reward=reward, done=True, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+
+def final_answer(text: str) -> Decimal | None:
+    """The number after the last `####`, thousands separators aside; None where there is none."""
+    found = _FINAL_ANSWER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def ground_truth(row: Row) -> Decimal:
+    """The row's number, from `reward_spec.ground_truth`. Raises DataError when the row has none."""
+    spec = row.get("reward_spec")
+    try:
+        return Decimal(str(spec["ground_truth"]).replace(",", ""))  # type: ignore[index]
+    except (TypeError, KeyError, InvalidOperation) as error:
+        raise DataError(f"a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec={spec!r}") from error
+
+
+def prepare(config: Config) -> None:
+    """Makes the tiny run's model and data, unless they are there; anything else is the user's."""
+    if config.trainer.policy.model.path == f"{_TINY}/model" and not Path(_TINY).exists():
+        from rl_examples.gsm8k_data import write_tiny_run
+
+        write_tiny_run(Path(_TINY))

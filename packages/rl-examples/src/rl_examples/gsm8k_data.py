@@ -1,0 +1,111 @@
+"""Converts the public GSM8K files (`question`, `answer` as JSON lines or parquet) into rows that the recipe trains on.
+
+    python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rl_core.errors import DataError, RLError
+from rl_examples.gsm8k import final_answer
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
+    """One row in the form the field uses: chat prompt, `env_class`, `reward_spec`, `extra_info`."""
+    missing = {"question", "answer"} - row.keys()
+    if missing:
+        raise DataError(f"{place}: expected the columns 'question' and 'answer', got {', '.join(row) or 'none'}")
+    answer = final_answer(row["answer"])
+    if answer is None:
+        raise DataError(f"{place}: no number after #### in the answer {row['answer'][-60:]!r}")
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
+        "env_class": "gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": str(answer)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def convert(source: Path, target: Path, *, split: str) -> int:
+    """Converts one file; the number of rows."""
+    rows = [
+        converted(row, place=f"{source}:{index + 1}", split=split, index=index) for index, row in enumerate(_read(source))
+    ]
+    _write(target, rows)
+    return len(rows)
+
+
+def write_tiny_run(directory: Path) -> None:
+    """A handful of handwritten problems and a random model of some 100k parameters that can play them."""
+    from rl_examples.tiny_model import write_tiny_chat_model
+
+    for split, problems in (("train", _PROBLEMS[:8]), ("validation", _PROBLEMS[8:])):
+        rows = [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)]
+        _write(directory / f"{split}.parquet", rows)
+    write_tiny_chat_model(directory / "model", seed=0)
+
+
+def _read(path: Path) -> Sequence[Mapping[str, Any]]:
+    import json
+
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if path.suffix == ".parquet":
+            return pyarrow.parquet.read_table(path).to_pylist()
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not readable as {path.suffix or 'JSON lines'}: {error}") from error
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+
+_PROBLEMS = [
+    {"question": question, "answer": answer}
+    for question, answer in (
+        ("A baker fills 4 trays with 12 rolls each. How many rolls are there?", "4*12=48 rolls.\n#### 48"),
+        ("A train has 5 cars with 60 seats; 45 seats are empty. How many are taken?", "5*60=300, 300-45=255.\n#### 255"),
+        ("Ropes cost 3 coins a metre. What do 15 metres cost?", "15*3=45 coins.\n#### 45"),
+        ("A shelf holds 9 books, a case has 6 shelves, a room 2 cases. How many books fit?", "9*6*2=108.\n#### 108"),
+        ("Water drips at 7 drops a minute. How many drops fall in 2 hours?", "7*120=840 drops.\n#### 840"),
+        ("A garden of 8 by 11 metres is dug up at 4 square metres an hour. How long does it take?", "88/4=22.\n#### 22"),
+        ("A van carries 1,250 kg. It makes 3 trips. How many kg in all?", "3*1250=3750 kg.\n#### 3,750"),
+        ("Half of 64 cards are red, a quarter of those are marked. How many are marked?", "32/4=8.\n#### 8"),
+        ("A clock is 3 minutes slow after one day. How slow is it after two weeks?", "3*14=42 minutes.\n#### 42"),
+        ("Tickets cost 6 coins, on Mondays 2 less. What do 10 cost on a Monday?", "6-2=4, 4*10=40.\n#### 40"),
+    )
+]
+
+
+@click.command()
+@click.option("--train", type=click.Path(path_type=Path), required=True, help="The public training file.")
+@click.option("--test", type=click.Path(path_type=Path), required=True, help="The public test file.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Directory of the parquet files.")
+def main(train: Path, test: Path, output: Path) -> None:
+    """Writes OUTPUT/train.parquet and OUTPUT/validation.parquet."""
+    output = output.expanduser()
+    try:
+        for source, split in ((train, "train"), (test, "validation")):
+            count = convert(source, output / f"{split}.parquet", split=split)
+            click.echo(f"{count} rows: {output / f'{split}.parquet'}")
+    except RLError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A short supervised warm start, through the same worker and engine that reinforcement learning uses.
+
+Cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems reaches a target.
+Held-out problems take no part, not even in the decision to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core import plugins
+from rl_core.batch import Batch
+from rl_core.config import Config
+from rl_core.errors import RLError
+from rl_core.interfaces import LossSpec, OptimizerConfig, SamplingParams
+from rl_core.trainer.advantages import with_loss_weights
+from rl_core.trainer.data import DataRow
+from rl_core.trainer.evaluation import evaluate
+from rl_core.trainer.progress import Progress
+from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.rollouts import RolloutSettings
+from rl_core.trainer.run import worker_spec
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+
+@attrs.frozen(kw_only=True)
+class WarmStart:
+    """How to warm-start."""
+
+    target_accuracy: float
+    """Greedy exact-match accuracy on training problems at which it ends."""
+    lr: float = 3e-3
+    batch_size: int = 128
+    max_updates: int = 1500
+    updates_per_check: int = 5
+    rows_per_check: int = 256
+
+
+def warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
+    """Trains the model at `trainer.policy.model.path` on `rows` (prompt and answer) and writes it to `directory`.
+
+    Raises:
+        RLError: the target was not reached within `max_updates`.
+    """
+    asyncio.run(_warm_start(config, rows, directory, settings))
+
+
+async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
+    backend, spec = worker_spec(config, "policy", total_optimizer_steps=None)
+    optimizer = OptimizerConfig(lr=settings.lr, weight_decay=0.0, num_warmup_steps=20)
+    engine = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
+    client = await engine.create(config)
+    generator = plugins.load("rl_core.generators", config.generator.type)(config, client)
+    group = await WorkerGroup.launch(backend, attrs.evolve(spec, optimizer=optimizer))
+    transport = plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend)
+    encode = _encoder(config)
+    rng = random.Random(config.trainer.seed)
+    try:
+        with Progress("warm start", settings.max_updates, "updates") as progress:
+            for update in range(1, settings.max_updates + 1):
+                batch = Batch.from_sequences([encode(row.row) for row in rng.choices(rows, k=settings.batch_size)])
+                batch = with_loss_weights(batch, "token_mean", {})
+                await group.forward_backward(
+                    batch, MicroBatchLimits(max_sequences=settings.batch_size), LossSpec(name="cross_entropy"), temperature=1.0
+                )
+                await group.optim_step()
+                if update % settings.updates_per_check == 0:
+                    await publish_weights(group, client, transport, update, max_bucket_bytes=2**28)
+                    accuracy = await _accuracy(config, generator, rng.sample(rows, settings.rows_per_check))
+                    progress.update(update, accuracy=accuracy)
+                    if accuracy >= settings.target_accuracy:
+                        await group.save_model(directory)
+                        return
+        raise RLError(
+            f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, {settings.target_accuracy:.2f} was expected"
+        )
+    finally:
+        await group.close()
+        await client.close()
+
+
+async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow]) -> float:
+    greedy = SamplingParams(max_tokens=config.generator.sampling_params.max_generate_length, temperature=0.0)
+    settings = RolloutSettings(num_samples=1, params=greedy, seed=0, drop_zero_variance=False, max_dropped_groups=0)
+    result = await evaluate(generator, rows, settings, version=0, batch_size=len(rows), timeout_s=600.0)
+    return result.metrics["eval/accuracy"]
+
+
+def _encoder(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path)
+
+    def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        trained = [0] * len(prompt) + [1] * len(answer)
+        return {"tokens": prompt + answer, "sampled": trained, "loss_mask": trained}
+
+    return encode
+
+

@@ -1,0 +1,211 @@
+"""Causal attention inside a packed stream: every sequence attends to itself only, and no T×T mask is ever built.
+
+The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA over
+rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the right
+is never seen by a real token, so `is_causal` is exact and needs no mask tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rl_core.errors import ConfigError
+
+PACKED_ATTENTION = "rl_fsdp_packed"
+_SHORT = 32
+"""Sequences up to this length share a rectangle: there a kernel call costs more than the padding."""
+_GROWTH = 1.25
+"""Longer ones share it within this ratio of lengths, which bounds a rectangle's padding to 25 % of its tokens."""
+
+
+@attrs.frozen(eq=False)
+class PackedSequences:
+    """Where the sequences of a packed stream lie, and the rectangles they are attended in. Made once per micro-batch."""
+
+    offsets: Tensor
+    """int32 [N+1] on the stream's device."""
+    max_length: int
+    rectangles: tuple[tuple[int, int], ...]
+    """(rows, width) of each; their cells are numbered one rectangle after the other."""
+    num_cells: int
+    cell_T: Tensor | None
+    """int64 [T], the cell of each token; None where cell t is token t."""
+
+    @classmethod
+    def of_lengths(cls, lengths_N: Tensor, device: torch.device) -> PackedSequences:
+        """Groups sequences by length (int64 [N], on the CPU)."""
+        lengths = lengths_N.numpy()
+        size_class = np.ceil(np.log(np.maximum(lengths, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
+        classes, class_N, rows = np.unique(size_class, return_inverse=True, return_counts=True)
+        widths = np.zeros(len(classes), np.int64)
+        np.maximum.at(widths, class_N, lengths)
+        first_cell = np.concatenate([[0], np.cumsum(rows * widths)])
+        order = np.argsort(class_N, kind="stable")
+        row_N = np.empty_like(lengths)
+        row_N[order] = np.arange(len(lengths)) - np.repeat(np.cumsum(rows) - rows, rows)
+        start_N = first_cell[class_N] + row_N * widths[class_N]
+        ends = np.cumsum(lengths)
+        cell_T = np.repeat(start_N - (ends - lengths), lengths) + np.arange(ends[-1])
+        is_identity = first_cell[-1] == ends[-1] and bool((cell_T == np.arange(ends[-1])).all())
+        return cls(
+            offsets=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
+            max_length=int(lengths.max()),
+            rectangles=tuple(zip(rows.tolist(), widths.tolist(), strict=True)),
+            num_cells=int(first_cell[-1]),
+            cell_T=None if is_identity else torch.from_numpy(cell_T).to(device),
+        )
+
+
+def scatter_rows(source: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, …] of zeros with row index[i] = source[i]; indices are distinct. Gradient: `gather_rows`."""
+    return _ScatterRows.apply(source, index, num_rows)  # pyright: ignore[reportReturnType]
+
+
+def gather_rows(source: Tensor, index: Tensor) -> Tensor:
+    """source[index] along the first axis; indices are distinct, so the gradient is a copy and not a sum."""
+    return _GatherRows.apply(source, index)  # pyright: ignore[reportReturnType]
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return source.new_zeros((num_rows, *source.shape[1:])).index_copy_(0, index, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (index,) = ctx.saved_tensors
+        return grad[index], None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = source.shape[0]
+        return source[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.num_rows, *grad.shape[1:])).index_copy_(0, index, grad), None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_sequences: PackedSequences | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers' `AttentionInterface`.
+
+    Dropout is ignored: a model that is trained by reinforcement is run without.
+
+    Args:
+        module: the calling attention layer.
+        query, key, value: [1, heads, T, D]; key and value may have fewer heads, each shared by a group of query heads.
+        attention_mask: None, as transformers passes for an attention without a mask function.
+        scaling: factor of query · key; None is D ** −0.5.
+        sliding_window: tokens each token sees, itself included; None sees all before it.
+        packed_sequences: where the sequences lie.
+        others: what transformers passes to every attention function, unused here.
+
+    Returns:
+        [1, T, heads, D].
+
+    Raises:
+        ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term that is not implemented here.
+    """
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if packed_sequences is None or attention_mask is not None or unsupported:
+        fault = f"uses {', '.join(unsupported)}" if unsupported else "does not hand the sequences' bounds on"
+        raise ConfigError(
+            f"{type(module).__name__} {fault}, so its sequences cannot be packed: set trainer.use_sample_packing=false"
+        )
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if sliding_window is not None and sliding_window >= packed_sequences.max_length:
+        sliding_window = None
+    attend = (
+        _varlen_attention if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _rectangle_attention
+    )
+    return attend(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)[None], None
+
+
+def _rectangle_attention(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    cell_T = packed.cell_T
+    cells = [
+        t if cell_T is None else scatter_rows(t, cell_T, packed.num_cells) for t in (query_THD, key_TKD, value_TKD)
+    ]
+    sizes = [rows * width for rows, width in packed.rectangles]
+    outputs = []
+    for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
+        query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
+        # Flash attention on the CPU takes shared heads as they are; with a mask it would fall back to the full matrix.
+        output = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if window is None else _band(width, window, query.device),
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if cell_T is None else gather_rows(output, cell_T)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """bool [width, width]: token t sees t − window + 1 … t."""
+    full = torch.ones(width, width, dtype=torch.bool, device=device)
+    return full.tril() & full.triu(1 - window)
+
+
+def _varlen_attention(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = packed.offsets, packed.max_length
+    output = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,102 @@
+"""Prompts as token ids.
+
+A text prompt is taken as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
+middle of a document and because a prompt that holds a rendered chat template has its special tokens already. Chat
+messages go through the tokenizer's chat template, which writes the special tokens that its model expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MODEL_PATH = "trainer.policy.model.path"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or name. Raises ConfigError if it has none."""
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(path):
+        raise ConfigError(
+            f"{_MODEL_PATH}: {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
+            "model's tokenizer there with tokenizer.save_pretrained"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        # transformers raises whatever the broken file leads to.
+        raise ConfigError(
+            f"trainer.policy.model.path: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a model directory holds a tokenizer; true for a hub name, where only loading tells."""
+    directory = Path(path)
+    return not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
+
+
+class TokenCodec:
+    """Prompts into token ids, and token ids into text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template_kwargs = dict(chat_template_kwargs)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, with the template's opening of the assistant's turn after chat messages.
+
+        Raises:
+            DataError: neither text nor messages, a template that refuses them, or nothing to encode.
+        """
+        tokens = tuple(self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt))
+        if not tokens:
+            raise DataError(f"the prompt {prompt!r} has no tokens")
+        return tokens
+
+    def prompt_text(self, prompt: Prompt, tokens: Sequence[int]) -> str:
+        """The text that the policy sees: the prompt itself, or chat messages as the template wrote them."""
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(tokens)))
+
+    def response_text(self, tokens: Sequence[int]) -> str:
+        """What the policy said, without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def _encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
+            raise DataError(f"a prompt is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self._chat_template_kwargs,
+            )
+        except Exception as error:
+            # The template is a program of the model's authors and raises what it likes.
+            raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )

@@ -1,0 +1,372 @@
+"""The `local` engine: a Hugging Face causal language model in this process, batched continuously, on its own thread.
+
+Why not transformers' continuous batching (5.19, `ContinuousBatchingManager`): it draws with `torch.multinomial` from
+torch's one global generator, so a sample would depend on what else runs; it has no per-request seed, no stop strings,
+and no way to change weights under running requests.
+
+consumes     requests from the event loop; weight versions from a transport's receiver
+produces     completions, given back to the event loop in batches
+waits for    a command or work (no deadline: it is the idle state of the thread)
+unblocked by `_post`; every caller's own wait has a deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import torch
+
+from rl_core.errors import DeadlineError, GenerationError, RLError
+from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
+from rl_rollout.local.model import eos_tokens, stage
+from rl_rollout.local.rows import Ended, Sample
+from rl_rollout.local.scheduler import PauseMode, Scheduler
+from rl_rollout.local.stop_strings import StopStringWatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Load = Callable[[], "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]"]
+
+
+@attrs.define(eq=False)
+class _Call:
+    """One request under way, and everyone who waits for it (more than one if it was retried)."""
+
+    request: GenerateRequest
+    completions: dict[int, Completion] = attrs.field(factory=dict)
+    waiters: list[asyncio.Future[tuple[Completion, ...]]] = attrs.field(factory=list)
+
+
+class LocalEngine:
+    """InferenceClient over a model in this process. Made by `start`; all methods belong to the loop that started it."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[str, _Call] = {}
+        self._new_calls: list[_Call] = []
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._when_still: list[Callable[[], None]] = []
+        self._thread: threading.Thread
+        # The thread sets these before `start` returns.
+        self._scheduler: Scheduler
+        self._tokenizer: PreTrainedTokenizerBase | None
+        self._eos_tokens: tuple[int, ...]
+        self._max_positions: int | None
+        self._vocab_size: int
+
+    @classmethod
+    async def start(
+        cls,
+        load: Load,
+        *,
+        max_num_seqs: int,
+        timeout_s: float,
+        num_threads: int | None = None,
+    ) -> LocalEngine:
+        """Loads the model on the engine's thread and returns when it can serve.
+
+        Args:
+            load: makes model and tokenizer (None: requests with stop strings are refused).
+            max_num_seqs: samples that decode together.
+            timeout_s: deadline of every call.
+            num_threads: torch threads of the engine; None leaves torch's choice.
+
+        Raises:
+            Whatever `load` raises; DeadlineError.
+        """
+        engine = cls(timeout_s=timeout_s)
+        ready = engine._new_answer()
+        engine._thread = threading.Thread(
+            target=engine._run,
+            args=(load, max_num_seqs, num_threads, ready),
+            name="rl-rollout-local-engine",
+            daemon=True,
+        )
+        engine._thread.start()
+        await engine._wait(ready, "the local engine to load its model")
+        return engine
+
+    # --- InferenceClient ----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """See `InferenceClient.generate`. A request whose `sample_id` is under way joins it."""
+        self._require_alive()
+        call = self._calls.get(request.sample_id)
+        if call is None:
+            self._require_possible(request)
+            call = self._calls[request.sample_id] = _Call(request)
+            if not self._new_calls:
+                # Everything that this turn of the event loop asks for starts as one batch.
+                self._loop.call_soon(self._submit_new_calls)
+            self._new_calls.append(call)
+        elif call.request != request:
+            raise GenerationError(
+                f"sample_id {request.sample_id!r} is under way with another request; a retry must be the same request"
+            )
+        waiter: asyncio.Future[tuple[Completion, ...]] = self._loop.create_future()
+        call.waiters.append(waiter)
+        try:
+            return await waiter
+        finally:
+            call.waiters.remove(waiter)
+            if not call.waiters and self._calls.get(request.sample_id) is call:
+                self._abandon(call)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See `InferenceClient.pause`. On return nothing is sampled any more."""
+        self._submit_new_calls()
+        still = self._new_answer()
+
+        def pause() -> None:
+            self._give_back(self._scheduler.pause(mode))
+            self._when_still.append(lambda: self._answer(still, None))
+
+        self._post(pause)
+        await self._wait(still, f"the local engine to pause ({mode})")
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._scheduler.resume(), "the local engine to resume")
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        """See `InferenceClient.abort`; ids that are not under way are ignored."""
+        self._submit_new_calls()
+        calls = None if sample_ids is None else {self._calls[name] for name in sample_ids if name in self._calls}
+        await self._ask(lambda: self._give_back(self._scheduler.abort(calls)), "the local engine to abort requests")
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        """See `InferenceClient.update_weights`. The old version is served until the new one is whole and checked."""
+        self._require_alive()
+        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version))
+        staged = await self._wait(staging, f"weight version {version} to arrive")
+        await self._ask(
+            lambda: self._scheduler.update_weights(staged), f"the local engine to load weight version {version}"
+        )
+        return staged.manifest
+
+    async def health(self) -> EngineHealth:
+        self._require_alive()
+        scheduler = self._scheduler
+        return EngineHealth(
+            version=scheduler.version,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._new_calls),
+        )
+
+    async def close(self) -> None:
+        """Stops the thread; requests under way fail. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._fail_calls(GenerationError("the local engine was closed"))
+            with self._wake:
+                self._wake.notify()
+        await asyncio.to_thread(self._thread.join, self._timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"waited {self._timeout_s:g} s for the local engine's thread to end")
+
+    # --- event loop side ----------------------------------------------------------------------------------------------
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise _engine_failed(self._failure)
+        if self._closed:
+            raise GenerationError("the local engine was closed")
+
+    def _require_possible(self, request: GenerateRequest) -> None:
+        length, params, who = len(request.prompt_tokens), request.params, f"request {request.sample_id!r}"
+        if not length or params.max_tokens < 1 or request.num_samples < 1:
+            raise GenerationError(
+                f"{who}: {length} prompt tokens, max_tokens {params.max_tokens}, num_samples {request.num_samples}; "
+                "each must be at least 1"
+            )
+        if self._max_positions is not None and length + params.max_tokens > self._max_positions:
+            raise GenerationError(
+                f"{who}: {length} prompt tokens + max_tokens {params.max_tokens} = {length + params.max_tokens} exceed "
+                f"the model's {self._max_positions} positions"
+            )
+        lowest, highest = min(request.prompt_tokens), max(request.prompt_tokens)
+        if lowest < 0 or highest >= self._vocab_size:
+            raise GenerationError(
+                f"{who}: token ids {lowest}…{highest}, the model's vocabulary is 0…{self._vocab_size - 1}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise GenerationError(
+                f"request {request.sample_id!r}: stop strings need a tokenizer, the model directory has none"
+            )
+
+    def _submit_new_calls(self) -> None:
+        calls, self._new_calls = self._new_calls, []
+        if calls and self._failure is None and not self._closed:
+            self._post(lambda: self._scheduler.submit(sample for call in calls for sample in self._samples(call)))
+            self._loop.call_later(self._timeout_s, self._expire, calls)
+
+    def _samples(self, call: _Call) -> list[Sample]:
+        request, params = call.request, call.request.params
+        stop_tokens = params.stop_token_ids if params.ignore_eos else (*self._eos_tokens, *params.stop_token_ids)
+        return [
+            Sample(
+                owner=call,
+                index=i,
+                prompt_tokens=request.prompt_tokens,
+                params=params,
+                seed=request.seed + i,
+                stop_tokens=stop_tokens,
+                watch=StopStringWatch(self._tokenizer, params.stop) if params.stop and self._tokenizer else None,
+            )
+            for i in range(request.num_samples)
+        ]
+
+    def _expire(self, calls: Sequence[_Call]) -> None:
+        for call in calls:
+            if self._calls.get(call.request.sample_id) is call:
+                error = DeadlineError(
+                    f"waited {self._timeout_s:g} s for request {call.request.sample_id!r} of the local engine"
+                )
+                self._abandon(call)
+                _fail(call.waiters, error)
+
+    def _abandon(self, call: _Call) -> None:
+        del self._calls[call.request.sample_id]
+        if call in self._new_calls:
+            self._new_calls.remove(call)
+        elif self._failure is None and not self._closed:
+            self._post(lambda: self._give_back(self._scheduler.abort({call})))
+
+    def _finish(self, ended: Ended) -> None:
+        for sample, completion in ended:
+            call: _Call = sample.owner
+            call.completions[sample.index] = completion
+            if len(call.completions) == call.request.num_samples and self._calls.get(call.request.sample_id) is call:
+                del self._calls[call.request.sample_id]
+                completions = tuple(call.completions[i] for i in range(call.request.num_samples))
+                for waiter in call.waiters:
+                    if not waiter.done():
+                        waiter.set_result(completions)
+
+    def _fail_calls(self, error: Exception) -> None:
+        calls, self._calls = list(self._calls.values()), {}
+        _fail([waiter for call in calls for waiter in call.waiters], error)
+        _fail(list(self._answers), error)
+
+    async def _ask(self, command: Callable[[], object], what: str) -> None:
+        """Runs `command` on the engine's thread; raises its error if it is an RLError, any other ends the engine."""
+        answer = self._new_answer()
+
+        def run() -> None:
+            try:
+                command()
+            except RLError as error:
+                self._answer(answer, error)
+            else:
+                self._answer(answer, None)
+
+        self._post(run)
+        await self._wait(answer, what)
+
+    def _new_answer(self) -> asyncio.Future[None]:
+        answer: asyncio.Future[None] = self._loop.create_future()
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        return answer
+
+    async def _wait(self, future: asyncio.Future[T], what: str) -> T:
+        try:
+            done, _ = await asyncio.wait([future], timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if not done:
+            future.cancel()
+            raise DeadlineError(f"waited {self._timeout_s:g} s for {what}")
+        return future.result()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._require_alive()
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # --- engine thread side -------------------------------------------------------------------------------------------
+
+    def _run(self, load: Load, max_num_seqs: int, num_threads: int | None, ready: asyncio.Future[None]) -> None:
+        try:
+            if num_threads is not None:
+                torch.set_num_threads(num_threads)
+            model, self._tokenizer = load()
+            self._eos_tokens = eos_tokens(model, self._tokenizer)
+            text_config = model.config.get_text_config(decoder=True)
+            self._max_positions = getattr(text_config, "max_position_embeddings", None)
+            self._vocab_size = text_config.vocab_size
+            self._scheduler = Scheduler(model, max_num_seqs=max_num_seqs)
+        except Exception as error:
+            self._failure = error
+            self._answer(ready, error)
+            return
+        self._answer(ready, None)
+        try:
+            self._serve()
+        except Exception as error:
+            self._failure = error
+            self._call_loop(self._fail_calls, _engine_failed(error))
+
+    def _serve(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._commands or self._closed or self._scheduler.has_work)
+                commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            if self._closed:
+                return
+            for command in commands:
+                command()
+            if self._scheduler.has_work:
+                self._give_back(self._scheduler.step())
+            if not self._scheduler.has_work:
+                while self._when_still:
+                    self._when_still.pop()()
+
+    def _give_back(self, ended: Ended) -> None:
+        if ended:
+            self._call_loop(self._finish, ended)
+
+    def _answer(self, answer: asyncio.Future[None], error: Exception | None) -> None:
+        self._call_loop(_settle, answer, error)
+
+    def _call_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # A program that ended its loop without `close` has nobody left to answer.
+            if not self._loop.is_closed():
+                raise
+
+
+def _settle(answer: asyncio.Future[None], error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)
+
+
+def _fail(waiters: Sequence[asyncio.Future[Any]], error: Exception) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(error)
+
+
+def _engine_failed(cause: BaseException) -> GenerationError:
+    error = GenerationError(f"the local engine failed and serves nothing any more: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

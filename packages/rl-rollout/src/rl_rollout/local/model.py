@@ -1,0 +1,123 @@
+"""The engine's model: loading it, what it can serve, and replacing its weights as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core import plugins
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.interfaces import Manifest, Rendezvous
+from rl_core.weights import tensor_record, unpack_bucket
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """A causal language model ready to generate.
+
+    Args:
+        path: Hugging Face model directory or name.
+        dtype: torch name, e.g. `float32`.
+        device: torch device, e.g. `cpu`.
+        model_kwargs: passed to `from_pretrained`, e.g. `attn_implementation`.
+
+    Raises:
+        ConfigError: no such model, or one whose layers keep more than keys and values (Mamba, linear attention).
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _require_servable(path, config)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype), **model_kwargs)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: the local engine cannot load this model: {type(error).__name__}: {error}"
+        ) from error
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return model.eval().requires_grad_(False)
+
+
+def _require_servable(path: str, config: Any) -> None:
+    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if layer_types - _SERVED_LAYERS:
+        raise ConfigError(
+            f"{path}: the local engine serves {' and '.join(sorted(_SERVED_LAYERS))} layers, this model also has "
+            f"{', '.join(sorted(layer_types - _SERVED_LAYERS))}; set generator.inference_engine.backend=vllm"
+        )
+
+
+def eos_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the generation configuration's, and the tokenizer's end of sequence."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    tokens = [configured] if isinstance(configured, int) else list(configured or ())
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        tokens.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(tokens))
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StagedWeights:
+    """A whole version beside the one that is served."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    manifest: Manifest
+
+
+def stage(rendezvous: Rendezvous, version: int) -> StagedWeights:
+    """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError."""
+    receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+    tensors = {name: tensor for bucket in receiver.receive(version) for name, tensor in unpack_bucket(bucket)}
+    records = {name: tensor_record(tensor) for name, tensor in tensors.items()}
+    return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))
+
+
+def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
+    """The staged tensors are the model's parameters, by name and shape; a tied weight may come under any of its names.
+
+    Raises:
+        WeightSyncError: naming what is missing, unknown, of another shape, or tied but different.
+    """
+    aliases = _canonical_names(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = [f"{name} is not a parameter of the model" for name in staged.tensors if name not in aliases]
+    arrived = {aliases[name]: name for name in staged.tensors if name in aliases}
+    problems += [f"{name} did not arrive" for name in shapes if name not in arrived]
+    for name, record in staged.manifest.tensors.items():
+        canonical = aliases.get(name)
+        if canonical and record.shape != shapes[canonical]:
+            problems.append(f"{name} has shape {record.shape}, the model's is {shapes[canonical]}")
+        if canonical and record != staged.manifest.tensors[arrived[canonical]]:
+            problems.append(f"{name} and {arrived[canonical]} are one tied weight, but different tensors arrived")
+    if problems:
+        raise WeightSyncError(
+            f"weight version {staged.version} does not fit the model, nothing was loaded; {len(problems)} problems: "
+            + "; ".join(problems[:3])
+        )
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
+    """Copies checked weights into the model, in its own dtype."""
+    aliases = _canonical_names(model)
+    parameters = dict(model.named_parameters())
+    for name, tensor in staged.tensors.items():
+        parameters[aliases[name]].copy_(tensor)
+
+
+def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
+    by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: by_identity[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,68 @@
+"""The entry point of the `local` engine. Imports no torch until an engine is created."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import CONTRACT_VERSION, InferenceClient
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_core.config import Config
+
+_SECTION = "generator.inference_engine"
+
+
+@attrs.frozen
+class LocalEnginePlugin:
+    """InferencePlugin of the engine that runs in the trainer's process: no server, no Ray, one device."""
+
+    contract_version: int = CONTRACT_VERSION
+    name: str = "local"
+    num_engines_key: str | None = None
+
+    def validate(self, config: Config) -> None:
+        """Raises ConfigError for what this engine cannot do."""
+        engine = config.generator.inference_engine
+        if engine.num_engines != 1:
+            raise ConfigError(
+                f"{_SECTION}.num_engines: {engine.num_engines}, but the local engine is always one; set it to 1 or "
+                f"choose {_SECTION}.backend=vllm"
+            )
+        if engine.max_num_seqs < 1:
+            raise ConfigError(f"{_SECTION}.max_num_seqs: {engine.max_num_seqs}, expected at least 1")
+
+    async def create(self, config: Config) -> InferenceClient:
+        """Loads `trainer.policy.model.path` on the engine's own thread; on the first GPU where there is one.
+
+        `engine_init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
+        """
+        from rl_rollout.local.engine import LocalEngine
+
+        self.validate(config)
+        engine = config.generator.inference_engine
+        path, dtype = config.policy_model_path, config.engine_dtype
+
+        def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+            import torch
+
+            from rl_rollout.chat import has_tokenizer, load_tokenizer
+            from rl_rollout.local.model import load_model
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+            return load_model(path, dtype=dtype, device=device, model_kwargs=engine.engine_init_kwargs), tokenizer
+
+        return await LocalEngine.start(
+            load,
+            max_num_seqs=engine.max_num_seqs,
+            timeout_s=config.trainer.generation_timeout_s,
+            num_threads=config.trainer.num_threads,
+        )
+
+
+local = LocalEnginePlugin()

@@ -1,0 +1,293 @@
+"""The rows of the running batch: one key-value cache, and one array entry per row for everything else.
+
+Cache layout: every row ends at the last column and is padded on the left, so that appending a token appends one column.
+Rows join by being padded to the wider of the two caches, leave by row selection, and columns that are padding for all
+remaining rows are cut off. A row's cache holds every token of it but the last sampled one, which is the next input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Completion, SamplingParams, StopReason
+from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
+from rl_rollout.local.stop_strings import StopStringWatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFILL_TOKENS = 1 << 14
+"""Tokens of one prefill forward; bounds its activations."""
+_NO_TOKEN = -1
+
+
+@attrs.define(kw_only=True, eq=False)
+class Sample:
+    """One sample on its way through the engine."""
+
+    owner: Any
+    """Whoever asked; the engine hands it back with the completion."""
+    index: int
+    """Which of the owner's samples."""
+    prompt_tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_tokens: tuple[int, ...]
+    """All tokens that end it."""
+    watch: StopStringWatch | None
+
+
+Ended = list[tuple[Sample, Completion]]
+
+
+@attrs.define(eq=False)
+class _Cache:
+    """Keys and values per layer [B, heads, S, head_dim]; row b holds nothing in its first `pad_B[b]` columns."""
+
+    layers: Sequence[tuple[Tensor, ...]]
+    pad_B: npt.NDArray[np.int64]
+
+    @property
+    def width(self) -> int:
+        return self.layers[0][0].shape[2]
+
+    def select(self, rows_B: npt.NDArray[np.int64]) -> _Cache:
+        """These rows (repeats allowed), without columns that are padding for all of them."""
+        pad_B = self.pad_B[rows_B]
+        cut = int(pad_B.min())
+        index = torch.from_numpy(rows_B).to(self.layers[0][0].device)
+        layers = [tuple(tensor[:, :, cut:].index_select(0, index) for tensor in layer) for layer in self.layers]
+        return _Cache(layers, pad_B - cut)
+
+    @staticmethod
+    def concat(caches: Sequence[_Cache]) -> _Cache:
+        if len(caches) == 1:
+            return caches[0]
+        width = max(cache.width for cache in caches)
+        padded = [[_padded(tensor, width) for layer in cache.layers for tensor in layer] for cache in caches]
+        joined = [torch.cat(parts) for parts in zip(*padded, strict=True)]
+        return _Cache(
+            list(zip(joined[::2], joined[1::2], strict=True)),
+            np.concatenate([cache.pad_B + (width - cache.width) for cache in caches]),
+        )
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 0, width - tensor.shape[2], 0))
+
+
+class Rows:
+    """At most `max_rows` samples that decode together. Synchronous, and touched by one thread only."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._samples: list[Sample] = []
+        self._cache: _Cache | None = None
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @torch.inference_mode()
+    def join(self, samples: Sequence[Sample], version: int) -> Ended:
+        """Adds samples, each with its first token; returns those that ended. Each distinct prompt is computed once."""
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt_tokens for sample in samples))}
+        cache, logits_PV = self._prefill(list(place))
+        prompt_B = np.array([place[sample.prompt_tokens] for sample in samples])
+        self._cache = _Cache.concat(([self._cache] if self._cache else []) + [cache.select(prompt_B)])
+        first_new = len(self._samples)
+        self._samples += samples
+        self._arrays = _joined(self._arrays, _new_arrays(samples))
+        logits_BV = logits_PV[torch.from_numpy(prompt_B).to(logits_PV.device)]
+        return self._sample(logits_BV, np.arange(first_new, len(self._samples)), version)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> Ended:
+        """One more token for every row. Returns the samples that ended with it."""
+        assert self._cache is not None
+        rows_B = np.arange(len(self))
+        inputs_B = self._arrays["tokens"][rows_B, self._arrays["num_sampled"] - 1]
+        logits_BV, self._cache = self._forward(inputs_B[:, None], self._cache)
+        return self._sample(logits_BV, rows_B, version)
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Rebuilds the cache from the tokens, after the weights have changed."""
+        if self._samples:
+            self._cache, _ = self._prefill([self._inputs(row) for row in range(len(self))])
+
+    def remove(self, rows: Iterable[int]) -> Ended:
+        """Takes rows out before their end, with what they have and the stop reason `abort`."""
+        rows_F = np.array(sorted(rows), dtype=np.int64)
+        reasons: list[StopReason] = ["abort"] * len(rows_F)
+        return self._take(rows_F, reasons)
+
+    def rows_of(self, owners: set[Any] | None) -> list[int]:
+        """The rows of these owners; of all for None."""
+        return [row for row, sample in enumerate(self._samples) if owners is None or sample.owner in owners]
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _sample(
+        self, logits_BV: Tensor, rows_B: npt.NDArray[np.int64], version: int
+    ) -> list[tuple[Sample, Completion]]:
+        arrays = self._arrays
+        num_sampled_B = arrays["num_sampled"][rows_B]
+        tokens, logprobs = draw(logits_BV, arrays["knobs"][rows_B], uniforms(arrays["seed"][rows_B], num_sampled_B))
+        tokens_B, logprobs_B = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if not np.isfinite(logprobs_B).all():
+            raise GenerationError(
+                f"weight version {version}: the model's logits are not finite; its weights are broken"
+            )
+        self._ensure_columns(int(num_sampled_B.max()) + 1)
+        arrays["tokens"][rows_B, num_sampled_B] = tokens_B
+        arrays["logprobs"][rows_B, num_sampled_B] = logprobs_B
+        arrays["versions"][rows_B, num_sampled_B] = version
+        arrays["num_sampled"][rows_B] += 1
+        stopped_B = (tokens_B[:, None] == arrays["stop_tokens"][rows_B]).any(axis=1)
+        for b in np.flatnonzero(arrays["watched"][rows_B]):
+            watch = self._samples[rows_B[b]].watch
+            assert watch is not None
+            stopped_B[b] |= watch.sees_stop(int(tokens_B[b]))
+        ended_B = stopped_B | (num_sampled_B + 1 >= arrays["max_tokens"][rows_B])
+        reasons: list[StopReason] = ["stop" if stopped else "length" for stopped in stopped_B[ended_B]]
+        return self._take(rows_B[ended_B], reasons)
+
+    def _take(self, rows_F: npt.NDArray[np.int64], reasons: Sequence[StopReason]) -> Ended:
+        if not len(rows_F):
+            return []
+        ended = [
+            (self._samples[row], self._completion(row, reason))
+            for row, reason in zip(rows_F.tolist(), reasons, strict=True)
+        ]
+        keep_B = np.setdiff1d(np.arange(len(self)), rows_F)
+        self._samples = [self._samples[row] for row in keep_B.tolist()]
+        self._arrays = {name: values[keep_B] for name, values in self._arrays.items()}
+        self._cache = self._cache.select(keep_B) if self._cache and len(keep_B) else None
+        return ended
+
+    def _completion(self, row: int, stop_reason: StopReason) -> Completion:
+        count = self._arrays["num_sampled"][row]
+        columns = (self._arrays[name][row, :count].tolist() for name in ("tokens", "logprobs", "versions"))
+        tokens, logprobs, versions = map(tuple, columns)
+        return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, stop_reason=stop_reason)
+
+    def _inputs(self, row: int) -> tuple[int, ...]:
+        count = self._arrays["num_sampled"][row]
+        return self._samples[row].prompt_tokens + tuple(self._arrays["tokens"][row, : count - 1].tolist())
+
+    def _ensure_columns(self, num_columns: int) -> None:
+        capacity = self._arrays["tokens"].shape[1]
+        if num_columns > capacity:
+            for name, _ in _PER_TOKEN:
+                self._arrays[name] = _widened(self._arrays[name], max(num_columns, 2 * capacity))
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def _prefill(self, sequences: Sequence[tuple[int, ...]]) -> tuple[_Cache, Tensor]:
+        """Cache and last logits [P, V] of whole sequences; those of similar length share a forward."""
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        caches, logits = [], []
+        for chunk in _chunks([len(sequences[i]) for i in order], _PREFILL_TOKENS):
+            part = [sequences[order[i]] for i in chunk]
+            width = max(map(len, part))
+            pad_B = np.array([width - len(tokens) for tokens in part])
+            inputs_BS = np.array([(0,) * (width - len(tokens)) + tokens for tokens in part])
+            logits_BV, cache = self._forward(inputs_BS, _Cache([], pad_B))
+            caches.append(cache)
+            logits.append(logits_BV)
+        inverse = np.argsort(order)
+        logits_PV = torch.cat(logits)
+        return _Cache.concat(caches).select(inverse), logits_PV[torch.from_numpy(inverse).to(logits_PV.device)]
+
+    def _forward(self, inputs_BQ: npt.NDArray[np.int64], cache: _Cache) -> tuple[Tensor, _Cache]:
+        """Appends Q columns; the logits [B, V] after the last one."""
+        device = self._model.device
+        before = cache.width if cache.layers else 0
+        columns_1S = np.arange(before + inputs_BQ.shape[1])[None]
+        pad_B1 = cache.pad_B[:, None]
+        mask = torch.from_numpy(columns_1S >= pad_B1).to(device) if cache.pad_B.any() else None
+        positions_BQ = np.maximum(columns_1S[:, before:] - pad_B1, 0)
+        past = _transformers_cache(cache.layers)
+        output = self._model(
+            input_ids=torch.from_numpy(inputs_BQ).to(device),
+            attention_mask=mask,
+            position_ids=torch.from_numpy(positions_BQ).to(device),
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        layers = [(layer.keys, layer.values) for layer in past.layers]  # pyright: ignore[reportAttributeAccessIssue]
+        return output.logits[:, -1], _Cache(layers, cache.pad_B)  # pyright: ignore[reportArgumentType]
+
+
+def _transformers_cache(layers: Sequence[tuple[Tensor, ...]]) -> DynamicCache:
+    # `DynamicCache(layers)` would copy every tensor. A plain layer also serves sliding-window models, whose mask hides
+    # what lies outside of the window.
+    cache = DynamicCache()
+    for keys, values in layers:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+
+_PER_TOKEN = (("tokens", np.int64), ("logprobs", np.float32), ("versions", np.int32))
+
+
+def _new_arrays(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
+    num_stops = max(len(sample.stop_tokens) for sample in samples)
+    return {
+        "seed": hashed_seeds([sample.seed for sample in samples]),
+        "knobs": knob_array([sample.params for sample in samples]),
+        "max_tokens": np.array([sample.params.max_tokens for sample in samples]),
+        "num_sampled": np.zeros(len(samples), dtype=np.int64),
+        "watched": np.array([sample.watch is not None for sample in samples]),
+        "stop_tokens": np.array(
+            [s.stop_tokens + (_NO_TOKEN,) * (num_stops - len(s.stop_tokens)) for s in samples], dtype=np.int64
+        ),
+        **{name: np.full((len(samples), 8), _NO_TOKEN, dtype=dtype) for name, dtype in _PER_TOKEN},
+    }
+
+
+def _stop_row(sample: Sample, num_stops: int) -> tuple[int, ...]:
+    return sample.stop_tokens + (_NO_TOKEN,) * (num_stops - len(sample.stop_tokens))
+
+
+def _joined(old: dict[str, npt.NDArray[Any]], new: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    if not old:
+        return new
+    joined = {}
+    for name in new:
+        parts = [old[name], new[name]]
+        if parts[0].ndim == 2:
+            parts = [_widened(part, max(part.shape[1] for part in parts)) for part in parts]
+        joined[name] = np.concatenate(parts)
+    return joined
+
+
+def _widened(values: npt.NDArray[Any], num_columns: int) -> npt.NDArray[Any]:
+    return np.pad(values, ((0, 0), (0, num_columns - values.shape[1])), constant_values=_NO_TOKEN)
+
+
+def _chunks(lengths: Sequence[int], max_tokens: int) -> Iterable[range]:
+    """Consecutive ranges of at most `max_tokens` padded tokens (count · longest); `lengths` ascend."""
+    start = 0
+    for i, length in enumerate(lengths):
+        if i > start and (i - start + 1) * length > max_tokens:
+            yield range(start, i)
+            start = i
+    yield range(start, len(lengths))

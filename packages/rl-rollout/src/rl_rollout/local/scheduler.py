@@ -1,0 +1,94 @@
+"""Which samples run when: waiting line, running rows, pausing, aborting, and the version of the weights.
+
+Synchronous and without threads; `engine` runs it on its own thread. Between two calls every sample is in exactly one
+place: `_held` (came after a pause), `_waiting`, or the rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from rl_core.interfaces import Completion
+from rl_rollout.local.model import StagedWeights, load_weights, require_complete
+from rl_rollout.local.rows import Ended, Rows, Sample
+
+PauseMode = Literal["keep", "abort", "wait"]
+
+_JOIN_FRACTION = 8
+"""Waiting samples join once 1/8 of the rows are free: each join costs a prefill and a copy of the cache."""
+
+
+class Scheduler:
+    """Samples in, completions out, at most `max_num_seqs` at a time."""
+
+    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int) -> None:
+        self._model = model
+        self._max_num_seqs = max_num_seqs
+        self._rows = Rows(model)
+        self._waiting: deque[Sample] = deque()
+        self._held: deque[Sample] = deque()
+        self._pause: PauseMode | None = None
+        self.version = -1
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._held)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return self._pause in (None, "wait") and bool(self._waiting or len(self._rows))
+
+    def submit(self, samples: Iterable[Sample]) -> None:
+        """Adds samples to the line; behind a pause they wait for its end."""
+        (self._waiting if self._pause is None else self._held).extend(samples)
+
+    def step(self) -> Ended:
+        """Lets waiting samples join where rows are free, then adds one token to every row."""
+        ended = []
+        free = self._max_num_seqs - len(self._rows)
+        if self._waiting and free >= min(len(self._waiting), -(-self._max_num_seqs // _JOIN_FRACTION)):
+            joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            ended += self._rows.join(joining, self.version)
+        if len(self._rows):
+            ended += self._rows.step(self.version)
+        return ended
+
+    def pause(self, mode: PauseMode) -> Ended:
+        """Stops; `abort` ends everything first. With `wait`, call `step` until `has_work` is false."""
+        self._pause = mode
+        return self.abort(None) if mode == "abort" else []
+
+    def resume(self) -> None:
+        self._pause = None
+        self._waiting.extend(self._held)
+        self._held.clear()
+
+    def abort(self, owners: set[Any] | None) -> Ended:
+        """Ends the samples of these owners (all, for None); each returns what it has."""
+        ended = self._rows.remove(self._rows.rows_of(owners))
+        for line in (self._waiting, self._held):
+            out = [sample for sample in line if owners is None or sample.owner in owners]
+            ended += [(sample, _NOTHING) for sample in out]
+            kept = [sample for sample in line if not (owners is None or sample.owner in owners)]
+            line.clear()
+            line.extend(kept)
+        return ended
+
+    def update_weights(self, staged: StagedWeights) -> None:
+        """Serves another version from the next token on; running rows get their cache under the new weights."""
+        require_complete(self._model, staged)
+        load_weights(self._model, staged)
+        self.version = staged.version
+        self._rows.recompute()
+
+
+_NOTHING = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")

@@ -1,0 +1,1 @@
+"""Weight transports, one module each."""

@@ -1,0 +1,179 @@
+"""Weights through files: each rank writes its buckets, then a manifest; an engine reads when all manifests are there.
+
+Serves any number of ranks and engines that see the same directory. A sync is staged: an engine has the whole version,
+or refuses it. By default buckets lie in memory (`/dev/shm`) while there is room for them, else in the temporary folder;
+ranks and engines on several machines need a `directory` that all of them see.
+
+Layout of a sync: `<directory>/rank<r>_<i>.bucket` (raw bytes, as in `WeightBucket.data`) and `rank<r>.json` (version
+and, per bucket, its file, size and tensors with checksums), renamed into place when all its buckets are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, TensorRecord, WeightBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MAX_POLL_S = 0.05
+
+
+@attrs.frozen
+class FilesTransport:
+    """WeightTransport through a directory that exists for one sync."""
+
+    directory: str | None = None
+    """Where each sync makes its private directory; None: in memory where it fits, else in the temporary folder."""
+    timeout_s: float = 600.0
+    """How long an engine waits for the ranks."""
+    contract_version: int = CONTRACT_VERSION
+    name: str = "files"
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Makes the sync's directory (readable by this user only)."""
+        del num_engines  # any number of engines may read
+        directories = [tempfile.mkdtemp(prefix="rl-weights-", dir=self.directory)]
+        if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
+            directories.append(tempfile.mkdtemp(prefix="rl-weights-", dir=_SHARED_MEMORY))
+        data = {"directories": directories, "num_ranks": num_ranks, "timeout_s": self.timeout_s}
+        return Rendezvous(transport=self.name, receiver=f"{__name__}:FilesReceiver", data=data)
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> FilesSender:
+        if world_size != rendezvous.data["num_ranks"]:
+            raise WeightSyncError(f"the sync was opened for {rendezvous.data['num_ranks']} ranks, not {world_size}")
+        return FilesSender(rendezvous, rank)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        for directory in rendezvous.data["directories"]:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class FilesSender:
+    """A rank's end."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._directories = [Path(directory) for directory in rendezvous.data["directories"]]
+        self._rank = rank
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """Writes each bucket as it comes: one at a time is in memory. Raises WeightSyncError if it cannot."""
+        tensors: dict[str, TensorRecord] = {}
+        entries = []
+        try:
+            for i, bucket in enumerate(buckets):
+                data = bucket.data.detach().cpu().numpy()
+                path = self._directory_for(data.nbytes) / f"rank{self._rank}_{i}.bucket"
+                data.tofile(path)
+                records = records_of(bucket)
+                tensors |= records
+                described = [[name, record.dtype, record.shape, record.checksum] for name, record in records.items()]
+                entries.append({"file": str(path), "num_bytes": data.nbytes, "tensors": described})
+            self._write_manifest({"version": version, "buckets": entries})
+        except OSError as error:
+            raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
+        return Manifest(version=version, tensors=tensors)
+
+    def _directory_for(self, num_bytes: int) -> Path:
+        *memory, disk = reversed(self._directories)
+        # A file in memory is a second copy of the weights: half of what is free stays free.
+        return next((directory for directory in memory if shutil.disk_usage(directory).free > 2 * num_bytes), disk)
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        path = _manifest_path(self._directories[0], self._rank)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(manifest))
+        unfinished.rename(path)
+
+
+class FilesReceiver:
+    """An engine's end."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._directory = Path(rendezvous.data["directories"][0])
+        self._num_ranks: int = rendezvous.data["num_ranks"]
+        self._timeout_s: float = rendezvous.data["timeout_s"]
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yields every rank's buckets, each checked.
+
+        Raises:
+            DeadlineError: a rank's manifest did not come.
+            WeightSyncError: another version, a missing, cut off or damaged file, or a sync that was closed meanwhile.
+        """
+        manifests = self._wait_for_manifests()
+        for rank, manifest in enumerate(manifests):
+            if manifest["version"] != version:
+                raise WeightSyncError(
+                    f"rank {rank} sent weight version {manifest['version']}, the engine was told {version}"
+                )
+        for manifest in manifests:
+            for entry in manifest["buckets"]:
+                yield _read_bucket(entry, version)
+
+    def _wait_for_manifests(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = 0.001
+        paths = [_manifest_path(self._directory, rank) for rank in range(self._num_ranks)]
+        while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            if not self._directory.exists():
+                raise WeightSyncError(f"the sync was closed before ranks {missing} had sent their weights")
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {self._timeout_s:g} s for ranks {missing} of {self._num_ranks} to send their weights"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+        return [json.loads(path.read_text()) for path in paths]
+
+
+def records_of(bucket: WeightBucket) -> dict[str, TensorRecord]:
+    """Shape, dtype and checksum of every tensor of a bucket."""
+    from rl_core.weights import tensor_record, unpack_bucket
+
+    return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
+
+
+def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
+    path, expected = entry["file"], entry["num_bytes"]
+    try:
+        data = _read_bytes(path)
+    except OSError as error:
+        raise WeightSyncError(f"weight version {version}: {path} cannot be read: {error}") from error
+    if data.numel() != expected:
+        raise WeightSyncError(f"weight version {version}: {path} has {data.numel()} bytes, {expected} were written")
+    names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
+    bucket = WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data)
+    arrived = records_of(bucket)
+    damaged = [name for name, checksum in zip(names, checksums, strict=True) if arrived[name].checksum != checksum]
+    if damaged:
+        raise WeightSyncError(
+            f"weight version {version}: {path} is damaged: {', '.join(damaged[:3])} differ from what was sent"
+        )
+    return bucket
+
+
+def _read_bytes(path: str) -> Tensor:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+
+
+def _manifest_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.json"
+
+
+files = FilesTransport()

@@ -1,0 +1,208 @@
+"""The token stream: what every batch holds to, and that it survives selecting, splitting, padding and the disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import FIELDS, Batch, PaddedBatch, field_of, offsets_of
+from rl_core.errors import DataError, ShapeError
+
+
+def column_of(name: str, lengths: list[int], generator: torch.Generator) -> torch.Tensor:
+    field = field_of(name)
+    shape = (sum(lengths) if field.axes[0] == "T" else len(lengths), *(2, 3)[: len(field.axes) - 1])
+    values = torch.randint(0, 100, shape, generator=generator)
+    return values % 2 == 0 if field.dtypes[0] == torch.bool else values.to(field.dtypes[0])
+
+
+@st.composite
+def batches(draw) -> Batch:
+    """Any number of sequences with `tokens` and any of the other columns."""
+    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
+    names = draw(st.sets(st.sampled_from([*FIELDS, "x_quantile"]))) | {"tokens"}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    return Batch(offsets_of(lengths), {name: column_of(name, lengths, generator) for name in sorted(names)})
+
+
+def require_equal(one: Batch, other: Batch) -> None:
+    assert torch.equal(one.offsets, other.offsets)
+    assert set(one) == set(other)
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert torch.equal(one[name], other[name]), name
+
+
+TWO = [
+    {"tokens": [5, 6, 7], "sampled": [False, True, True], "rewards": [0, 0, 1], "group_id": 4},
+    {"tokens": [8, 9], "sampled": [False, False], "rewards": [0.0, 0.5], "group_id": 4},
+]
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+def test_sequences_lie_end_to_end():
+    batch = Batch.from_sequences(TWO)
+    assert (batch.num_sequences, batch.num_tokens) == (2, 5)
+    assert batch.offsets.tolist() == [0, 3, 5]
+    assert batch.lengths.tolist() == [3, 2]
+    assert batch.sequence_index.tolist() == [0, 0, 0, 1, 1]
+    assert batch["tokens"].tolist() == [5, 6, 7, 8, 9]
+    assert batch["rewards"].dtype == torch.float32
+    assert batch["group_id"].tolist() == [4, 4]
+
+
+def test_a_prompt_is_what_stands_before_the_first_sampled_token():
+    assert Batch.from_sequences(TWO).prompt_lengths.tolist() == [1, 2]
+    turns = [{"tokens": [1, 2, 3, 4], "sampled": [False, True, False, True]}, {"tokens": [1], "sampled": [True]}]
+    assert Batch.from_sequences(turns).prompt_lengths.tolist() == [1, 0]
+
+
+def test_selecting_takes_sequences_in_the_order_given_with_repeats():
+    batch = Batch.from_sequences(TWO).select([1, 0, 1])
+    assert batch["tokens"].tolist() == [8, 9, 5, 6, 7, 8, 9]
+    assert batch.offsets.tolist() == [0, 2, 5, 7]
+
+
+def test_a_batch_is_not_changed_by_the_batches_made_of_it():
+    batch = Batch.from_sequences(TWO)
+    more = batch.with_columns(returns=torch.zeros(5))
+    assert "returns" not in batch
+    assert "returns" in more
+    assert "returns" not in more.without_columns("returns", "values")
+
+
+@given(batches())
+def test_splitting_and_concatenating_give_the_batch_back(batch):
+    sizes = [1] * batch.num_sequences
+    require_equal(Batch.concat(batch.split(sizes)), batch)
+
+
+@given(batches(), st.randoms())
+def test_a_permutation_and_its_inverse_give_the_batch_back(batch, random):
+    order = list(range(batch.num_sequences))
+    random.shuffle(order)
+    require_equal(batch.select(order).select(torch.tensor(order).argsort()), batch)
+
+
+@given(batches())
+def test_what_is_saved_is_loaded(tmp_path_factory, batch):
+    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
+    batch.save(path)
+    require_equal(Batch.load(path), batch)
+
+
+def test_half_a_file_is_refused(tmp_path):
+    path = tmp_path / "batch.safetensors"
+    Batch.from_sequences(TWO).save(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match="not a complete batch file"):
+        Batch.load(path)
+
+
+# --- the rectangle --------------------------------------------------------------------------------------------------
+
+
+def test_padding_stands_on_the_left_and_the_width_is_the_longest_sequence():
+    padded = Batch.from_sequences(TWO).to_padded(pad_token_id=99)
+    assert padded.columns["tokens"].tolist() == [[5, 6, 7], [99, 8, 9]]
+    assert padded.attention_mask.tolist() == [[True, True, True], [False, True, True]]
+    assert padded.columns["sampled"].tolist() == [[False, True, True], [False, False, False]]
+    assert padded.columns["group_id"].tolist() == [4, 4]
+
+
+def test_long_prompts_with_short_responses_do_not_widen_the_rectangle():
+    def sequence(prompt: int, response: int) -> dict:
+        return {"tokens": [1] * (prompt + response), "sampled": [False] * prompt + [True] * response}
+
+    padded = Batch.from_sequences([sequence(10, 90), sequence(90, 10)]).to_padded(pad_token_id=0)
+    assert padded.attention_mask.shape == (2, 100)  # two segments of 90 columns would be 180
+    assert padded.columns["sampled"][:, -10:].all()
+
+
+def test_padding_was_sampled_by_no_policy_version():
+    batch = Batch.from_sequences([{"tokens": [1], "policy_version": [3]}, {"tokens": [1, 2], "policy_version": [3, 4]}])
+    assert batch.to_padded(pad_token_id=0).columns["policy_version"].tolist() == [[-1, 3], [3, 4]]
+
+
+@given(batches(), st.integers(0, 100))
+def test_the_stream_comes_back_from_the_rectangle(batch, pad_token_id):
+    require_equal(Batch.from_padded(batch.to_padded(pad_token_id=pad_token_id)), batch)
+
+
+def test_rectangles_padded_on_both_sides_are_read_too():
+    mask = torch.tensor([[False, True, True, False], [True, True, True, True]])
+    tokens = torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6]])
+    batch = Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": tokens}))
+    assert batch["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.offsets.tolist() == [0, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[True, True], [False, False]], "row 1 has no tokens"),
+        ([[True, False, True], [True, True, True]], "row 0 has padding between its tokens"),
+        ([[1, 1], [1, 0]], "expected bool"),
+    ],
+)
+def test_masks_that_are_no_padding_are_refused(mask, message):
+    mask = torch.tensor(mask)
+    with pytest.raises(ShapeError, match=message):
+        Batch.from_padded(
+            PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(mask.shape, dtype=torch.int64)})
+        )
+
+
+def test_a_column_of_another_shape_than_the_mask_is_refused():
+    columns = {"tokens": torch.zeros(1, 3, dtype=torch.int64)}
+    with pytest.raises(ShapeError, match=r"tokens: expected \[1, 2\] as the attention mask, got \[1, 3\]"):
+        Batch.from_padded(PaddedBatch(attention_mask=torch.ones(1, 2, dtype=torch.bool), columns=columns))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+TOKENS = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "columns", "message"),
+    [
+        ([0, 3], {}, "needs the column 'tokens'"),
+        ([0, 1, 1, 3], {"tokens": TOKENS}, "must start at 0 and grow"),
+        ([1, 3], {"tokens": TOKENS}, "must start at 0 and grow"),
+        ([0], {"tokens": TOKENS}, r"expected int64 \[N\+1\]"),
+        ([0, 4], {"tokens": TOKENS}, r"tokens: expected \[T\] with T = 4, got \(3,\)"),
+        ([0, 3], {"tokens": TOKENS, "group_id": TOKENS}, r"group_id: expected \[N\] with N = 1"),
+        ([0, 3], {"tokens": TOKENS.int()}, "tokens: expected torch.int64, got torch.int32"),
+        ([0, 3], {"tokens": TOKENS, "reward": TOKENS.float()}, r"'reward' is not a column.*Did you mean 'rewards'"),
+        ([0, 3], {"tokens": TOKENS, "x_mask": TOKENS.byte()}, "x_mask: expected"),
+    ],
+)
+def test_a_wrong_batch_cannot_be_built(offsets, columns, message):
+    with pytest.raises(ShapeError, match=message):
+        Batch(torch.tensor(offsets), columns)
+
+
+def test_wrong_sequences_are_named():
+    with pytest.raises(ShapeError, match="no sequences were given"):
+        Batch.from_sequences([])
+    with pytest.raises(ShapeError, match="sequence 1 has no 'sampled', sequence 0 has"):
+        Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
+    with pytest.raises(ShapeError, match="sequence 0: sampled has 1 entries for 2 tokens"):
+        Batch.from_sequences([{"tokens": [1, 2], "sampled": [True]}])
+
+
+def test_what_does_not_fit_together_is_named():
+    batch = Batch.from_sequences(TWO)
+    with pytest.raises(ShapeError, match=r"no column 'reward'.*Did you mean 'rewards'"):
+        batch["reward"]
+    with pytest.raises(ShapeError, match=r"batch 1 differs from batch 0 in columns \['rewards'\]"):
+        Batch.concat([batch, batch.without_columns("rewards")])
+    with pytest.raises(ShapeError, match="no batches were given"):
+        Batch.concat([])
+    with pytest.raises(ShapeError, match="sizes sum to 3, the batch has 2"):
+        batch.split([1, 2])

@@ -1,0 +1,162 @@
+"""The staleness bound is hard, nothing is wasted, and generation runs as far ahead as the bound allows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_core.errors import DeadlineError, GenerationError
+from rl_core.trainer.buffer import GroupBuffer
+
+
+def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int) -> GroupBuffer:
+    return GroupBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness, version=0, last_version=steps - 1)
+
+
+async def start_all_possible(buffer: GroupBuffer, next_group: int) -> int:
+    """Starts groups until the buffer makes the next one wait; the next group's number."""
+    while True:
+        waiting = asyncio.create_task(buffer.permission(next_group))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if not waiting.done():
+            waiting.cancel()
+            return next_group
+        if waiting.result() is None:
+            return next_group
+        next_group += 1
+
+
+async def test_synchronous_training_starts_one_batch_and_no_more_until_its_version_is_published():
+    buffer = make_buffer(groups_per_step=3, max_staleness=0, steps=2)
+    assert await start_all_possible(buffer, 0) == 3
+    for group in (2, 0, 1):
+        await buffer.finish(group, ())
+    assert [group.group_id for group in await buffer.take(1)] == [0, 1, 2]
+    assert await start_all_possible(buffer, 3) == 3
+    await buffer.published(1)
+    assert await start_all_possible(buffer, 3) == 6
+
+
+async def test_one_step_off_runs_one_batch_ahead():
+    buffer = make_buffer(groups_per_step=2, max_staleness=1, steps=9)
+    assert await start_all_possible(buffer, 0) == 4
+    for group in range(4):
+        await buffer.finish(group, ())
+    await buffer.take(1)
+    assert await start_all_possible(buffer, 4) == 4
+    await buffer.published(1)
+    assert await start_all_possible(buffer, 4) == 6
+
+
+async def test_no_group_is_started_that_no_step_needs():
+    buffer = make_buffer(groups_per_step=2, max_staleness=5, steps=3)
+    assert await start_all_possible(buffer, 0) == 6
+
+
+async def test_a_dropped_group_gives_its_room_to_another_one():
+    buffer = make_buffer(groups_per_step=2, max_staleness=0, steps=1)
+    assert await start_all_possible(buffer, 0) == 2
+    await buffer.drop(0)
+    assert await start_all_possible(buffer, 2) == 3
+
+
+async def test_a_rejected_batch_is_taken_again_at_the_same_step():
+    buffer = make_buffer(groups_per_step=1, max_staleness=0, steps=1)
+    assert await start_all_possible(buffer, 0) == 1
+    await buffer.finish(0, ())
+    await buffer.take(1)
+    assert await start_all_possible(buffer, 1) == 1
+    await buffer.rejected()
+    assert await start_all_possible(buffer, 1) == 2
+
+
+async def test_training_waits_for_a_group_that_would_expire_although_enough_others_are_finished():
+    buffer = make_buffer(groups_per_step=1, max_staleness=1, steps=9)
+    assert await start_all_possible(buffer, 0) == 2
+    await buffer.finish(0, ())
+    await buffer.take(1)
+    await buffer.published(1)
+    assert await start_all_possible(buffer, 2) == 3
+    await buffer.finish(2, ())
+    with pytest.raises(DeadlineError, match="step 1: 1 of 1 groups"):
+        await buffer.take(0.01)
+    await buffer.finish(1, ())
+    assert [group.group_id for group in await buffer.take(1)] == [1]
+
+
+async def test_what_generation_failed_with_reaches_the_training_task():
+    buffer = make_buffer(groups_per_step=1, max_staleness=0, steps=1)
+    await buffer.fail(GenerationError("the engine is gone"))
+    with pytest.raises(GenerationError, match="the engine is gone"):
+        await buffer.take(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    steps=st.integers(1, 12),
+    drop_rate=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 10_000),
+)
+def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and_none_is_wasted(
+    groups_per_step: int, max_staleness: int, steps: int, drop_rate: float, seed: int
+):
+    rng = random.Random(seed)
+
+    async def run() -> list[tuple[int, int]]:
+        buffer = make_buffer(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps)
+        trained: list[tuple[int, int]] = []
+        dropped: set[int] = set()
+
+        async def play(group: int) -> None:
+            for _ in range(rng.choice([0, 1, 2, 30])):
+                await asyncio.sleep(0)
+            if rng.random() < drop_rate:
+                dropped.add(group)
+                await buffer.drop(group)
+            else:
+                await buffer.finish(group, ())
+
+        async def generate() -> int:
+            group = 0
+            async with asyncio.TaskGroup() as playing:
+                while await buffer.permission(group) is not None:
+                    playing.create_task(play(group))
+                    group += 1
+            return group
+
+        generating = asyncio.create_task(generate())
+        for step in range(steps):
+            for group in await buffer.take(20):
+                trained.append((group.group_id, step - group.start_version))
+            for _ in range(rng.choice([0, 3, 10])):
+                await asyncio.sleep(0)
+            await buffer.published(step + 1)
+        started = await generating
+        assert {group for group, _ in trained} | dropped == set(range(started))
+        assert buffer.outstanding == ()
+        return trained
+
+    trained = asyncio.run(run())
+    assert len(trained) == steps * groups_per_step
+    assert max(staleness for _, staleness in trained) <= max_staleness
+
+
+async def test_the_bound_is_what_makes_training_wait(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: without the rule, the group that would expire is left behind."""
+    monkeypatch.setattr(
+        GroupBuffer, "_choice", lambda self: list(self._finished.values())[: self._groups_per_step] if self._finished else []
+    )
+    buffer = make_buffer(groups_per_step=1, max_staleness=1, steps=9)
+    await start_all_possible(buffer, 0)
+    await buffer.finish(0, ())
+    await buffer.take(1)
+    await buffer.published(1)
+    await start_all_possible(buffer, 2)
+    await buffer.finish(2, ())
+    assert [group.group_id for group in await buffer.take(0.01)] == [2]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rl_core.errors import CheckpointError
+from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints, load_state, save_checkpoint
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, next_group=step * 4, restart_groups=(1, 2), kl_coef=0.1, nonfinite_steps=0)
+
+
+async def write_weights(directory: Path) -> None:
+    (directory / "policy").mkdir()
+    (directory / "policy" / "weights.bin").write_bytes(b"x" * 1000)
+
+
+async def test_a_checkpoint_gives_back_the_state_it_was_written_with(tmp_path: Path):
+    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    assert load_state(path) == state(3)
+    assert list_checkpoints(tmp_path) == [path]
+
+
+async def test_a_save_that_does_not_end_leaves_the_previous_checkpoint_the_newest(tmp_path: Path):
+    first = await save_checkpoint(tmp_path, state(9), write_weights)
+
+    async def killed(directory: Path) -> None:
+        await write_weights(directory)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await save_checkpoint(tmp_path, state(10), killed)
+    assert list_checkpoints(tmp_path) == [first]
+    second = await save_checkpoint(tmp_path, state(10), write_weights)
+    assert list_checkpoints(tmp_path) == [first, second]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Path, damage: str):
+    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    weights = path / "policy" / "weights.bin"
+    weights.write_bytes(b"x" * 10) if damage == "truncate" else weights.unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.bin (has 10 bytes|is missing), 1000 were written.*resume_path"):
+        load_state(path)
+
+
+async def test_a_directory_without_the_list_of_its_files_is_no_checkpoint(tmp_path: Path):
+    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    (path / "complete.json").unlink()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        load_state(path)
+
+
+async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
+    for step in (8, 9, 10, 100):
+        await save_checkpoint(tmp_path, state(step), write_weights)
+    delete_old_checkpoints(tmp_path, -1)
+    assert len(list_checkpoints(tmp_path)) == 4
+    delete_old_checkpoints(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000100"]

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Trajectory, TrajectoryStep
+from rl_core.trainer.collate import collate
+
+
+def step(tokens: list[int], num_prompt: int, reward: float = 0.0, routes: np.ndarray | None = None) -> TrajectoryStep:
+    sampled = [index >= num_prompt for index in range(len(tokens))]
+    return TrajectoryStep(
+        tokens=tokens,
+        sampled=sampled,
+        rollout_logprobs=[-0.5 * flag for flag in sampled],
+        policy_version=[3 if flag else -1 for flag in sampled],
+        reward=reward,
+        stop_reason="stop",
+        routed_experts=routes,
+    )
+
+
+def trajectory(group: int, *steps: TrajectoryStep) -> Trajectory:
+    return Trajectory(
+        group_id=group, sample_index=0, steps=steps, prompt_text="", response_text="", start_version=3, metrics={}
+    )
+
+
+def test_steps_are_laid_end_to_end_with_their_reward_on_the_last_sampled_token():
+    observed_after = attrs.evolve(step([8, 9, 10], 1, reward=2.0), sampled=[False, True, False])
+    batch = collate([trajectory(7, step([1, 2, 3], 2, reward=1.0)), trajectory(9, step([4, 5], 1), observed_after)])
+    assert batch["tokens"].tolist() == [1, 2, 3, 4, 5, 8, 9, 10]
+    assert batch["rewards"].tolist() == [0, 0, 1, 0, 0, 0, 2, 0]
+    assert batch["group_id"].tolist() == [7, 9, 9]
+    assert batch["trajectory_id"].tolist() == [0, 1, 1]
+    assert batch["step_index"].tolist() == [0, 0, 1]
+    assert batch["is_last_step"].tolist() == [True, False, True]
+    assert batch["loss_mask"].tolist() == batch["sampled"].tolist()
+    assert batch.prompt_lengths.tolist() == [2, 1, 1]
+
+
+def test_routes_of_the_first_tokens_are_kept_and_the_rest_is_marked_unknown():
+    routes = np.arange(4, dtype=np.uint8).reshape(2, 1, 2)
+    batch = collate([trajectory(1, step([1, 2, 3], 2, routes=routes)), trajectory(2, step([4, 5], 1))])
+    assert batch["routed_experts"][:2].tolist() == routes.tolist()
+    assert batch["routed"].tolist() == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (trajectory(5), "group 5, sample 0: a trajectory without steps"),
+        (trajectory(5, attrs.evolve(step([1, 2], 1), rollout_logprobs=[0.0])), "fields differ in length"),
+        (trajectory(5, step([1, 2], 2)), "no token was sampled"),
+    ],
+)
+def test_an_incomplete_trajectory_is_refused_by_name(broken: Trajectory, message: str):
+    with pytest.raises(GenerationError, match=message):
+        collate([trajectory(1, step([1, 2], 1)), broken])

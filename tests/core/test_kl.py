@@ -1,0 +1,109 @@
+"""KL estimates: by hand, their expectation and gradient on a known distribution, and the coefficient in front of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rl_core.algorithms import KL_ESTIMATORS, adaptive_kl_coef, estimate_kl, kl_penalty
+from rl_core.errors import ConfigError
+
+ALL = torch.tensor([True, True])
+LOGITS_V = torch.tensor([0.3, -0.5, 1.1, 0.2], dtype=torch.float64)
+REF_LOGPROBS_V = torch.tensor([0.1, 0.4, 0.7, -0.6], dtype=torch.float64).log_softmax(0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [0.5, -0.5]),
+        ("k2", [0.125, 0.125]),
+        ("k3", [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5]),
+        ("abs", [0.5, 0.5]),
+    ],
+)
+def test_estimates_by_hand(estimator, expected):
+    logprobs_T, ref_logprobs_T = torch.tensor([-1.0, -1.5], dtype=torch.float64), torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    for suffix in ("", "+"):
+        assert estimate_kl(logprobs_T, ref_logprobs_T, ALL, estimator=estimator + suffix).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
+def test_k1_and_k3_have_the_kl_as_expectation(estimator):
+    logprobs_V = LOGITS_V.log_softmax(0)
+    kl = (logprobs_V.exp() * (logprobs_V - REF_LOGPROBS_V)).sum()
+    everywhere = torch.ones(4, dtype=torch.bool)
+    estimates_V = estimate_kl(logprobs_V, REF_LOGPROBS_V, everywhere, estimator=estimator)
+    assert (logprobs_V.exp() * estimates_V).sum().item() == pytest.approx(kl.item())
+
+
+@pytest.mark.parametrize(("estimator", "is_right"), [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k1", False), ("k3", False)])
+def test_only_the_straight_through_forms_and_k2_have_the_gradient_of_the_kl(estimator, is_right):
+    """The sampled gradient E[∇ estimate] against the exact gradient of the KL with respect to the logits."""
+    logits_V = LOGITS_V.clone().requires_grad_()
+    logprobs_V = logits_V.log_softmax(0)
+    (exact_V,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - REF_LOGPROBS_V)).sum(), logits_V, retain_graph=True)
+    everywhere = torch.ones(4, dtype=torch.bool)
+    sampled = (logprobs_V.exp().detach() * estimate_kl(logprobs_V, REF_LOGPROBS_V, everywhere, estimator=estimator)).sum()
+    (gradient_V,) = torch.autograd.grad(sampled, logits_V)
+    assert torch.allclose(gradient_V, exact_V, atol=1e-12) == is_right
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_gradient_is_that_of_the_value(estimator):
+    logprobs_T = torch.tensor([-1.0, -1.7], dtype=torch.float64, requires_grad=True)
+    ref_logprobs_T = torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs_T, ALL, estimator=estimator), (logprobs_T,))
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_masked_tokens_and_far_policies_stay_finite(estimator):
+    logprobs_T = torch.tensor([math.nan, -60.0, -0.1, -math.inf], requires_grad=True)
+    ref_logprobs_T = torch.tensor([-1.0, -10.0, -50.1, math.nan])
+    mask_T = torch.tensor([False, True, True, False])
+    kl_T = estimate_kl(logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)
+    (gradient_T,) = torch.autograd.grad(kl_T.sum(), logprobs_T)
+    assert kl_T.isfinite().all()
+    assert kl_T.abs().max() <= 10.0
+    assert gradient_T.isfinite().all()
+    assert not kl_T[~mask_T].any()
+    assert not gradient_T[~mask_T].any()
+
+
+def test_penalty_is_the_coefficient_times_the_estimate_without_gradient():
+    old_logprobs_T = torch.tensor([-1.0, -2.0], requires_grad=True)
+    penalty_T = kl_penalty(old_logprobs_T, torch.tensor([-1.5, -1.0]), torch.tensor([True, False]), kl_coef=0.1)
+    assert penalty_T.tolist() == pytest.approx([0.05, 0.0])
+    assert not penalty_T.requires_grad
+
+
+def test_penalty_refuses_a_form_that_differs_in_gradient_only():
+    with pytest.raises(ConfigError, match="gradient only"):
+        kl_penalty(torch.zeros(2), torch.zeros(2), ALL, kl_coef=0.1, estimator="k3+")
+
+
+def test_unknown_estimator_names_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'k3'"):
+        estimate_kl(torch.zeros(2), torch.zeros(2), ALL, estimator="k3x")
+
+
+def test_adaptive_coefficient_by_hand():
+    step = {"kl_target": 0.1, "horizon": 1000, "num_samples": 100}
+    assert adaptive_kl_coef(1.0, 0.11, **step) == pytest.approx(1.01)  # error +10%
+    assert adaptive_kl_coef(1.0, 9.0, **step) == pytest.approx(1.02)  # bounded at +20%
+    assert adaptive_kl_coef(1.0, 0.0, **step) == pytest.approx(0.98)
+    assert adaptive_kl_coef(1.0, 0.1, **step) == 1.0
+
+
+def test_adaptive_coefficient_settles_where_the_kl_is_on_target():
+    coef = 1.0
+    for _ in range(4000):
+        coef = adaptive_kl_coef(coef, 0.05 / coef, kl_target=0.1, horizon=1000, num_samples=100)
+    assert 0.05 / coef == pytest.approx(0.1, rel=1e-3)
+
+
+def test_adaptive_coefficient_refuses_an_impossible_target():
+    with pytest.raises(ConfigError, match="kl_target"):
+        adaptive_kl_coef(1.0, 0.1, kl_target=0.0, horizon=1000, num_samples=1)

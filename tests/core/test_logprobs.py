@@ -1,0 +1,161 @@
+"""Chunked log-probs against full logits: values, gradients, and how much memory they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_core.algorithms import chunked_logprobs, full_logprobs
+from rl_core.errors import ShapeError
+
+
+def inputs(num_tokens=13, vocabulary=11, hidden=6, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"hidden_TH": (num_tokens, hidden), "weight_VH": (vocabulary, hidden), "bias_V": (vocabulary,)}
+    tensors = {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n, s in shapes.items()}
+    return tensors, torch.randint(0, vocabulary, (num_tokens,), generator=generator)
+
+
+def value_and_gradients(function, tensors, targets_T, use, **settings):
+    results = function(**tensors, targets_T=targets_T, temperature=0.7, **settings)
+    weights = torch.linspace(-1, 1, targets_T.numel(), dtype=results[0].dtype)
+    parts = {"logprobs": results[0] * weights, "entropies": None if results[1] is None else results[1] * weights.flip(0)}
+    total = sum(parts[name].sum() for name in use)
+    return results, torch.autograd.grad(total, list(tensors.values()))
+
+
+@pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_values_and_gradients_equal_those_of_full_logits(use, chunk_tokens, has_bias):
+    tensors, targets_T = inputs()
+    if not has_bias:
+        del tensors["bias_V"]
+    expected, expected_grads = value_and_gradients(full_logprobs, tensors, targets_T, use)
+    actual, actual_grads = value_and_gradients(chunked_logprobs, tensors, targets_T, use, chunk_tokens=chunk_tokens)
+    for left, right in zip([*actual, *actual_grads], [*expected, *expected_grads], strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_gradcheck(with_entropy):
+    tensors, targets_T = inputs(num_tokens=5)
+
+    def outputs(hidden_TH, weight_VH, bias_V):
+        results = chunked_logprobs(
+            hidden_TH, weight_VH, targets_T, temperature=1.3, chunk_tokens=2, bias_V=bias_V, with_entropy=with_entropy
+        )
+        return tuple(result for result in results if result is not None)
+
+    assert torch.autograd.gradcheck(outputs, tuple(tensors.values()))
+
+
+@pytest.mark.parametrize("frozen", ["hidden_TH", "weight_VH", "bias_V"])
+def test_what_needs_no_gradient_gets_none_and_changes_nothing(frozen):
+    tensors, targets_T = inputs()
+    expected = dict(zip(tensors, value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))[1], strict=True))
+    tensors[frozen] = tensors[frozen].detach()
+    logprobs_T, entropies_T = chunked_logprobs(**tensors, targets_T=targets_T, temperature=0.7, chunk_tokens=4)
+    weights = torch.linspace(-1, 1, 13, dtype=torch.float64)
+    (logprobs_T * weights + entropies_T * weights.flip(0)).sum().backward()
+    for name, tensor in tensors.items():
+        if name == frozen:
+            assert tensor.grad is None
+        else:
+            torch.testing.assert_close(tensor.grad, expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_give_float32_results_and_gradients_of_their_own_dtype(dtype):
+    tensors, targets_T = inputs(num_tokens=40, vocabulary=50, hidden=16, dtype=dtype)
+    expected, expected_grads = value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))
+    actual, actual_grads = value_and_gradients(chunked_logprobs, tensors, targets_T, ("logprobs", "entropies"), chunk_tokens=7)
+    assert {result.dtype for result in actual} == {torch.float32}
+    assert {gradient.dtype for gradient in actual_grads} == {dtype}
+    # bfloat16 keeps 8 bits; the weight's gradient sums 40 products of that precision.
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
+    for left, right in zip([*actual, *actual_grads], [*expected, *expected_grads], strict=True):
+        torch.testing.assert_close(left, right, **tolerance)
+
+
+def test_a_float32_weight_under_bfloat16_hidden_states_gets_a_float32_gradient():
+    tensors, targets_T = inputs(dtype=torch.float32)
+    tensors["hidden_TH"] = tensors["hidden_TH"].detach().bfloat16().requires_grad_()
+    _, (hidden, weight, bias) = value_and_gradients(chunked_logprobs, tensors, targets_T, ("logprobs",), chunk_tokens=4)
+    assert (hidden.dtype, weight.dtype, bias.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_extreme_logits_stay_finite():
+    hidden_TH = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    weight_VH = torch.tensor([[1.0], [-1.0], [0.5]])
+    logprobs_T, entropies_T = chunked_logprobs(hidden_TH, weight_VH, torch.tensor([0, 0, 2]), temperature=1.0, chunk_tokens=2)
+    assert logprobs_T.tolist() == pytest.approx([0.0, -2e4, -1.0986123])
+    assert entropies_T.tolist() == pytest.approx([0.0, 0.0, 1.0986123])
+    (logprobs_T + entropies_T).sum().backward()
+    assert hidden_TH.grad.isfinite().all()
+
+
+def test_no_tokens_is_no_error():
+    hidden_TH = torch.zeros(0, 3, requires_grad=True)
+    logprobs_T, entropies_T = chunked_logprobs(
+        hidden_TH, torch.zeros(5, 3), torch.zeros(0, dtype=torch.int64), temperature=1.0, chunk_tokens=4
+    )
+    (logprobs_T.sum() + entropies_T.sum()).backward()
+    assert hidden_TH.grad.shape == (0, 3)
+
+
+class LogitsMemory(TorchDispatchMode):
+    """Counts the bytes alive in storages as large as a vocabulary, other than those it was told to ignore."""
+
+    def __init__(self, vocabulary: int, ignored: list[torch.Tensor]):
+        super().__init__()
+        self.vocabulary, self.alive, self.peak = vocabulary, {}, 0
+        self.ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.vocabulary:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.ignored:
+                    self.alive[storage.data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+        self.alive = {pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("function", [chunked_logprobs, full_logprobs])
+def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
+    """Forward and backward; the version with full logits is the negative control."""
+    num_tokens, vocabulary, chunk_tokens = 64, 1000, 8
+    tensors, targets_T = inputs(num_tokens, vocabulary, 4, torch.float32)
+    settings = {"chunk_tokens": chunk_tokens, "with_entropy": with_entropy} if function is chunked_logprobs else {}
+    use = ("logprobs", "entropies") if with_entropy else ("logprobs",)
+    with LogitsMemory(vocabulary, [targets_T, *tensors.values()]) as memory:
+        value_and_gradients(function, tensors, targets_T, use, **settings)
+    one_chunk = chunk_tokens * vocabulary * 4
+    if function is chunked_logprobs:
+        # A bool or a row beside the buffer would be below 10%.
+        assert one_chunk <= memory.peak <= 1.1 * one_chunk
+    else:
+        assert memory.peak > num_tokens * vocabulary * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_TH": torch.zeros(3, 5)}, "hidden"),
+        ({"targets_T": torch.zeros(3, dtype=torch.int32)}, "targets"),
+        ({"targets_T": torch.zeros(4, dtype=torch.int64)}, "targets"),
+        ({"bias_V": torch.zeros(6)}, "bias"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    arguments = {"hidden_TH": torch.zeros(3, 4), "weight_VH": torch.zeros(7, 4), "targets_T": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(ShapeError, match=message):
+        chunked_logprobs(**{**arguments, "temperature": 1.0, "chunk_tokens": 2, **change})

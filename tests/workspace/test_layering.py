@@ -1,0 +1,292 @@
+"""Who may import whom: between the packages, between the floors of rl_core, and what stays unloaded.
+
+A typing-only import loads nothing, so within one package it may point upwards. Between packages it may not: the type
+checker of a user who installed only one of them must resolve it too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, source_root
+
+MAY_IMPORT = {
+    "rl_core": set(),
+    "rl_fsdp": {"rl_core"},
+    "rl_megatron": {"rl_core"},
+    "rl_rollout": {"rl_core"},
+    "rl_examples": {"rl_core", "rl_fsdp", "rl_megatron", "rl_rollout"},
+}
+FLOORS = (
+    "errors",
+    "batch",
+    "layout",
+    "merging",
+    "algorithms",
+    "interfaces",
+    "weights",
+    "plugins",
+    "workers",
+    "testing",
+    "config",
+    "trainer",
+    "cli",
+)
+"""Modules of rl_core from the ground up; each imports only what stands below it."""
+STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
+"""Floors that are useful without the rest: of rl_core they import `errors`, of others only this."""
+NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
+WITHOUT_TORCH = (
+    "rl_core",
+    "rl_core.config",
+    "rl_core.interfaces",
+    "rl_core.plugins",
+    "rl_fsdp",
+    "rl_fsdp.backend",
+    "rl_megatron",
+    "rl_rollout",
+    "rl_rollout.local.plugin",
+    "rl_examples",
+)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def floor(module: str) -> str:
+    """`layout` for rl_core.layout.packing; empty for rl_core itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def package_violations(imports: list[Import]) -> list[str]:
+    return [
+        f"{found}: {top(found.importer)} may import {sorted(MAY_IMPORT[top(found.importer)]) or 'no other package'}"
+        for found in imports
+        if top(found.imported) in PACKAGES
+        and top(found.imported) != top(found.importer)
+        and top(found.imported) not in MAY_IMPORT[top(found.importer)]
+    ]
+
+
+def floor_violations(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        upper, lower = floor(found.importer), floor(found.imported)
+        if top(found.imported) != "rl_core" or found.when == "typing" or not upper or upper == lower:
+            continue
+        if upper not in FLOORS:
+            wrong.append(f"{found.importer}: {upper!r} stands on no floor; add it to FLOORS in {__name__}")
+        elif lower not in FLOORS:
+            wrong.append(f"{found}: import the name from the module that defines it")
+        elif FLOORS.index(lower) > FLOORS.index(upper):
+            wrong.append(f"{found}: {lower} stands above {upper}")
+        elif upper in STANDS_ALONE and lower != "errors":
+            wrong.append(f"{found}: {upper} stands alone and imports only rl_core.errors")
+    return wrong
+
+
+def foreign_violations(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        imported = top(found.imported)
+        alone = STANDS_ALONE.get(floor(found.importer))
+        foreign = imported not in sys.stdlib_module_names and imported not in PACKAGES
+        if found.when == "import" and imported in NEVER_WITH_RL_CORE:
+            wrong.append(f"{found}: rl_core runs without it")
+        elif foreign and found.when != "typing" and alone is not None and imported not in alone:
+            wrong.append(f"{found}: {floor(found.importer)} needs {', '.join(alone)} alone")
+    return wrong
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_stands_below_them(package):
+    wrong = package_violations(imports_of(source_root(package)))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_floors_of_rl_core_import_only_what_stands_below_them():
+    wrong = floor_violations(imports_of(source_root("rl_core")))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rl_core_imports_no_engine_and_its_lower_floors_stand_alone():
+    wrong = foreign_violations(imports_of(source_root("rl_core")))
+    assert not wrong, "\n".join(wrong)
+
+
+TYPING_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+def test_made_up_packages_that_import_each_other_are_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {
+            "rl_fsdp/worker.py": "def start():\n    from rl_rollout.local import engine\n",
+            "rl_rollout/__init__.py": f"{TYPING_ONLY}import rl_fsdp.backend\n",
+            "rl_core/trainer/loop.py": "import rl_examples.quickstart\n",
+            "rl_examples/quickstart.py": "import rl_core.trainer, rl_fsdp.backend\nfrom . import task\n",
+        },
+    )
+    assert [message.partition(":")[0] for message in package_violations(imports_of(tree))] == [
+        "rl_core/trainer/loop.py",
+        "rl_fsdp/worker.py",
+        "rl_rollout/__init__.py",
+    ]
+
+
+def test_made_up_floors_that_import_upwards_are_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {
+            "rl_core/batch.py": "from rl_core import trainer\n",
+            "rl_core/layout/packing.py": "from rl_core.batch import Batch\nfrom ..errors import ShapeError\n",
+            "rl_core/algorithms/losses.py": "from . import kl\nfrom ..config import Config\n",
+            "rl_core/helpers.py": "import rl_core.errors\n",
+            "rl_core/workers/group.py": "from rl_core import Batch\n",
+            "rl_core/interfaces.py": f"{TYPING_ONLY}from rl_core.config import Config\n",
+        },
+    )
+    messages = floor_violations(imports_of(tree))
+    assert [message.partition(" ")[2] for message in messages if "helpers" not in message] == [
+        "imports rl_core.config.Config: config stands above algorithms",
+        "imports rl_core.trainer: trainer stands above batch",
+        "imports rl_core.batch.Batch: layout stands alone and imports only rl_core.errors",
+        "imports rl_core.Batch: import the name from the module that defines it",
+    ]
+    assert any("'helpers' stands on no floor" in message for message in messages)
+
+
+def test_made_up_foreign_imports_are_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {
+            "rl_core/trainer/loop.py": "import ray\nimport torch\ndef start():\n    import vllm\n",
+            "rl_core/algorithms/losses.py": "import math\nimport torch\ndef mean():\n    import numpy\n",
+        },
+    )
+    assert [message.partition(" ")[2] for message in foreign_violations(imports_of(tree))] == [
+        "imports numpy: algorithms needs torch alone",
+        "imports ray: rl_core runs without it",
+    ]
+
+
+def source_tree(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+# --- what is really loaded ------------------------------------------------------------------------------------------
+
+BLOCK = """
+import importlib.abc, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] not in ALLOWED:
+            raise ModuleNotFoundError(f"{name} is not here", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def run_python_with_only(modules: set[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code where only the standard library and these top-level modules can be imported."""
+    return run_python(f"ALLOWED = {modules | set(sys.stdlib_module_names)!r}\n{BLOCK}\n{code}\n")
+
+
+@cache
+def installed_modules() -> dict[str, set[str]]:
+    """Installed distribution → its top-level modules."""
+    modules: dict[str, set[str]] = {}
+    for module, distributions in packages_distributions().items():
+        for distribution in distributions:
+            modules.setdefault(canonicalize_name(distribution), set()).add(module)
+    return modules
+
+
+def with_requirements(distributions: set[str]) -> set[str]:
+    """Top-level modules of installed distributions and of everything they require."""
+    modules, waiting, seen = set(), list(distributions), set()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in seen and name in installed_modules():
+            seen.add(name)
+            modules |= installed_modules()[name]
+            needed = [Requirement(line) for line in requires(name) or []]
+            waiting += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return modules
+
+
+@pytest.mark.parametrize("name", STANDS_ALONE)
+def test_layout_and_algorithms_work_where_nothing_else_is_installed(name):
+    every_name = f"from rl_core.{name} import *"  # the table of contents is lazy; this loads all it lists
+    result = run_python_with_only({"rl_core"} | with_requirements(STANDS_ALONE[name]), every_name)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_blocker_blocks():
+    result = run_python_with_only({"rl_core"} | with_requirements({"attrs", "numpy"}), "import rl_core.batch")
+    assert "ModuleNotFoundError: torch is not here" in result.stderr
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_what_the_command_line_reads_first_imports_no_torch(module):
+    result = run_python(f"import sys, {module}\nassert 'torch' not in sys.modules\n")
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_check_for_torch_sees_torch():
+    assert run_python("import sys, rl_core.batch\nassert 'torch' not in sys.modules\n").returncode != 0
+
+
+# --- what is declared -----------------------------------------------------------------------------------------------
+
+
+def declared(package: str) -> set[str]:
+    """Distributions that a pyproject.toml names, extras included, with those of the workspace packages it needs."""
+    project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project.get("optional-dependencies", {}).values() for line in extra),
+    ]
+    names = {canonicalize_name(Requirement(line).name) for line in lines}
+    return names.union(*(declared(other) for other in PACKAGES if other.replace("_", "-") in names))
+
+
+def importable(package: str) -> set[str]:
+    """Top-level modules that a package may import; a distribution that is not installed here is taken by its name."""
+    modules = {*sys.stdlib_module_names, *PACKAGES}
+    return modules.union(*(installed_modules().get(name, {name.replace("-", "_")}) for name in declared(package)))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_third_party_import_is_a_declared_dependency(package):
+    known = importable(package)
+    undeclared = [str(found) for found in imports_of(source_root(package)) if top(found.imported) not in known]
+    assert not undeclared, "add to the dependencies or to an extra of its package:\n" + "\n".join(undeclared)
+
+
+def test_workspace_packages_need_each_other_in_the_same_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for package in PACKAGES:
+        project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
+        assert project["version"] == version, project["name"]
+        for requirement in map(Requirement, project["dependencies"]):
+            if requirement.name.startswith("rl-"):
+                assert str(requirement.specifier) == f"=={version}", f"{project['name']} needs {requirement}"

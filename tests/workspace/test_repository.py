@@ -1,0 +1,88 @@
+"""Promises the repository makes about itself, beyond its code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.workspace.imports import PACKAGES, ROOT
+
+INDEX_HOST = re.compile(r"\b(?:pypi|pythonhosted|npmjs)[.](?:org|com)")
+MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|opt|mnt)/[\w.]")
+
+
+def git_files(*patterns: str) -> list[str]:
+    """Tracked files, and new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_bytes().decode("utf-8", errors="ignore")
+
+
+def foreign_places(text: str) -> list[str]:
+    """Lines that would work, or make sense, on one machine only."""
+    return [line for line in text.splitlines() if INDEX_HOST.search(line) or MACHINE_PATH.search(line)]
+
+
+def make_targets(text: str) -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", text, flags=re.MULTILINE))
+
+
+def test_no_file_names_a_package_index_or_a_path_of_one_machine():
+    found = {name: foreign_places(text_of(name)) for name in git_files()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["https://" + "pypi" + ".org/simple", "open('" + "/home" + "/someone/data')", "-f " + "/opt" + "/wheels"]
+)
+def test_such_a_line_is_found(line):
+    assert foreign_places(f"fine\n{line}\nalso /usr/bin/env, ~/work/x and packages/work/x\n") == [line]
+
+
+def test_every_make_command_in_the_documents_exists():
+    targets = make_targets(text_of("Makefile"))
+    assert {"quickstart", "test", "check", "learn", "soak", "bench", "docs", "help"} <= targets
+    for name in git_files("*.md"):
+        for target in re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)", text_of(name), flags=re.MULTILINE):
+            assert target in targets, f"{name}: `make {target}` does not exist"
+
+
+def test_links_between_the_documents_lead_somewhere():
+    for name in git_files("*.md"):
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text_of(name)):
+            assert ((ROOT / name).parent / link).exists(), f"{name}: {link} does not exist"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_says_what_it_is_and_shows_its_use(package):
+    readme = text_of(f"packages/{package.replace('_', '-')}/README.md")
+    assert readme.startswith(f"# {package.replace('_', '-')}\n")
+    assert "```" in readme
+
+
+def test_constraints_are_plain_versions():
+    lines = text_of("constraints.txt").splitlines()
+    wrong = [
+        line
+        for line in lines
+        if not re.fullmatch(r"[a-z0-9.-]+==[0-9][0-9a-z.]*( ; python_full_version [<=]+ '[0-9.*]+')?", line)
+    ]
+    assert wrong == []
+    assert "torch==2.13.0" in lines
+
+
+def python_examples(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text_of(name), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_examples_of_rl_core_run():
+    examples = python_examples("packages/rl-core/README.md")
+    assert len(examples) >= 3
+    for example in examples:
+        exec(compile(example, "packages/rl-core/README.md", "exec"), {})

