@@ -69,7 +69,8 @@ bench: $(READY)  ## measure: ratios, taken within one run
 	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(RUN)python $$benchmark $(ARGS); done
 
 docs: $(READY)  ## write the generated pages of docs/ again
-	$(RUN)python docs/generate.py
+	$(RUN)python -m rl_core.config.reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
 	$(RUN)python -m tests.workspace.public_api

@@ -9,8 +9,10 @@ Run: python benchmarks/layout.py
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -63,17 +65,20 @@ def time_plans() -> float:
     lengths_N = random_lengths(100_000)
     slowest = 0.0
     print(f"\n{'100k sequences, 512 ranks':<42} {'micro-batches':>13} {'fewest':>7} {'worst/mean':>10} {'seconds':>8}")
-    for name, options in (
-        (f"max_tokens={MAX_TOKENS}", {"max_tokens": MAX_TOKENS}),
-        (f"max_tokens={MAX_TOKENS}, multiple=8", {"max_tokens": MAX_TOKENS, "multiple": 8}),
-        ("max_sequences=4", {"max_sequences": 4}),
-        ("max_tokens=65536, sequence_multiple=32", {"max_tokens": 65_536, "sequence_multiple": 32}),
-    ):
+    cases: list[dict[str, Any]] = [
+        {"max_tokens": MAX_TOKENS},
+        {"max_tokens": MAX_TOKENS, "multiple": 8},
+        {"max_tokens": 2 * MAX_TOKENS, "sequence_multiple": 32},
+        {"max_sequences": 4},
+    ]
+    for options in cases:
         start = time.perf_counter()
         plan = plan_micro_batches(lengths_N, num_data_ranks=512, **options)
         seconds = time.perf_counter() - start
         loads = np.array([sum(lengths_N[m].sum() for m in rank) for rank in plan])
-        fewest = -(-int(loads.max()) // options["max_tokens"]) if "max_tokens" in options else -(-196 // 4)
+        total = len(lengths_N) if "max_sequences" in options else int(lengths_N.sum())
+        fewest = math.ceil(total / 512 / (options.get("max_sequences") or options["max_tokens"]))
+        name = ", ".join(f"{key}={value}" for key, value in options.items())
         print(f"{name:<42} {len(plan[0]):>13} {fewest:>7} {loads.max() / loads.mean():10.4f} {seconds:8.3f}")
         slowest = max(slowest, seconds)
     return slowest
@@ -95,10 +100,9 @@ def time_indices() -> None:
     seconds = time.perf_counter() - start
     padding = 1 - lengths_N.sum() / len(layout.index)
     print(
-        f"\nindices of one micro-batch of {len(layout.index):,} tokens: {seconds * 1e3:.1f} ms, {padding:.2%} padding, ",
-        end="",
+        f"\nindices of one micro-batch of {len(layout.index):,} tokens, {padding:.2%} padding: {seconds * 1e3:.1f} ms"
     )
-    print(f"{len(positions):,} tokens per rank (tensor 4 × context 4 × Ulysses 2)")
+    print(f"tensor 4 × context 4 × Ulysses 2: {len(positions):,} tokens enter the model on each rank")
 
 
 def main() -> int:

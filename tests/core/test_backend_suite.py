@@ -164,7 +164,9 @@ class ExportsOldWeights(PlainWorker):
 
 class ExportsWithAPrefix(PlainWorker):
     def export_weights(self, max_bucket_bytes):
-        return pack_buckets(((f"module.{name}", weight) for name, weight in self.model.named_parameters()), max_bucket_bytes)
+        return pack_buckets(
+            ((f"module.{name}", weight) for name, weight in self.model.named_parameters()), max_bucket_bytes
+        )
 
 
 class ExportsOneBucket(PlainWorker):
@@ -226,7 +228,9 @@ FAULTS: dict[type[ReferenceWorker], str] = {
 }
 
 
-@pytest.mark.parametrize(("worker_class", "check"), FAULTS.items(), ids=[f"{w.__name__}-{i}" for i, w in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    ("worker_class", "check"), FAULTS.items(), ids=[f"{w.__name__}-{i}" for i, w in enumerate(FAULTS)]
+)
 def test_the_suite_finds_a_wrong_worker(worker_class: type[ReferenceWorker], check: str, tmp_path: Path):
     class Suite(BackendConformance):
         backend = PlainBackend(worker_class=worker_class)

@@ -1,4 +1,4 @@
-"""KL estimates: by hand, their expectation and gradient on a known distribution, and the coefficient in front of them."""
+"""KL estimates: by hand, their expectation and gradient on a known distribution, and their coefficient."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ REF_LOGPROBS_V = torch.tensor([0.1, 0.4, 0.7, -0.6], dtype=torch.float64).log_so
     ],
 )
 def test_estimates_by_hand(estimator, expected):
-    logprobs_T, ref_logprobs_T = torch.tensor([-1.0, -1.5], dtype=torch.float64), torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    logprobs_T, ref_logprobs_T = (
+        torch.tensor([-1.0, -1.5], dtype=torch.float64),
+        torch.tensor([-1.5, -1.0], dtype=torch.float64),
+    )
     for suffix in ("", "+"):
-        assert estimate_kl(logprobs_T, ref_logprobs_T, ALL, estimator=estimator + suffix).tolist() == pytest.approx(expected)
+        assert estimate_kl(logprobs_T, ref_logprobs_T, ALL, estimator=estimator + suffix).tolist() == pytest.approx(
+            expected
+        )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
@@ -39,14 +44,21 @@ def test_k1_and_k3_have_the_kl_as_expectation(estimator):
     assert (logprobs_V.exp() * estimates_V).sum().item() == pytest.approx(kl.item())
 
 
-@pytest.mark.parametrize(("estimator", "is_right"), [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k1", False), ("k3", False)])
+@pytest.mark.parametrize(
+    ("estimator", "is_right"),
+    [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k1", False), ("k3", False)],
+)
 def test_only_the_straight_through_forms_and_k2_have_the_gradient_of_the_kl(estimator, is_right):
     """The sampled gradient E[∇ estimate] against the exact gradient of the KL with respect to the logits."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
-    (exact_V,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - REF_LOGPROBS_V)).sum(), logits_V, retain_graph=True)
+    (exact_V,) = torch.autograd.grad(
+        (logprobs_V.exp() * (logprobs_V - REF_LOGPROBS_V)).sum(), logits_V, retain_graph=True
+    )
     everywhere = torch.ones(4, dtype=torch.bool)
-    sampled = (logprobs_V.exp().detach() * estimate_kl(logprobs_V, REF_LOGPROBS_V, everywhere, estimator=estimator)).sum()
+    sampled = (
+        logprobs_V.exp().detach() * estimate_kl(logprobs_V, REF_LOGPROBS_V, everywhere, estimator=estimator)
+    ).sum()
     (gradient_V,) = torch.autograd.grad(sampled, logits_V)
     assert torch.allclose(gradient_V, exact_V, atol=1e-12) == is_right
 

@@ -101,7 +101,7 @@ def test_routed_experts_of_a_steps_last_token_come_from_the_step_that_fed_it():
 
 
 class CausalModel(nn.Module):
-    """One attention layer with positions, in float64: what it says at t depends on all tokens up to t, on nothing else."""
+    """One attention layer with positions, in float64: what it says at t depends on the tokens up to t alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import ShapeError
@@ -89,6 +89,7 @@ def is_representative(mesh: Mesh, rank: int) -> bool:
     return place.tensor == 0 and place.pipeline == 0
 
 
+@settings(max_examples=500)
 @given(LENGTHS, meshes(), st.integers(0, 200))
 def test_shards_partition_the_tokens_and_the_inverse_restores_the_stream(lengths, mesh, slack):
     budget = -(-max(lengths) // mesh.sequence_multiple) * mesh.sequence_multiple + slack
@@ -107,6 +108,7 @@ def test_shards_partition_the_tokens_and_the_inverse_restores_the_stream(lengths
     assert set(np.flatnonzero(predicted < 0).tolist()) == firsts
 
 
+@settings(max_examples=500)
 @given(LENGTHS, meshes(), st.integers(0, 200))
 def test_ranks_of_one_replica_hold_equally_many_tokens_and_tensor_ranks_the_same(lengths, mesh, slack):
     budget = -(-max(lengths) // mesh.sequence_multiple) * mesh.sequence_multiple + slack
@@ -138,6 +140,7 @@ def logprobs_through(lengths, tokens_T, mesh: Mesh, max_tokens: int) -> np.ndarr
     return np.where(inverse >= 0, np.concatenate(values)[inverse], 0.0)
 
 
+@settings(max_examples=500)
 @given(LENGTHS, meshes(), st.integers(0, 200))
 def test_any_layout_of_a_batch_gives_the_numbers_of_the_plain_stream(lengths, mesh, slack):
     tokens_T = np.random.default_rng(sum(lengths)).integers(0, 1000, sum(lengths))

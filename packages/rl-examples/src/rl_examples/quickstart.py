@@ -36,7 +36,7 @@ recipe = Recipe(
         "trainer.bf16": False,
         "trainer.gradient_checkpointing": False,
         "trainer.num_threads": 1,
-        "trainer.max_training_steps": 110,
+        "trainer.max_training_steps": 130,
         "trainer.train_batch_size": 64,
         "trainer.policy_mini_batch_size": 64,
         "trainer.update_epochs_per_batch": 2,

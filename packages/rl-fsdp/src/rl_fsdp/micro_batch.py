@@ -15,7 +15,8 @@ class ModelInput:
     """Tokens for the model, and which of its outputs are scored. B rows of L cells, S scores."""
 
     tokens_BL: Tensor
-    positions_BL: Tensor
+    positions_BL: Tensor | None
+    """None for a rectangle: every model then counts from 0 in each row."""
     packed: PackedSequences | None
     """None for a rectangle, whose padding no real token sees: attention is causal and the padding is on the right."""
     source_S: Tensor
@@ -25,7 +26,7 @@ class ModelInput:
 
 
 def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
-    """int64 [S], stream indices of all tokens (those of the mask `among` [T]) but each sequence's first, which nothing predicts."""
+    """int64 [S], stream indices of all tokens (of those in the mask `among` [T]) that have one before them to predict them."""
     is_predicted_T = torch.ones(batch.num_tokens, dtype=torch.bool) if among is None else among.clone()
     is_predicted_T[batch.offsets[:-1]] = False
     return is_predicted_T.nonzero().squeeze(1)
@@ -48,10 +49,10 @@ def model_input(batch: Batch, index_S: Tensor, *, use_sample_packing: bool, devi
         width = int(lengths_N.max())
         cell_T = batch.sequence_index * width + positions_T
         tokens_BL = tokens_T.new_zeros(batch.num_sequences * width).index_copy_(0, cell_T, tokens_T).view(-1, width)
-        positions_BL = torch.arange(width).expand_as(tokens_BL)
+        positions_BL = None
     return ModelInput(
         tokens_BL=tokens_BL.to(device),
-        positions_BL=positions_BL.to(device),
+        positions_BL=None if positions_BL is None else positions_BL.to(device),
         packed=PackedSequences.of_lengths(lengths_N, device) if use_sample_packing else None,
         source_S=cell_T[index_S - 1].to(device),
         target_S=tokens_T[index_S].to(device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
@@ -25,7 +27,7 @@ from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
 class TokenScorer(nn.Module):
     """Log-probs and entropies of tokens from a causal language model.
 
-    The output layer's weight is used inside `forward`, so a sharding wrapper around this module gathers it with the rest.
+    The output layer's weight is used inside `forward`, so a sharding wrapper around this module gathers it too.
     The model stays in evaluation mode: dropout would make log-probs differ from those the engine sampled with.
     """
 
@@ -46,14 +48,12 @@ class TokenScorer(nn.Module):
         Returns:
             Log-probs [S] and entropies [S], float32 (float64 for a float64 model).
         """
-        attention = {} if inputs.packed is None else {"packed_sequences": inputs.packed}
         output = self.model.get_output_embeddings()
-        with torch.autocast(
-            inputs.tokens_BL.device.type, self.compute_dtype, enabled=self.compute_dtype == torch.bfloat16
-        ):
-            hidden_BLH = self.model.base_model(
-                input_ids=inputs.tokens_BL, position_ids=inputs.positions_BL, use_cache=False, **attention
-            ).last_hidden_state
+        packing = {}
+        if inputs.packed is not None:
+            packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
+        with self.autocast():
+            hidden_BLH = self.model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
         hidden_SH = gather_rows(hidden_BLH.flatten(0, 1), inputs.source_S).to(self.compute_dtype)
         if self.hidden_scale != 1.0:
             hidden_SH = hidden_SH * self.hidden_scale
@@ -68,6 +68,10 @@ class TokenScorer(nn.Module):
         assert entropies_S is not None
         return logprobs_S, entropies_S
 
+    def autocast(self) -> torch.autocast:
+        """bfloat16 where that is computed in; else no casts."""
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the model's own code; a tied weight comes once."""
         return self.model.named_parameters()
@@ -81,8 +85,8 @@ class TokenScorer(nn.Module):
 def load_scorer(spec: WorkerSpec, device: torch.device) -> TokenScorer:
     """Loads the model of `spec`, for training or (without an optimizer) frozen.
 
-    Parameters are float32 where they are trained or computed with, else bfloat16; float64 throughout for a checkpoint stored
-    in float64.
+    Parameters are float32 where they are trained or computed with, else bfloat16; float64 throughout for a checkpoint
+    stored in float64.
 
     Raises:
         ConfigError: there is no such model, or its code cannot do what is asked.
@@ -92,9 +96,9 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> TokenScorer:
     config = _load_config(path, where)
     compute_dtype = torch.bfloat16 if spec.bf16 else torch.float64 if config.dtype == torch.float64 else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32 if spec.bf16 and is_trained else compute_dtype, attn_implementation="sdpa"
-        )
+        with no_progress_bars():
+            dtype = torch.float32 if spec.bf16 and is_trained else compute_dtype
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{where}.model.path: {path!r} cannot be loaded as a causal language model: {error}"
@@ -108,8 +112,20 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> TokenScorer:
     return scorer
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for every model it reads or writes, across the run's own display."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as it stands in a checkpoint: transformers may hold several checkpoint tensors (experts) as one parameter."""
+    """A parameter as it stands in a checkpoint: transformers may hold several tensors of one (experts) as one parameter."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
@@ -126,7 +142,7 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
-    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`; here the hidden states are scaled."""
+    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`: the same on hidden states."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -145,27 +161,32 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 def _require_same_scores(scorer: TokenScorer, *, use_sample_packing: bool, where: str) -> None:
     """Proves on two short sequences that the scorer agrees with the model's own logits of each sequence alone.
 
-    It finds layers that look across packed sequences (state-space, convolution), attention that takes no bounds, and output
-    layers that are more than a matrix. Leaves the model with the attention that the scorer needs.
+    It finds layers that look across packed sequences (state-space, convolution), attention that takes no bounds, and
+    output layers that are more than a matrix. Leaves the model with the attention that the scorer needs.
     """
-    model, dtype = scorer.model, scorer.compute_dtype
+    model, name = scorer.model, type(scorer.model).__name__
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (7, 5)]
     batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in sequences])
     inputs = model_input(batch, predicted_tokens(batch), use_sample_packing=use_sample_packing, device=model.device)
-    with torch.no_grad():
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            expected_S = torch.cat([_own_logprobs(model, tokens_T) for tokens_T in sequences])
+    remedy = "set trainer.use_sample_packing=false" if use_sample_packing else "this backend cannot train it"
+    with torch.no_grad(), scorer.autocast():
+        expected_S = torch.cat([_own_logprobs(model, tokens_T) for tokens_T in sequences])
         if use_sample_packing:
             model.set_attn_implementation(PACKED_ATTENTION)
-        scores_S, _ = scorer(inputs, temperature=1.0)
+        try:
+            scores_S, _ = scorer(inputs, temperature=1.0)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}.model.path: {name} does not run as it would be trained ({error}); {remedy}"
+            ) from error
     # Log-probs of a random model all lie near −log V: what tells one token from another is their spread.
-    error = ((scores_S - expected_S).norm() / (expected_S - expected_S.mean()).norm()).item()
-    limit = 0.1 if dtype == torch.bfloat16 else 1e-3
+    spread = (expected_S - expected_S.mean()).norm().clamp(min=1e-3)
+    error = ((scores_S - expected_S).norm() / spread).item()
+    limit = 0.1 if scorer.compute_dtype == torch.bfloat16 else 1e-3
     if not error < limit:
-        remedy = "set trainer.use_sample_packing=false" if use_sample_packing else "this backend cannot train it"
         raise ConfigError(
-            f"{where}.model.path: log-probs of {type(model).__name__} differ from its own logits by {error:.1e} (relative), "
+            f"{where}.model.path: log-probs of {name} differ from its own logits by {error:.1e} (relative), "
             f"expected below {limit:g}; {remedy}"
         )
 
@@ -185,7 +206,8 @@ def _recompute_layers(model: PreTrainedModel, where: str) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: set trainer.gradient_checkpointing=false"
+            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: "
+            "set trainer.gradient_checkpointing=false"
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -31,7 +31,7 @@ from rl_core.workers.objective import objective_from_spec
 from rl_fsdp.attention import scatter_rows
 from rl_fsdp.checkpoint import read_optimizer, read_weights, write_state
 from rl_fsdp.micro_batch import model_input, predicted_tokens
-from rl_fsdp.model import checkpoint_tensors, load_scorer
+from rl_fsdp.model import checkpoint_tensors, load_scorer, no_progress_bars
 from rl_fsdp.schedule import learning_rate
 
 
@@ -95,7 +95,7 @@ class FsdpWorker:
         return {**totals, "loss": (totals["loss"][0], 1.0)}
 
     def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule and clears the gradients; with a gradient that is not finite it only clears them."""
+        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
         optimizer, config = self._require_trained("optim_step"), self.spec.optimizer
         assert config is not None
         parameters = [p for p in self.scorer.parameters() if p.grad is not None]
@@ -116,16 +116,12 @@ class FsdpWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where there is none."""
-        return {
-            name: gradient
-            for own_name, weight in self.scorer.named_weights()
-            for name, gradient in checkpoint_tensors(
-                self.scorer.model,
-                own_name,
-                (torch.zeros_like(weight) if weight.grad is None else weight.grad).detach().cpu().clone(),
-            )
-        }
+        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
+        gradients = {}
+        for name, weight in self.scorer.named_weights():
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradients.update(checkpoint_tensors(self.scorer.model, name, gradient.detach().cpu().clone()))
+        return gradients
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, packed lazily."""
@@ -158,9 +154,9 @@ class FsdpWorker:
     def save_model(self, directory: Path) -> None:
         """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so."""
         model, dtype = self.scorer.model, self.scorer.compute_dtype
-        model.save_pretrained(
-            directory, state_dict={name: weight.to(dtype) for name, weight in model.state_dict().items()}
-        )
+        weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
+        with no_progress_bars():
+            model.save_pretrained(directory, state_dict=weights)
         config_file = directory / "config.json"
         config = json.loads(config_file.read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -190,5 +186,5 @@ class FsdpWorker:
 
 
 def _non_empty(plan: Plan) -> Iterator[list[int]]:
-    """Micro-batches that hold a sequence: a rank with fewer sequences than micro-batches ends its plan with empty ones."""
+    """Micro-batches that hold a sequence; the plan of a rank with few sequences ends with empty ones."""
     return (list(sequences) for sequences in plan if len(sequences))

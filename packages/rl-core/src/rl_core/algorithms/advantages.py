@@ -106,7 +106,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
     _require_lengths(scores_N, lengths_N)
     mean_N, count_N = group_mean(scores_N, group_N)
     has_baseline_N = count_N > 1
-    weight_N = lengths_N * has_baseline_N
+    weight_N = lengths_N.double() * has_baseline_N
     weight_N = weight_N / weight_N.sum().clamp(min=1)
     centred_N = scores_N.double() - mean_N
     centred_N -= (weight_N * centred_N).sum()

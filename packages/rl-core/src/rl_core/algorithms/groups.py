@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_PART = 1 << 18
+
 
 def group_sum(values_N: Tensor, group_N: Tensor) -> Tensor:
     """Sum of each group.
@@ -53,4 +55,8 @@ def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    return torch.zeros(num_groups, dtype=torch.float64, device=values.device).index_add(0, index, values.double())
+    sums = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
+    # In parts: on 4M tokens, memory for a float64 copy of the whole stream takes longer to get than the sum to compute.
+    for part, part_index in zip(values.split(_PART), index.split(_PART), strict=True):
+        sums.index_add_(0, part_index, part.double())
+    return sums

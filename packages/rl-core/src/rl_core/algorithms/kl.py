@@ -1,8 +1,8 @@
-"""Per-token estimates of KL(policy ‖ reference) from the log-probs of sampled tokens, and the coefficient in front of them.
+"""Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens, and their coefficient.
 
-In the loss, `estimate_kl` carries gradient; in the reward, `kl_penalty` does not. The estimators share their expectation
-(not `k2` and `abs`, which are biased) and differ in variance and gradient: only the gradient of `k2` has the KL's own
-gradient as its expectation on fresh samples, which the forms with the suffix `+` use.
+In the loss, `estimate_kl` carries gradient; in the reward, `kl_penalty` does not. The estimators share their
+expectation (not `k2` and `abs`, which are biased) and differ in variance and gradient: only the gradient of `k2` has
+the KL's own gradient as its expectation on fresh samples, which the forms with the suffix `+` use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
-"""An estimate of one token's KL is clamped to ± this, in nats; beyond it the gradient is zero (not that of `+` forms)."""
+"""An estimate of one token's KL is clamped to ± this, in nats; beyond it only the `+` forms have a gradient."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 
@@ -25,7 +25,8 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, e
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d · k2 = d²/2 · k3 = exp(−d) − 1 + d · abs = |d|, each clamped to ±KL_LIMIT.
     With the suffix `+` the value is the estimator's and the gradient that of d²/2, i.e. d · ∇logprobs.
-    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Tang & Munos 2025, arXiv 2506.09477 (their gradients).
+    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv
+    2506.09477.
 
     Args:
         logprobs_T: current policy; carries gradient.
@@ -73,12 +74,16 @@ def kl_penalty(
         ShapeError: lengths differ.
     """
     if estimator.endswith("+"):
-        raise ConfigError(f"kl_penalty: {estimator!r} differs from {estimator[:-1]!r} in its gradient only; use the latter in rewards")
+        raise ConfigError(
+            f"kl_penalty: {estimator!r} differs from {estimator[:-1]!r} in its gradient only; use the latter in rewards"
+        )
     with torch.no_grad():
         return kl_coef * estimate_kl(old_logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)
 
 
-def adaptive_kl_coef(kl_coef: float, observed_kl: float, *, kl_target: float, horizon: float, num_samples: int) -> float:
+def adaptive_kl_coef(
+    kl_coef: float, observed_kl: float, *, kl_target: float, horizon: float, num_samples: int
+) -> float:
     """The next coefficient of a KL term that is steered towards a target.
 
     kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · num_samples / horizon).

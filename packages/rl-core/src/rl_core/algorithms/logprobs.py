@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from rl_core.errors import ShapeError
 
@@ -21,13 +23,13 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target and entropy of its distribution, straight from the last hidden states.
 
-    With logits_t = (hidden_t · weightᵀ + bias) / temperature:
-    logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = logsumexp(logits_t) − Σ_v softmax(logits_t)_v · logits_tv.
+    With logits_t = (hidden_t · weightᵀ + bias) / temperature and p_t = softmax(logits_t):
+    logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = −Σ_v p_tv log p_tv.
 
-    Logits live in one buffer of `chunk_tokens` × V numbers (two of half that size with entropy), in forward and in backward,
-    which computes them again: four matrix products in place of three. The products run in the dtype of `hidden_TH`, softmax
-    and the sums over chunks in float32 (in float64 for float64 inputs). Gradients flow to hidden states, weight and bias,
-    through both results; what needs none is skipped.
+    Logits live in one buffer of `chunk_tokens` × V numbers (in two of half that length with entropy), and for inputs of
+    lower precision in a second one of that precision. Backward computes them again: four matrix products in place of
+    three. The products run in the dtype of `hidden_TH`, softmax and sums over chunks in float32 (float64 for float64
+    inputs). Gradients flow to hidden states, weight and bias, through both results; what needs none is skipped.
 
     Args:
         hidden_TH: hidden state that predicts each target.
@@ -56,7 +58,7 @@ def chunked_logprobs(
 def full_logprobs(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same two results from logits of all tokens at once: short, slow on memory, the reference of `chunked_logprobs`."""
+    """The results of `chunked_logprobs` from the logits of all tokens at once: short, exact, and as large as T × V."""
     _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
     logits_TV = hidden_TH @ weight_VH.to(hidden_TH.dtype).T
     logits_TV = logits_TV.to(_softmax_dtype(hidden_TH))
@@ -70,7 +72,7 @@ def full_logprobs(
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -83,7 +85,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         lse_T, logprobs_T = hidden_TH.new_empty((2, targets_T.numel()), dtype=dtype)
         entropies_T = torch.empty_like(lse_T) if with_entropy else None
         with torch.autocast(hidden_TH.device.type, enabled=False):
-            logits = _Logits(hidden_TH, weight_VH, bias_V, temperature, chunk_tokens, num_buffers=2 if with_entropy else 1)
+            logits = _Logits(
+                hidden_TH, weight_VH, bias_V, temperature, chunk_tokens, num_buffers=2 if with_entropy else 1
+            )
             for rows in logits.chunks():
                 logits_CV = logits.fill(rows)
                 peak_C = logits_CV.amax(-1)
@@ -106,7 +110,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None) -> tuple[Tensor | None, ...]:
+    # The decorator hides the parameters' names from the checker.
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_logprobs_T, grad_entropies_T = grad_outputs
         if grad_logprobs_T is None and grad_entropies_T is None:
             return (None,) * 7
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T = ctx.saved_tensors
@@ -123,6 +129,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for rows in logits.chunks():
                 grad_CV = logits.fill(rows).sub_(lse_T[rows, None])  # log-probs of the whole vocabulary
                 if grad_entropies_T is None:
+                    assert grad_logprobs_T is not None
                     grad_CV.exp_().mul_(-grad_logprobs_T[rows, None])
                 else:
                     # dH/dx = −p · (log p + H), dlogprob/dx = onehot − p
@@ -136,7 +143,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_CV.div_(temperature)
                 if grad_bias_V is not None:
                     grad_bias_V += grad_CV.sum(0)
-                product_CV = grad_CV.to(hidden_TH.dtype)
+                product_CV = logits.lowered(grad_CV)
                 if grad_hidden_TH is not None:
                     torch.mm(product_CV, compute_weight_VH, out=grad_hidden_TH[rows])
                 if grad_weight_VH is not None and product_CV.dtype == dtype:
@@ -155,7 +162,14 @@ class _Logits:
     """
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float, chunk_tokens: int, *, num_buffers: int
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        temperature: float,
+        chunk_tokens: int,
+        *,
+        num_buffers: int,
     ) -> None:
         self.hidden_TH, self.bias_V, self.temperature = hidden_TH, bias_V, temperature
         self.weight_VH = weight_VH.to(hidden_TH.dtype)
@@ -183,6 +197,10 @@ class _Logits:
             logits_CV.add_(self.bias_V)
         return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
 
+    def lowered(self, values_CV: Tensor) -> Tensor:
+        """The same numbers in the dtype of the matrix products."""
+        return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
+
     def spare(self, rows: slice) -> Tensor:
         """The second buffer, [C, V]."""
         return self.buffers[1, : rows.stop - rows.start]
@@ -194,8 +212,12 @@ def _softmax_dtype(hidden_TH: Tensor) -> torch.dtype:
 
 def _require_fitting(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, bias_V: Tensor | None) -> None:
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
-        raise ShapeError(f"expected hidden [T, H] and weight [V, H], got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}")
+        raise ShapeError(
+            f"expected hidden [T, H] and weight [V, H], got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}"
+        )
     if targets_T.dtype != torch.int64 or targets_T.shape != hidden_TH.shape[:1]:
-        raise ShapeError(f"targets: expected int64 [{hidden_TH.shape[0]}], got {targets_T.dtype} {tuple(targets_T.shape)}")
+        raise ShapeError(
+            f"targets: expected int64 [{hidden_TH.shape[0]}], got {targets_T.dtype} {tuple(targets_T.shape)}"
+        )
     if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
         raise ShapeError(f"bias: expected [{weight_VH.shape[0]}], got {tuple(bias_V.shape)}")

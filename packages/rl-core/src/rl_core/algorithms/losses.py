@@ -1,12 +1,12 @@
 """Policy losses of single tokens: pure functions of log-probs, one value per token, no reduction.
 
-Write r_t = exp(logprobs_t − old_logprobs_t) for the ratio of the current policy to that at the start of the update and A_t
-for the advantage. What holds for all losses of this package:
+Write r_t = exp(logprobs_t − old_logprobs_t) for the ratio of the current policy to that at the start of the update and
+A_t for the advantage. What holds for all losses of this package:
 
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, loss and gradient are 0.
 - Log-ratios are clamped to ±20 before `exp` and have no gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
-- Positional parameters are columns, bound by name (see `objective`); keyword-only ones are settings and carry the names of
-  `trainer.algorithm`.
+- Positional parameters are columns, bound by name (see `objective`); keyword-only ones are settings and carry the names
+  of `trainer.algorithm`.
 - ShapeError where lengths or dtypes do not fit, ConfigError where a setting is out of its range.
 """
 
@@ -147,7 +147,8 @@ def sapo_loss(
 ) -> TokenLoss:
     """A smooth gate in place of the hard clip: the gradient fades as the ratio leaves 1, on both sides.
 
-    loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r = 1 its gradient is PPO's.
+    loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r = 1 its gradient is
+    PPO's.
     Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6.
 
     Args:
@@ -177,7 +178,7 @@ def sapo_loss(
 def importance_sampling_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor
 ) -> TokenLoss:
-    """The surrogate without a bound: its gradient is the policy gradient, importance-weighted to the old policy's samples.
+    """The surrogate without a bound: the policy gradient, importance-weighted from the old policy's samples.
 
     loss_t = −r_t A_t.
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 6 (conservative policy iteration).
@@ -231,7 +232,7 @@ def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
-    """PPO's clipped surrogate of a given log-ratio, be it a token's or a sequence's; both inputs are 0 outside the mask."""
+    """PPO's clipped surrogate of a token's or a sequence's log-ratio; both inputs are 0 outside the mask."""
     require_between(0.0, 1.0, eps_clip_low=eps_clip_low)
     require_between(0.0, math.inf, eps_clip_high=eps_clip_high)
     ratio_T = log_ratio_T.exp()
@@ -244,7 +245,7 @@ def clipped_surrogate(
 
 
 def ratio_metrics(log_ratio_T: Tensor, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Tensor]:
-    """What ratio-based losses report: ratio, clip_fraction, and approx_kl = r − 1 − log r, the k3 of KL(anchor ‖ current)."""
+    """ratio, clip_fraction, and approx_kl = r − 1 − log r, the k3 of KL(anchor ‖ current)."""
     with torch.no_grad():
         approx_kl_T = torch.expm1(log_ratio_T).sub_(log_ratio_T)
     return {"ratio": ratio_T.detach(), "clip_fraction": clipped_T, "approx_kl": approx_kl_T}

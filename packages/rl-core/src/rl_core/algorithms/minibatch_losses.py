@@ -1,7 +1,9 @@
-"""Policy losses that treat tokens by where they stand in the whole mini-batch. What all losses share stands in `losses`.
+"""Policy losses that treat a token by where it stands in the whole mini-batch.
 
-Their `prepare` functions run on the controller, once per mini-batch, from the log-probs and entropies at the start of the
-update; so the choice of tokens depends neither on the split nor on the progress of the update.
+What all losses share stands in `losses`.
+
+Their `prepare` functions run on the controller, once per mini-batch, from the log-probs and entropies at the start of
+the update; so the choice of tokens depends neither on the split nor on the progress of the update.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def clip_cov_columns(
     """`prepare` of `clip_cov_loss`: `x_cov_clipped`, the tokens whose gradient is removed.
 
     max(1, floor(clip_ratio · trained tokens)) tokens, or all there are, drawn without replacement from those whose
-    covariance lies strictly between clip_cov_lb and clip_cov_ub. The draw depends on the seed and on the order of the mini-batch.
+    covariance lies strictly between clip_cov_lb and clip_cov_ub. The draw depends on the seed and on the order of the
+    mini-batch.
     """
     require_between(0.0, 1.0, clip_ratio=clip_ratio)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
@@ -52,7 +55,7 @@ def clip_cov_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip without the gradient of a few tokens whose log-prob and advantage covary strongly: they drain the entropy.
+    """PPO clip without a few tokens whose log-prob and advantage covary strongly: those drain the entropy.
 
     loss_t = 0 at the chosen tokens (`clip_cov_columns`), else PPO clip's.
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (Clip-Cov), there with the covariance under the current policy.
@@ -76,7 +79,10 @@ def clip_cov_loss(
 def kl_cov_columns(
     old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, kl_cov_frac: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `kl_cov_loss`: `x_cov_top`, the max(1, floor(kl_cov_frac · trained tokens)) tokens of largest covariance."""
+    """`prepare` of `kl_cov_loss`: `x_cov_top`, the tokens of largest covariance.
+
+    Their number is max(1, floor(kl_cov_frac · trained tokens)).
+    """
     require_between(0.0, 1.0, kl_cov_frac=kl_cov_frac)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
     return {"x_cov_top": _largest(covariances_T, mask_T, _share(kl_cov_frac, mask_T))}
@@ -101,8 +107,8 @@ def kl_cov_loss(
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
         x_cov_top_T: bool, made by `kl_cov_columns`.
         ppo_kl_coef: >= 0.
-        kl_cov_frac: share of the trained tokens that is chosen, in [0, 1] (setting of `kl_cov_columns`); the paper's runs
-            have 0.0002 to 0.002.
+        kl_cov_frac: share of the trained tokens that is chosen, in [0, 1] (setting of `kl_cov_columns`); the paper's
+            runs have 0.0002 to 0.002.
 
     Returns:
         Loss [T]; metrics ratio, approx_kl, cov_fraction.
@@ -142,7 +148,7 @@ def top_entropy_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip on the tokens at which the policy was least sure; the others add nothing, and still count in the weights.
+    """PPO clip on the tokens at which the policy was least sure; the others still count in the weights.
 
     loss_t = PPO clip's at the chosen tokens (`top_entropy_mask`), else 0.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939, section 5.

@@ -1,7 +1,7 @@
 """The sum that is minimised, built from a loss function and bound to batch columns by parameter name.
 
-Training backends call an `Objective` once per micro-batch and know no loss; losses know no backend. A function's positional
-parameters say what it reads:
+Training backends call an `Objective` once per micro-batch and know no loss; losses know no backend. A function's
+positional parameters say what it reads:
 
     logprobs_T, entropies_T, predicted_values_T    the current model's, with gradient
     <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
@@ -9,8 +9,8 @@ parameters say what it reads:
     sequence_T                                     int64, non-decreasing: which sequence a token belongs to
     x_<name>_T                                     made by the function's own `prepare` (see `token_loss.prepared_by`)
 
-A parameter with a default is optional: it is bound where the batch has the column, or as `token_loss.chooses_columns` says.
-Keyword-only parameters are settings.
+A parameter with a default is optional: it is bound where the batch has the column, or as `token_loss.chooses_columns`
+says. Keyword-only parameters are settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.kl import estimate_kl, require_kl_estimator
-from rl_core.algorithms.token_loss import LossFunction, TokenLoss, keyword_parameters, masked
+from rl_core.algorithms.token_loss import LossFunction, keyword_parameters, masked, require_tokens
 from rl_core.errors import ConfigError, PluginError, RLError, ShapeError, nearest
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
@@ -45,7 +45,7 @@ COLUMNS = (
     "loss_weights",
     "policy_version",
 )
-"""Batch columns with one entry per token. Repeated from `rl_core.batch.FIELDS`, which needs more than torch; a test compares them."""
+"""Batch columns with one number per token. `rl_core.batch.FIELDS` needs more than torch to import; a test compares them."""
 
 SumAndWeight = tuple[Tensor, Tensor]
 
@@ -69,11 +69,17 @@ class Objective:
         require_kl_estimator(self.kl_estimator)
         _require_known_settings(self.function, self.params)
         if self._prepare_function is None and (made := [name for name in self._parameters if name.startswith("x_")]):
-            raise PluginError(f"{self.name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
+            raise PluginError(
+                f"{self.name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by"
+            )
         for name in {**self._parameters, **self._prepare_parameters}:
             _require_known_parameter(self.name, name)
-        if current := [name for name in self._prepare_parameters if name.removesuffix("_T") in CURRENT or name.startswith("x_")]:
-            raise PluginError(f"{self.name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T")
+        if current := [
+            name for name in self._prepare_parameters if name.removesuffix("_T") in CURRENT or name.startswith("x_")
+        ]:
+            raise PluginError(
+                f"{self.name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
+            )
 
     @property
     def name(self) -> str:
@@ -84,14 +90,16 @@ class Objective:
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
         read = [*self.call_columns, *(column_of(name) for name in self._prepare_parameters)]
-        return tuple(dict.fromkeys(name for name in read if name not in ("sequence",) and not name.startswith("x_")))
+        return tuple(dict.fromkeys(name for name in read if name != "sequence" and not name.startswith("x_")))
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:
         """Columns that a call reads: what a worker must be sent. Includes `x_…` columns made by `prepare`."""
         read = [column_of(name) for name in self._required_parameters]
         terms = ["ref_logprobs"] if self.kl_coef else []
-        return tuple(dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in (*CURRENT, "sequence")))
+        return tuple(
+            dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in (*CURRENT, "sequence"))
+        )
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -111,7 +119,10 @@ class Objective:
         function = self._prepare_function
         if function is None:
             return {}
-        arguments = _bind(self.name, self._prepare_parameters, columns, {"sequence": sequence_T})
+        required = [column_of(name) for name, is_optional in self._prepare_parameters.items() if not is_optional]
+        _require(self.name, "column", ["loss_mask", *required], {**columns, "sequence": sequence_T})
+        read = {name: columns[name] for name in map(column_of, self._prepare_parameters) if name in columns}
+        arguments = _bound(self._prepare_parameters, {**_clean(read, columns["loss_mask"]), "sequence": sequence_T})
         known = keyword_parameters(function)
         settings = {name: value for name, value in self.params.items() if name in known}
         made = function(**arguments, **settings, **({"seed": seed} if "seed" in known else {}))
@@ -131,44 +142,44 @@ class Objective:
     ) -> tuple[Tensor, dict[str, SumAndWeight]]:
         """The micro-batch's share of the sum, and its metrics. Nothing here waits for the device.
 
-        Under context parallelism every rank of a context group calls this with its gathered whole sequences, gets the same
-        numbers, sends the gradient back to its own slice only, and one of them reports the metrics.
+        Under context parallelism every rank of a context group calls this with its gathered whole sequences, gets the
+        same numbers, sends the gradient back to its own slice only, and one of them reports the metrics.
 
         Args:
             columns: the micro-batch's `call_columns`. Outside `loss_mask` they may hold anything.
             sequence_T: int64, non-decreasing.
-            logprobs_T, entropies_T, predicted_values_T: the current model's, with gradient, as far as `reads` names them;
-                entropies that are given are reported also without a bonus.
+            logprobs_T, entropies_T, predicted_values_T: the current model's, with gradient, as far as `reads` names
+                them; entropies that are given are reported also without a bonus.
 
         Returns:
-            The scalar to call `backward` on, and metrics by name as (sum over trained tokens, their number), 0-d tensors
-            without gradient. `loss` is (weighted sum, 1): parts add up to the mini-batch's loss.
+            The scalar to call `backward` on, and metrics by name as (sum over trained tokens, their number), 0-d
+            tensors without gradient. `loss` is (weighted sum, 1): parts add up to the mini-batch's loss.
 
         Raises:
             ShapeError: a column or a current value is missing or of the wrong length.
             PluginError: the loss function returned something else than a TokenLoss of T values.
         """
-        mask_T = columns["loss_mask"]
         given = {"logprobs": logprobs_T, "entropies": entropies_T, "predicted_values": predicted_values_T}
-        current = {name: masked(value_T, mask_T) for name, value_T in given.items() if value_T is not None}
-        if missing := self.reads - set(current):
-            raise ShapeError(f"{self.name}: needs the current {', '.join(sorted(missing))}; got {sorted(current) or 'none'}")
-        # A user's function need not know that columns may hold anything outside the mask.
-        clean = {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
-        arguments = _bind(self.name, self._call_parameters, clean, {"sequence": sequence_T, **current})
-        result = self.function(**arguments, **self.params)
+        given = {name: value_T for name, value_T in given.items() if value_T is not None}
+        _require(self.name, "value of the current model", self.reads, given)
+        _require(self.name, "column", self.call_columns, columns)
+        mask_T = columns["loss_mask"]
+        read = {**{name: columns[name] for name in columns if name in self._columns_read}, **given}
+        require_tokens(mask_T, sequence_T=sequence_T, **read)
+        read = _clean(read, mask_T)
+        result = self.function(**_bound(self._call_parameters, {**read, "sequence": sequence_T}), **self.params)
         _require_token_loss(self.name, result, mask_T)
         metrics = dict(result.metrics)
         total_T = result.loss_T
         if self.kl_coef:
-            kl_T = estimate_kl(current["logprobs"], clean["ref_logprobs"], mask_T, estimator=self.kl_estimator)
+            kl_T = estimate_kl(read["logprobs"], read["ref_logprobs"], mask_T, estimator=self.kl_estimator)
             total_T = total_T + self.kl_coef * kl_T
             metrics["kl"] = kl_T.detach()
         if self.entropy_coef:
-            total_T = total_T - self.entropy_coef * current["entropies"]
-        if "entropies" in current:
-            metrics["entropy"] = current["entropies"].detach()
-        loss = (clean["loss_weights"] * masked(total_T, mask_T)).sum()
+            total_T = total_T - self.entropy_coef * read["entropies"]
+        if entropies_T is not None:
+            metrics["entropy"] = read["entropies"].detach()
+        loss = (read["loss_weights"] * masked(total_T, mask_T)).sum()
         count = mask_T.sum()
         sums = {name: (masked(value_T, mask_T).sum(), count) for name, value_T in metrics.items()}
         return loss, {"loss": (loss.detach(), torch.ones_like(loss)), **sums}
@@ -210,10 +221,12 @@ class Objective:
         return tuple(name for name, is_optional in self._parameters.items() if not is_optional or name in chosen)
 
     @cached_property
-    def _call_parameters(self) -> dict[str, bool]:
-        if hasattr(self.function, "chosen_columns"):
-            return dict.fromkeys(self._required_parameters, False)
-        return self._parameters
+    def _call_parameters(self) -> tuple[str, ...]:
+        return self._required_parameters if hasattr(self.function, "chosen_columns") else tuple(self._parameters)
+
+    @cached_property
+    def _columns_read(self) -> frozenset[str]:
+        return frozenset([*self.call_columns, *map(column_of, self._call_parameters)])
 
 
 def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[float, float]]:
@@ -232,18 +245,19 @@ def column_of(parameter: str) -> str:
     return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
 
 
-def _bind(
-    where: str, parameters: Mapping[str, bool], columns: Mapping[str, Tensor], other: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    arguments = {}
-    available = {**columns, **other}
-    for parameter, is_optional in parameters.items():
-        name = column_of(parameter)
-        if name in available:
-            arguments[parameter] = available[name]
-        elif not is_optional:
-            raise ShapeError(f"{where}: needs the column {name!r}; the batch has {', '.join(columns)}")
-    return arguments
+def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
+    """Numbers outside the mask as zeros: a user's function need not know that anything may stand there."""
+    return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
+
+
+def _bound(parameters: Iterable[str], available: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: available[column_of(name)] for name in parameters if column_of(name) in available}
+
+
+def _require(where: str, kind: str, names: Iterable[str], available: Mapping[str, Tensor]) -> None:
+    for name in sorted(names):
+        if name not in available:
+            raise ShapeError(f"{where}: needs the {kind} {name!r}; given are {', '.join(sorted(available)) or 'none'}")
 
 
 def _positional(function: Callable[..., Any], where: str) -> dict[str, bool]:
@@ -253,7 +267,9 @@ def _positional(function: Callable[..., Any], where: str) -> dict[str, bool]:
         if parameter.kind is parameter.KEYWORD_ONLY:
             continue
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise PluginError(f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters")
+            raise PluginError(
+                f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters"
+            )
         found[name] = parameter.default is not parameter.empty
     return found
 
@@ -267,8 +283,8 @@ def _require_known_parameter(where: str, name: str) -> None:
     known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", "sequence_T"]
     if name not in known and not (name.startswith("x_") and name.endswith("_T")):
         raise PluginError(
-            f"{where}: parameter {name!r} is neither a column nor a value of the current model ({', '.join(known)}, x_…_T)."
-            f"{nearest(name, known)} A setting must be keyword-only: put it after `*`"
+            f"{where}: parameter {name!r} is neither a column nor a value of the current model "
+            f"({', '.join(known)}, x_…_T).{nearest(name, known)} A setting must be keyword-only: put it after `*`"
         )
 
 
@@ -277,14 +293,21 @@ def _require_known_settings(function: Callable[..., Any], params: Mapping[str, A
     known = keyword_parameters(function)
     for param in params:
         if param not in known:
-            raise ConfigError(f"{name} has no setting {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}")
+            raise ConfigError(
+                f"{name} has no setting {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}"
+            )
     for param, parameter in known.items():
         if parameter.default is parameter.empty and param not in params:
             raise ConfigError(f"{name} needs the setting {param!r}")
 
 
 def _require_token_loss(where: str, result: Any, mask_T: Tensor) -> None:
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor) or not isinstance(result[1], Mapping):
+    if (
+        not isinstance(result, tuple)
+        or len(result) != 2
+        or not isinstance(result[0], Tensor)
+        or not isinstance(result[1], Mapping)
+    ):
         raise PluginError(f"{where} returned {type(result).__name__}; expected TokenLoss(loss_T, metrics)")
     for name, value in {"loss": result[0], **result[1]}.items():
         if not isinstance(value, Tensor) or value.shape != mask_T.shape:

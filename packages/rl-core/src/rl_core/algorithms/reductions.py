@@ -41,7 +41,7 @@ def token_mean(loss_mask_T: Tensor) -> Tensor:
     """
     require_same_length(loss_mask_T=loss_mask_T)
     require_bool(loss_mask_T=loss_mask_T)
-    return loss_mask_T.float() / loss_mask_T.sum().clamp(min=1)
+    return loss_mask_T.float() / loss_mask_T.count_nonzero().clamp(min=1)
 
 
 def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Policy losses that read the log-probs of the distribution the engine sampled from (`rollout_logprobs_T`).
 
-`rollout_is_loss` and `dppo_loss` put them in place of the old policy's, so the pass that computes old log-probs can be left
-out; `decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). What all losses share stands in `losses`.
+`rollout_is_loss` and `dppo_loss` put them in place of the old policy's, so the pass that computes old log-probs can be
+left out; `decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). What all losses share stands in
+`losses`.
 """
 
 from __future__ import annotations

@@ -96,10 +96,10 @@ def zero_variance_mask(
     """
     _, flat_P, _ = _flat_groups(scores_N, group_N, zero_variance_filter_tol)
     flat_N = zero_variance_groups(scores_N, group_N, zero_variance_filter_tol=zero_variance_filter_tol)
-    kept_T = _cleared(loss_mask_T, sequence_T, flat_N)
+    kept_T = _cleared(loss_mask_T, sequence_T, "scores_N", flat_N)
     metrics = {
-        "selection/zero_variance_groups": (float(flat_P.sum()), float(flat_P.numel())),
-        "selection/zero_variance_tokens": (float((loss_mask_T & ~kept_T).sum()), float(loss_mask_T.sum())),
+        "selection/zero_variance_groups": (_count(flat_P), float(flat_P.numel())),
+        "selection/zero_variance_tokens": (_count(loss_mask_T & ~kept_T), _count(loss_mask_T)),
     }
     return MaskSelection(kept_T, metrics)
 
@@ -178,7 +178,7 @@ def dynamic_sampling_replace(
     metrics = _group_metrics(flat_P, count_P)
     metrics["selection/replaced_groups"] = (float(replaced_P.numel()), float(ids_P.numel()))
     shuffled_P = informative_P[torch.randperm(informative_P.numel(), generator=torch.Generator().manual_seed(seed))]
-    turn_P = torch.arange(replaced_P.numel()) % max(shuffled_P.numel(), 1)
+    turn_P = torch.arange(replaced_P.numel(), device=ids_P.device) % max(shuffled_P.numel(), 1)
     source_P = torch.cat([informative_P, shuffled_P[turn_P]])
     return _selection(group_N, source_P, torch.cat([informative_P, replaced_P]), is_complete, metrics)
 
@@ -201,12 +201,12 @@ def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tenso
         ShapeError: lengths or dtypes do not fit.
     """
     require_bool(is_truncated_N=is_truncated_N)
-    kept_T = _cleared(loss_mask_T, sequence_T, is_truncated_N)
+    kept_T = _cleared(loss_mask_T, sequence_T, "is_truncated_N", is_truncated_N)
     trained_S = sequence_sum(loss_mask_T, sequence_T) > 0
     left_S = sequence_sum(kept_T, sequence_T) > 0
     metrics = {
-        "selection/overlong_sequences": (float((trained_S & ~left_S).sum()), float(trained_S.sum())),
-        "selection/overlong_tokens": (float((loss_mask_T & ~kept_T).sum()), float(loss_mask_T.sum())),
+        "selection/overlong_sequences": (_count(trained_S & ~left_S), _count(trained_S)),
+        "selection/overlong_tokens": (_count(loss_mask_T & ~kept_T), _count(loss_mask_T)),
     }
     return MaskSelection(kept_T, metrics)
 
@@ -248,8 +248,8 @@ def _flat_groups(scores_N: Tensor, group_N: Tensor, tolerance: float) -> tuple[T
 def _group_metrics(flat_P: Tensor, count_P: Tensor) -> Metrics:
     single_P = count_P == 1
     return {
-        "selection/zero_variance_groups": (float((flat_P & ~single_P).sum()), float(flat_P.numel())),
-        "selection/single_sample_groups": (float(single_P.sum()), float(flat_P.numel())),
+        "selection/zero_variance_groups": (_count(flat_P & ~single_P), float(flat_P.numel())),
+        "selection/single_sample_groups": (_count(single_P), float(flat_P.numel())),
     }
 
 
@@ -259,15 +259,24 @@ def _selection(
     """The rows of `source_P`, group by group in ascending order of the ids `target_P` that they get."""
     order_P = target_P.argsort()
     source_P, target_P = source_P[order_P], target_P[order_P]
-    rows = [(group_N == source).nonzero().flatten() for source in source_P]
-    rows_R = torch.cat(rows) if rows else group_N[:0]
-    group_R = torch.repeat_interleave(target_P, torch.tensor([part.numel() for part in rows], dtype=torch.int64))
+    ids, counts = torch.unique(group_N, return_counts=True)
+    found_P = torch.searchsorted(ids, source_P)
+    length_P = counts[found_P]
+    start_P = (counts.cumsum(0) - counts)[found_P]
+    within_R = torch.arange(int(length_P.sum()), device=group_N.device)
+    within_R -= torch.repeat_interleave(length_P.cumsum(0) - length_P, length_P)
+    rows_R = group_N.argsort(stable=True)[torch.repeat_interleave(start_P, length_P) + within_R]
+    group_R = torch.repeat_interleave(target_P, length_P)
     return GroupSelection(rows_R, group_R, group_N[rows_R] != group_R, is_complete, metrics)
 
 
-def _cleared(loss_mask_T: Tensor, sequence_T: Tensor, dropped_N: Tensor) -> Tensor:
+def _cleared(loss_mask_T: Tensor, sequence_T: Tensor, name: str, dropped_N: Tensor) -> Tensor:
     require_same_length(loss_mask_T=loss_mask_T, sequence_T=sequence_T)
     require_bool(loss_mask_T=loss_mask_T)
     require_ordered(sequence_T)
-    require_row_per_sequence(sequence_T, dropped_N=dropped_N)
+    require_row_per_sequence(sequence_T, **{name: dropped_N})
     return loss_mask_T & ~dropped_N[sequence_T]
+
+
+def _count(mask: Tensor) -> float:
+    return float(mask.count_nonzero())

@@ -57,10 +57,10 @@ def gspo_token_loss(
     eps_clip_low: float = 3e-4,
     eps_clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """GSPO for advantages that differ within a sequence: the sequence's ratio as value, the token's log-prob as gradient.
+    """GSPO for advantages that differ within a sequence: the sequence's ratio, the token's gradient.
 
-    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. With equal advantages and
-    weights within each sequence value and gradient are those of `gspo_loss`.
+    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. With equal advantages
+    and weights within each sequence value and gradient are those of `gspo_loss`.
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 13 and 14.
 
     Args:
@@ -90,7 +90,7 @@ def gmpo_loss(
 
     d_t = min(log r_t, gmpo_log_clip_high) where A_t > 0, max(log r_t, −gmpo_log_clip_low) where A_t < 0;
     loss_t = −A_t · exp(mean of d over the trained tokens of the sequence).
-    Source: Zhao et al. 2025 (GMPO), arXiv 2507.20673, eq. 4.
+    Source: Zhao et al. 2025 (GMPO), arXiv 2507.20673, section 3 (tokens clipped before the mean); bounds e^±0.4.
 
     Args:
         logprobs_T, old_logprobs_T, mask_T, sequence_T: as in `gspo_loss`.

@@ -32,10 +32,10 @@ LossFunction = Callable[..., TokenLoss]
 def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[[LossFunction], LossFunction]:
     """Decorates a loss function that needs statistics of the whole mini-batch.
 
-    `columns_function` takes batch columns by parameter name, as a loss does, but nothing of the current model; it may take
-    the keyword `seed`. The controller runs it once per mini-batch, before anything is split, so the loss does not depend on
-    the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other keyword parameters
-    become settings of the loss.
+    `columns_function` takes batch columns by parameter name, as a loss does, but nothing of the current model; it may
+    take the keyword `seed`. The controller runs it once per mini-batch, before anything is split, so the loss does not
+    depend on the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other keyword
+    parameters become settings of the loss.
     """
     prepare_settings = keyword_parameters(columns_function)
     prepare_settings.pop("seed", None)
@@ -56,9 +56,10 @@ def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[
 
 
 def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFunction], LossFunction]:
-    """Decorates a loss function whose settings decide which of its optional columns (parameters with a default) it reads.
+    """Decorates a loss function whose settings decide which of its optional columns it reads.
 
-    `chosen` takes settings of the loss by keyword, with the same defaults, and returns the names of those parameters.
+    Optional columns are positional parameters with a default. `chosen` takes settings of the loss by keyword, with the
+    same defaults, and returns the names of those parameters.
     """
 
     def decorate(function: LossFunction) -> LossFunction:

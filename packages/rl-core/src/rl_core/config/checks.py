@@ -69,11 +69,11 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_bucket_bytes": (1, None),
 }
 ABOVE_ZERO = (
+    "generator.sampling_params.temperature",
     "trainer.algorithm.temperature",
     "trainer.algorithm.kl_ctrl.kl_target",
     "trainer.generation_timeout_s",
     "trainer.worker_timeout_s",
-    "generator.sampling_params.temperature",
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )
@@ -131,32 +131,32 @@ def check_plugins(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    # torch: only when a run is about to start
-    import torch
+    from rl_core.workers.objective import objective_from_spec  # imports torch
 
-    from rl_core.algorithms import off_policy_correction
-    from rl_core.workers.objective import objective_from_spec
-
-    algorithm = config.trainer.algorithm
-    key, name = "trainer.algorithm.policy_loss_type", algorithm.policy_loss_type
+    key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
     objective = objective_from_spec(LossSpec(name=name, params=loss_params(config)), key=key)
     if "predicted_values" in objective.reads:
         raise ConfigError(f"{key}: {name!r} trains a critic, not a policy; choose e.g. regular")
-    if not algorithm.off_policy_correction.is_active:
-        return
-    key = "trainer.algorithm.off_policy_correction"
-    if "advantages" not in objective.required_columns or "rollout_logprobs" in objective.required_columns:
-        reason = (
-            "has a correction of its own"
-            if "rollout_logprobs" in objective.required_columns
-            else "weighs no advantages"
-        )
+    if config.trainer.algorithm.off_policy_correction.is_active:
+        _check_correction(config, objective.required_columns)
+
+
+def _check_correction(config: Config, loss_columns: tuple[str, ...]) -> None:
+    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+    import torch
+
+    from rl_core.algorithms.corrections import off_policy_correction
+
+    key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
+    if "advantages" not in loss_columns or "rollout_logprobs" in loss_columns:
+        reason = "corrects by itself" if "rollout_logprobs" in loss_columns else "weighs no advantages"
         raise ConfigError(
             f"{key}: the loss {name!r} {reason} and cannot use one; switch the corrections off or choose another loss"
         )
     no_tokens, no_mask, no_index = torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
+    settings = attrs.asdict(config.trainer.algorithm.off_policy_correction)
     try:
-        off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **attrs.asdict(algorithm.off_policy_correction))
+        off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **settings)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 

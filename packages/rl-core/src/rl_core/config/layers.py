@@ -79,7 +79,7 @@ def _override(key: str, text: str) -> Layer:
     loader = Yaml12Loader(text)
     try:
         node = loader.get_single_node()
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.MappingNode) and node.value:
             leaves = _leaves_of_node(loader, node, key, "")
             return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
         value = None if node is None else loader.construct_document(node)

@@ -25,16 +25,17 @@ _HEAD = """\
 Generated from `rl_core.config` by `python -m rl_core.config.reference > docs/configuration.md`. Do not edit.
 
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
-with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML 1.2;
-keys may be nested or dotted; where a list is expected, a single value stands for a list of one. An unknown key, a value
-of another type or a combination that cannot work is an error before anything starts; a key given twice is a warning, and
-the last one counts.
+with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
+1.2; keys may be nested or dotted; where a list is expected, a single value stands for a list of one. An unknown key, a
+value of another type or a combination that cannot work is an error before anything starts; a key given twice is a
+warning, and the last one counts.
 """
 _BACKENDS = """\
 ## Backend sections
 
-`trainer.policy.<backend>_config` and `trainer.ref.<backend>_config` belong to the backend: `fsdp_config` is described in
-rl-fsdp. The section of an installed backend is loaded as exactly as the rest; that of another is kept with a warning.
+`trainer.policy.<backend>_config` and `trainer.ref.<backend>_config` belong to the backend: `fsdp_config` is described
+in rl-fsdp. The section of an installed backend is loaded as exactly as the rest; that of another one is kept with a
+warning.
 """
 _DERIVED = """\
 ## Derived values
@@ -46,10 +47,8 @@ value of another key.
 
 def reference_page() -> str:
     """The page as Markdown."""
-    rules = [f"| `{rule.key}` | {_cell(rule.text)} |" for rule in RULES]
-    derived = "\n".join(
-        ["## Derived values", "", "What a key is when it is null:", "", "| key | value |", "|---|---|", *rules]
-    )
+    rules = [f"| `{rule.key}` | `{rule.text}` |" for rule in RULES]
+    derived = "\n".join([_DERIVED, "| key | value |", "|---|---|", *rules])
     return "\n".join([_HEAD, *(f"{section}\n" for section in _sections(Config, "")), _BACKENDS, derived]) + "\n"
 
 

@@ -99,13 +99,12 @@ def _expanded(config: Config, key: str, text: Any) -> Any:
     if text is None:
         return None
 
-    def other(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in known_paths(Config):
-            raise ConfigError(f"{key}: {match[0]} in {text!r} is not a key.{nearest(name, known_paths(Config))}")
-        value = value_at(config, name)
+    def other(found: re.Match[str]) -> str:
+        if found[1] not in known_paths(Config):
+            raise ConfigError(f"{key}: {found[0]} in {text!r} is not a key.{nearest(found[1], known_paths(Config))}")
+        value = value_at(config, found[1])
         if not isinstance(value, str | int | float) or "${" in str(value):
-            raise ConfigError(f"{key}: {match[0]} in {text!r} has no plain value here: {value!r}")
+            raise ConfigError(f"{key}: {found[0]} in {text!r} has no plain value here: {value!r}")
         return str(value)
 
     text = re.sub(r"\$\{([^}]*)\}", other, text)

@@ -97,6 +97,6 @@ def _recipe(source: str) -> Recipe:
         recipe = recipe()
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{source}: a {type(recipe).__name__}; expected an rl_core.interfaces.Recipe, or a function of one"
+            f"{source}: is of type {type(recipe).__name__}; expected a Recipe, or a function that returns one"
         )
     return recipe

@@ -58,6 +58,28 @@ def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
     return part_N
 
 
+def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
+    """As `greedy_partition`, but no part takes more than ⌈N / num_parts⌉ items: equal counts where num_parts divides N.
+
+    Bound: the parts' sums differ by at most the largest cost M. Proof: let a part have sum L and room for r more items,
+    and let c be the cost of the next one. An item of cost c leaves L + r·c unchanged, so for any two parts |L − L'| and
+    |(L + r·c) − (L' + r'·c)| stay at most M: both are so at first, c only falls, and the difference is linear in c. The
+    first holds among parts with room as for greedy; and where L' is full, L + c ≤ L + r·c ≤ L' + M.
+    """
+    costs_N = _checked(costs_N, num_parts)
+    part_N = np.empty(len(costs_N), np.int64)
+    room = [-(-len(costs_N) // num_parts)] * num_parts
+    heap = [(0.0, part) for part in range(num_parts)]
+    costs = costs_N.tolist()
+    for i in _largest_first(costs_N).tolist():
+        load, part = heapq.heappop(heap)
+        part_N[i] = part
+        room[part] -= 1
+        if room[part]:
+            heapq.heappush(heap, (load + costs[i], part))
+    return part_N
+
+
 def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
     """Largest differencing: joins the two partial partitions of largest spread, large to small, until one is left.
 
@@ -65,39 +87,18 @@ def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray
     Source: Karmarkar & Karp 1982, "The differencing method of set partitioning" (multi-way form).
     """
     costs_N = _checked(costs_N, num_parts)
-    return _differencing(np.split(_largest_first(costs_N), len(costs_N)) if len(costs_N) else [], costs_N, num_parts)
-
-
-def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Parts of equal size (to within one item), balanced by differencing.
-
-    Starts from partial partitions that give one item to each part, the `num_parts` largest, the next largest, and so on.
-    Bound: the parts' sums differ by at most the largest cost.
-    Source: Michiels et al. 2003, "Performance ratios for the Karmarkar-Karp differencing method" (balanced form).
-    """
-    costs_N = _checked(costs_N, num_parts)
-    order = _largest_first(costs_N)
-    return _differencing([order[i : i + num_parts] for i in range(0, len(order), num_parts)], costs_N, num_parts)
-
-
-def _differencing(starts: list[IntArray], costs_N: FloatArray, num_parts: int) -> IntArray:
-    """Joins partial partitions, each given by its parts' first items in order of descending cost."""
-    if not starts:
+    if not len(costs_N):
         return np.empty(0, np.int64)
     forest = _Forest(len(costs_N))
-    heap = [(-_spread(costs_N[items], num_parts), i, costs_N[items], items) for i, items in enumerate(starts)]
+    heap = [(-cost, i, costs_N[i : i + 1], np.array([i])) for i, cost in enumerate(costs_N.tolist())]
     heapq.heapify(heap)
-    for _ in range(len(starts) - 1):
+    for _ in range(len(costs_N) - 1):
         _, tie, sums_a, sets_a = heapq.heappop(heap)
         _, _, sums_b, sets_b = heap[0]
         sums, sets = _join(sums_a, sets_a, sums_b, sets_b, num_parts, forest)
-        heapq.heapreplace(heap, (-_spread(sums, num_parts), tie, sums, sets))
+        spread = float(sums[0] if len(sums) < num_parts else sums[0] - sums[-1])
+        heapq.heapreplace(heap, (-spread, tie, sums, sets))
     return forest.part_of_items(heap[0][3])
-
-
-def _spread(sums: FloatArray, num_parts: int) -> float:
-    """Largest minus smallest part, of descending sums without the empty parts."""
-    return float(sums[0] if len(sums) < num_parts else sums[0] - sums[-1])
 
 
 class _Forest:

@@ -124,7 +124,12 @@ def make_case(directory: Path, options: Any, variant: Variant) -> Case:
     batch.save(directory / "batch.safetensors")
     (directory / "files").mkdir()
     return Case(
-        spec=spec, batch=batch, plan=((5, 0, 3), (1, 6), (4, 2, 7)), reference=reference, directory=directory / "files", is_tied=variant.tie_word_embeddings
+        spec=spec,
+        batch=batch,
+        plan=((5, 0, 3), (1, 6), (4, 2, 7)),
+        reference=reference,
+        directory=directory / "files",
+        is_tied=variant.tie_word_embeddings,
     )
 
 
@@ -242,7 +247,9 @@ class BackendConformance:
                 loss = actor_loss
                 assert metrics["loss"][1] == 1.0
                 assert all(weight > 0 for _, weight in metrics.values())
-        assert abs(loss - actor_loss) <= self.tolerances.logprob * max(1.0, abs(actor_loss)), f"loss {loss}, expected {actor_loss}"
+        assert abs(loss - actor_loss) <= self.tolerances.logprob * max(1.0, abs(actor_loss)), (
+            f"loss {loss}, expected {actor_loss}"
+        )
         self.require_same_gradients(gradients(worker), case.reference.gradients())
 
     def test_the_cross_entropy_loss(self, case: Case) -> None:
@@ -288,7 +295,9 @@ class BackendConformance:
             for actor in (worker, case.reference):
                 actor.forward_backward(case.batch, [micro_batch], LOSS, temperature=TEMPERATURE)
                 steps.append(actor.optim_step())
-            assert steps[0].learning_rate == pytest.approx(rate), "num_warmup_steps=2: the steps are at 1/2, 2/2, 2/2 of the rate"
+            assert steps[0].learning_rate == pytest.approx(rate), (
+                "num_warmup_steps=2: the steps are at 1/2, 2/2, 2/2 of the rate"
+            )
             assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-3)
             assert not steps[0].skipped
         after, expected = weights(worker), weights(case.reference)
@@ -311,7 +320,9 @@ class BackendConformance:
         worker = self.start(case.spec)
         before = weights(worker)
         broken_T = torch.where(case.batch["loss_mask"], float("nan"), 0.0)
-        worker.forward_backward(case.batch.with_columns(loss_weights=broken_T), case.plan, LOSS, temperature=TEMPERATURE)
+        worker.forward_backward(
+            case.batch.with_columns(loss_weights=broken_T), case.plan, LOSS, temperature=TEMPERATURE
+        )
         step = worker.optim_step()
         assert step.skipped
         assert not step.grad_norm < float("inf")
@@ -402,7 +413,9 @@ class BackendConformance:
                 f"gradient of {name} differs by {errors[name] / size:.1e} (relative L2), allowed {self.tolerances.gradient_of_one:g}"
             )
         error = sum(e * e for e in errors.values()) ** 0.5 / whole
-        assert error <= self.tolerances.gradient, f"gradients differ by {error:.1e} (relative L2), allowed {self.tolerances.gradient:g}"
+        assert error <= self.tolerances.gradient, (
+            f"gradients differ by {error:.1e} (relative L2), allowed {self.tolerances.gradient:g}"
+        )
 
 
 def checks() -> tuple[str, ...]:
@@ -432,7 +445,9 @@ def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str)
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     difference = (actual - expected).abs().reshape(-1)
     worst = int(difference.argmax())
-    assert difference[worst] <= tolerance, f"{what}: differs by {difference[worst]:.1e} at {worst}, allowed {tolerance:g}"
+    assert difference[worst] <= tolerance, (
+        f"{what}: differs by {difference[worst]:.1e} at {worst}, allowed {tolerance:g}"
+    )
 
 
 def require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:

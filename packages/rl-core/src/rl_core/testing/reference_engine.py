@@ -1,4 +1,4 @@
-"""The slowest right inference engine: a full forward pass per token, on the event loop. For tests and for comparison."""
+"""The slowest right inference engine: a full forward pass per token, on the event loop. For tests and comparison."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class _Running:
 class ReferenceEngine:
     """InferenceClient without cache, batching or threads. Weight versions come through any transport."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0) -> None:
         self.model = model.eval()
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._version = -1
         self._running: dict[str, _Running] = {}
+        # Samples of one prompt share their first forward.
+        self._last: tuple[list[int], Tensor] | None = None
         self._may_sample = asyncio.Event()
         self._may_sample.set()
         self._is_closed = False
@@ -111,6 +111,7 @@ class ReferenceEngine:
         """Puts checked weights in place."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
+        self._last = None
 
     async def health(self) -> EngineHealth:
         return EngineHealth(version=self._version, num_running=len(self._running), num_waiting=0)
@@ -125,7 +126,9 @@ class ReferenceEngine:
         length = len(request.prompt_tokens) + request.params.max_tokens
         limit: int = self.model.config.max_position_embeddings
         if not request.prompt_tokens or length > limit:
-            raise GenerationError(f"{len(request.prompt_tokens)} prompt tokens, {length} with the response, limit {limit}")
+            raise GenerationError(
+                f"{len(request.prompt_tokens)} prompt tokens, {length} with the response, limit {limit}"
+            )
 
     async def _samples(self, running: _Running) -> tuple[Completion, ...]:
         try:
@@ -161,8 +164,10 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def _logits(self, tokens: list[int]) -> Tensor:
-        model: Any = self.model
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        if self._last is None or self._last[0] != tokens:
+            model: Any = self.model
+            self._last = (tokens, model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1])
+        return self._last[1]
 
     def _stop_reason(self, tokens: list[int], params: SamplingParams) -> StopReason | None:
         eos = self._tokenizer.eos_token_id

@@ -34,7 +34,9 @@ class ReferenceWorker:
 
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
-        self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            spec.model.path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         self.steps_done = 0
         self.optimizer = None
         if spec.optimizer is not None:
@@ -48,7 +50,9 @@ class ReferenceWorker:
         scores = {"logprobs": torch.zeros(batch.num_tokens), "entropies": torch.zeros(batch.num_tokens)}
         with torch.no_grad():
             for tokens in self._sequences(batch, plan):
-                scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(batch["tokens"][tokens], temperature)
+                scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(
+                    batch["tokens"][tokens], temperature
+                )
         return scores
 
     def score(self, tokens_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -66,7 +70,9 @@ class ReferenceWorker:
         total = 0.0
         for tokens in self._sequences(batch, plan):
             mask_T = batch["loss_mask"][tokens]
-            logprobs_T, entropies_T = (values_T[mask_T] for values_T in self.score(batch["tokens"][tokens], temperature))
+            logprobs_T, entropies_T = (
+                values_T[mask_T] for values_T in self.score(batch["tokens"][tokens], temperature)
+            )
             columns = {name: batch[name][tokens][mask_T] for name in batch if batch[name].shape[0] == batch.num_tokens}
             weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
             weighted_sum.backward()
@@ -84,7 +90,9 @@ class ReferenceWorker:
         is_finite = grad_norm < float("inf")
         if is_finite:
             for gradient in gradients:
-                gradient.mul_(min(1.0, config.max_grad_norm / max(grad_norm, 1e-12)) if config.max_grad_norm > 0 else 1.0)
+                gradient.mul_(
+                    min(1.0, config.max_grad_norm / max(grad_norm, 1e-12)) if config.max_grad_norm > 0 else 1.0
+                )
             self.optimizer.param_groups[0]["lr"] = rate
             self.optimizer.step()
             self.steps_done += 1
@@ -94,7 +102,8 @@ class ReferenceWorker:
     def gradients(self) -> dict[str, Tensor]:
         """A tied weight appears once: `named_parameters` lists it once."""
         return {
-            name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.model.named_parameters()
+            name: (torch.zeros_like(p) if p.grad is None else p.grad.clone())
+            for name, p in self.model.named_parameters()
         }
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -141,7 +150,9 @@ class ReferenceWorker:
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """What is weighted and summed, written out from the formulas; all are of the trained tokens."""
     if loss.params or loss.kl_estimator != "k3" or loss.name not in ("ppo_clip", "cross_entropy"):
-        raise ConfigError(f"the reference worker knows ppo_clip and cross_entropy with default settings and KL k3, not {loss}")
+        raise ConfigError(
+            f"the reference worker knows ppo_clip and cross_entropy with default settings and KL k3, not {loss}"
+        )
     if loss.name == "cross_entropy":
         loss_T = -logprobs_T
     else:

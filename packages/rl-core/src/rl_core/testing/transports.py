@@ -5,8 +5,8 @@ A plug-in's author writes
     class TestMyTransport(WeightTransportConformance):
         transport = my_transport
 
-and runs pytest. Ranks and engines are threads of the test's process. `damage` may be overridden to spoil a sync that was
-sent and not yet received; transports that keep nothing between the two leave it as it is.
+and runs pytest. Ranks and engines are threads of the test's process. `damage` may be overridden to spoil a sync that
+was sent and not yet received; transports that keep nothing between the two leave it as it is.
 """
 
 from __future__ import annotations

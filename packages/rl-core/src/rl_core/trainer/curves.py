@@ -263,7 +263,8 @@ def _svg(
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{grid}"
         f'<svg viewBox="0 0 {_BOX} {_BOX}" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
         f"{inside}</svg>"
-        '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
+        '<g class="cursor" aria-hidden="true"><line y2="100%"/>'
+        '<text class="tick" dy="-4" text-anchor="middle"/></g></svg>'
     )
 
 

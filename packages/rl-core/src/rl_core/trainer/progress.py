@@ -53,7 +53,7 @@ class Progress:
             clock: seconds, for the pace.
         """
         self._title, self._total, self._unit = title, total, unit
-        self._done = self._first = done
+        self._done = done
         self._numbers: dict[str, float] = {}
         self._phase = ""
         self._clock = clock
@@ -71,7 +71,8 @@ class Progress:
 
     def update(self, done: int, **numbers: float) -> None:
         """`done` are done; `numbers` are shown by name, with blanks for underscores, `…_per_second` as `…/s`."""
-        self._numbers.update(numbers)
+        # A new dictionary, because the live display reads the old one from its own thread.
+        self._numbers = {**self._numbers, **numbers}
         if done > self._done:
             self._pace.append((self._clock(), done))
         self._done = done

@@ -8,9 +8,9 @@ from pathlib import Path
 from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
-from rl_core.interfaces import Tracker, Trajectory
-from rl_core.trainer.samples import SamplesWriter, sample_of, with_logprobs
-from rl_core.trainer.trackers import ConsoleTracker, JsonlTracker
+from rl_core.interfaces import PhaseAware, Tracker, Trajectory
+from rl_core.trainer.samples import FILE_NAME, SamplesWriter, sample_of, with_logprobs
+from rl_core.trainer.trackers import JsonlTracker
 
 
 class RunReporter:
@@ -25,12 +25,12 @@ class RunReporter:
         self._trackers: list[Tracker] = [
             factory(config, run_dir, total_steps=total_steps, first_step=first_step) for factory in factories
         ]
-        self._samples = SamplesWriter(run_dir, first_step=first_step)
+        self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step)
 
     def phase(self, name: str) -> None:
         """Shows what the run is doing."""
         for tracker in self._trackers:
-            if isinstance(tracker, ConsoleTracker):
+            if isinstance(tracker, PhaseAware):
                 tracker.phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

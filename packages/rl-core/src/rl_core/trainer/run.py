@@ -61,7 +61,13 @@ def run_evaluation(config: Config) -> dict[str, float]:
 
 
 def run_generation(config: Config, output: Path) -> int:
-    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number."""
+    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number.
+
+    Raises:
+        DataError: `output` exists; nothing is overwritten.
+    """
+    if output.exists():
+        raise DataError(f"{output} exists already: give another file, or remove it first")
     return asyncio.run(_generate(config, output))
 
 
@@ -152,7 +158,7 @@ async def _generate(config: Config, output: Path) -> int:
             batch_size=config.trainer.eval_batch_size,
             timeout_s=config.trainer.generation_timeout_s,
         )
-    writer = SamplesWriter(output.parent, first_step=0)
+    writer = SamplesWriter(output, first_step=0)
     writer.write([sample_of(trajectory, step=0, purpose="eval") for trajectory in result.trajectories])
     writer.close()
     return len(result.trajectories)

@@ -72,10 +72,10 @@ def with_logprobs(
 
 
 class SamplesWriter:
-    """Appends to a run's `samples.jsonl`; drops rows of `first_step` and later, left by the run that is resumed."""
+    """Appends to a file of samples; drops rows of `first_step` and later, left by the run that is resumed."""
 
-    def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        self._log = StepLog(run_dir / FILE_NAME, first_step=first_step)
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        self._log = StepLog(path, first_step=first_step)
 
     def write(self, samples: Iterable[Sample]) -> None:
         """Appends and flushes; columns that were not asked for are left out of a row."""

@@ -1,12 +1,13 @@
 """The ranks of one model, as the controller sees them: it plans, sends each rank its part once, and collects.
 
-All methods are awaitable. The plan is made here, from lengths alone: per data-parallel rank a list of micro-batches, each
-a list of sequences. A sequence is never split over micro-batches or ranks.
+All methods are awaitable. The plan is made here, from lengths alone: per data-parallel rank a list of micro-batches,
+each a list of sequences. A sequence is never split over micro-batches or ranks.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +18,16 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, Plan, Rendezvous, WorkerSpec
+from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, Rendezvous, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches
 from rl_core.weights import merge_manifests
+from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.inline import InlineRank
+from rl_core.workers.rank import Part, Ranks
+
+INPUT_COLUMNS = ("tokens", "routed_experts", "routed")
+"""What a model reads of a batch; the rest is the loss's."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,117 +38,167 @@ class MicroBatchLimits:
     max_tokens: int | None = None
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Part:
-    """What one data-parallel rank computes."""
-
-    sequences: Tensor
-    """int64, indices into the whole batch."""
-    batch: Batch
-    plan: Plan
-
-
 class WorkerGroup:
     """Handle of the ranks of one model. Made by `launch`."""
 
-    def __init__(self, ranks: list[InlineRank], mesh: Mesh):
+    def __init__(self, ranks: Ranks, mesh: Mesh, shape: tuple[int, int], devices: SharedDevices, tenant: Tenant):
         self._ranks = ranks
+        self._shape = shape
+        self._devices = devices
+        self._tenant = tenant
         self.mesh = mesh
 
     @classmethod
-    async def launch(cls, backend: Backend, spec: WorkerSpec, *, world_size: int = 1, timeout_s: float = 3600.0) -> Self:
-        """Starts the ranks and builds their models.
+    async def launch(
+        cls,
+        backend: Backend,
+        spec: WorkerSpec,
+        *,
+        num_nodes: int = 1,
+        ranks_per_node: int = 1,
+        share_devices_of: WorkerGroup | None = None,
+        timeout_s: float = 3600.0,
+    ) -> Self:
+        """Starts the ranks and builds their models. One rank runs in this process, several as Ray actors.
+
+        Args:
+            backend: what trains the model.
+            spec: what each rank is told.
+            num_nodes: machines.
+            ranks_per_node: GPUs on each; on machines without, processes.
+            share_devices_of: a group of as many ranks whose devices this one uses too, in turns: `Offloadable` workers
+                leave them while the other group computes. None: devices of its own.
+            timeout_s: longest wait for this start and for each later call.
 
         Raises:
-            ConfigError: the backend cannot arrange or train what is asked for.
+            ConfigError: the backend cannot arrange or train what is asked for, or there are not enough devices.
             WorkerError, DeadlineError: a rank failed to start.
         """
+        world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
         mesh = backend.mesh(spec.options, world_size)
-        if world_size != 1 or backend.needs_own_process():
-            raise ConfigError(f"{spec.role}: {world_size} ranks of {backend.name!r} need processes of their own; this version runs one rank inline")
-        rank = InlineRank(spec.role, timeout_s)
-        await rank.start(backend, spec)
-        return cls([rank], mesh)
+        shape = (num_nodes, ranks_per_node)
+        devices, beside = SharedDevices(), None
+        if share_devices_of is not None:
+            _require_same_shape(spec, shape, share_devices_of._shape)
+            devices, beside = share_devices_of._devices, share_devices_of._ranks
+            await devices.clear()
+        if world_size == 1 and not backend.needs_own_process():
+            ranks: Ranks = await InlineRank.start(backend, spec, timeout_s=timeout_s)
+        else:
+            # Only here: everything else runs where Ray is not installed.
+            from rl_core.workers.ray_ranks import RayRanks
+
+            ranks = await RayRanks.start(
+                backend,
+                spec,
+                mesh,
+                shape=shape,
+                beside=beside if isinstance(beside, RayRanks) else None,
+                timeout_s=timeout_s,
+            )
+        keeps_optimizer = spec.optimizer is not None and not spec.optimizer.offload_after_step
+        tenant = Tenant(ranks, keeps_optimizer=keeps_optimizer)
+        devices.add(tenant)
+        return cls(ranks, mesh, shape, devices, tenant)
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
         """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]."""
-        parts = self._parts(batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS)), limits)
-        results = await self._on_all("forward", parts, temperature=temperature)
-        columns: dict[str, Tensor] = {}
-        for rank, result in enumerate(results):
-            if not self.mesh.returns_results(rank):
-                continue
-            positions = batch.token_index(parts[self.mesh.data_rank(rank)].sequences)
+        inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
+        parts = self._parts(batch, limits)
+        async with self._turn():
+            results = await self._ranks.call_on_parts("forward", inputs, parts, temperature=temperature)
+        columns: dict[str, np.ndarray] = {}
+        for part, result in self._of_results(parts, results):
+            positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
             for name, values in result.items():
-                columns.setdefault(name, torch.zeros(batch.num_tokens, dtype=values.dtype))[positions] = values
-        return columns
+                values = np.asarray(values)
+                column = columns.setdefault(name, np.zeros(batch.num_tokens, values.dtype))
+                column[positions] = values[: len(positions)]
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
-    async def forward_backward(self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float) -> Metrics:
+    async def forward_backward(
+        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
+    ) -> Metrics:
         """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up."""
-        results = await self._on_all("forward_backward", self._parts(batch, limits), loss, temperature=temperature)
-        metrics = add_metrics(result for rank, result in enumerate(results) if self.mesh.returns_results(rank))
+        parts = self._parts(batch, limits)
+        async with self._turn():
+            results = await self._ranks.call_on_parts("forward_backward", batch, parts, loss, temperature=temperature)
+        metrics = add_metrics(result for _, result in self._of_results(parts, results))
         # The loss is a sum over the mini-batch already: its parts add up and are not averaged.
         return {**metrics, "loss": (metrics["loss"][0], 1.0)}
 
     async def optim_step(self) -> OptimizerStep:
         """One optimizer step on all ranks."""
-        return (await self._call("optim_step"))[0]
+        async with self._turn(optimizer=True):
+            return (await self._ranks.call("optim_step"))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights; what was sent, over all ranks."""
-        manifests = await asyncio.gather(*(rank.publish(rendezvous, version, max_bucket_bytes) for rank in self._ranks))
-        return merge_manifests(manifests)
+        async with self._turn():
+            return merge_manifests(await self._ranks.call("publish", rendezvous, version, max_bucket_bytes))
 
     async def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer and schedule."""
-        await self._call("save_state", directory)
+        async with self._turn(optimizer=True):
+            await self._ranks.call("save_state", directory)
 
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
-        await self._call("load_state", directory)
+        async with self._turn(optimizer=True):
+            await self._ranks.call("load_state", directory)
 
     async def save_model(self, directory: Path) -> None:
         """Writes the model in Hugging Face format."""
-        await self._call("save_model", directory)
+        async with self._turn():
+            await self._ranks.call("save_model", directory)
+
+    async def offload(self) -> None:
+        """Clears the devices of `Offloadable` workers, also of groups that share them; a call brings back what it needs."""
+        await self._devices.clear()
 
     async def close(self) -> None:
-        """Ends the ranks."""
-        await asyncio.gather(*(rank.close() for rank in self._ranks))
+        """Ends the ranks; a second call does nothing."""
+        self._devices.remove(self._tenant)
+        await self._ranks.close()
 
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(rank.call(method, *args) for rank in self._ranks))
+    def _turn(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._devices.turn(self._tenant, optimizer=optimizer)
 
-    async def _on_all(self, method: str, parts: list[_Part], *args: Any, **kwargs: Any) -> list[Any]:
-        calls = []
-        for number, rank in enumerate(self._ranks):
-            part = parts[self.mesh.data_rank(number)]
-            calls.append(rank.call(method, part.batch, part.plan, *args, **kwargs))
-        return await asyncio.gather(*calls)
+    def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
+        for rank, result in enumerate(results):
+            if self.mesh.returns_results(rank):
+                yield parts[self.mesh.data_rank(rank)], result
 
-    def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[_Part]:
+    def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
+        lengths_N = batch.lengths.numpy()
         plans = plan_micro_batches(
-            batch.lengths.numpy(),
+            lengths_N,
             num_data_ranks=self.mesh.data,
             max_tokens=limits.max_tokens,
             max_sequences=limits.max_sequences,
             multiple=self.mesh.micro_batch_multiple,
+            sequence_multiple=self.mesh.sequence_multiple,
         )
-        return [_part(batch, plan) for plan in plans]
+        return [_part(plan, shortest=int(lengths_N.argmin())) for plan in plans]
 
 
-INPUT_COLUMNS = ("tokens", "routed_experts", "routed")
-"""What a model reads of a batch; the rest is the loss's."""
+def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[int, int]) -> None:
+    if shape != other:
+        raise ConfigError(
+            f"{spec.role}: {shape[0]} nodes × {shape[1]} ranks cannot share the devices of {other[0]} nodes × {other[1]} "
+            "ranks: give both the same numbers in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
+        )
 
 
-def _part(batch: Batch, plan: list[np.ndarray]) -> _Part:
-    sequences = torch.from_numpy(np.concatenate(plan))
+def _part(plan: list[np.ndarray], *, shortest: int) -> Part:
+    sequences = np.concatenate(plan)
     ends = np.cumsum([len(micro_batch) for micro_batch in plan])
     local = tuple(range(end - len(m), end) for end, m in zip(ends.tolist(), plan, strict=True))
-    return _Part(sequences=sequences, batch=batch.select(sequences), plan=local)
+    return Part(sequences=sequences, sent=sequences if len(sequences) else np.array([shortest]), plan=local)
 
 
-def add_metrics(parts: Any) -> Metrics:
+def add_metrics(parts: Iterable[Metrics]) -> Metrics:
     """Sums and weights of several parts, added by name."""
     total: dict[str, tuple[float, float]] = {}
     for part in parts:

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
+import torch
+
+from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
-from rl_core.workers.rank import RankHost
+from rl_core.workers.rank import Part, RankHost
 
 
 class InlineRank:
-    """Rank 0 of 1."""
+    """Rank 0 of 1. Fulfils `Ranks`."""
 
     def __init__(self, role: str, timeout_s: float):
         self._role = role
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-{role}")
         self._host: RankHost | None = None
+        self.can_offload = False
 
-    async def start(self, backend: Backend, spec: WorkerSpec) -> None:
+    @classmethod
+    async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float) -> Self:
         """Builds the worker."""
-        self._host = await self._run("start", lambda: RankHost(backend, spec, RankInfo()))
+        rank = cls(spec.role, timeout_s)
+        try:
+            host = await rank._run("start", lambda: RankHost(backend, spec, RankInfo()))
+        except BaseException:
+            rank._thread.shutdown(wait=False)
+            raise
+        rank._host, rank.can_offload = host, host.can_offload
+        return rank
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Awaits the worker's `method`. Raises WorkerError, DeadlineError; a user's mistake (RLError) comes through as it is."""
-        host = self._started()
-        return await self._run(method, lambda: host.call(method, *args, **kwargs))
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it still runs."""
+        if self._host is None:
+            raise WorkerError(f"{self._role} rank 0 was asked to {method} but is closed: start a new group")
+        host = self._host
+        return [await self._run(method, lambda: host.call(method, *args, **kwargs))]
 
-    async def publish(self, *args: Any) -> Any:
-        """Awaits `RankHost.publish`."""
-        host = self._started()
-        return await self._run("publish", lambda: host.publish(*args))
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """See `Ranks.call_on_parts`."""
+        (part,) = parts
+        return await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)
 
     async def close(self) -> None:
         """Ends the worker and its thread."""
-        if self._host is not None:
-            await self.call("close")
-            self._host = None
-        self._thread.shutdown(wait=False)
-
-    def _started(self) -> RankHost:
         if self._host is None:
-            raise WorkerError(f"{self._role} rank 0: not started, or already closed")
-        return self._host
+            return
+        try:
+            await self.call("close")
+        finally:
+            self._host = None
+            self._thread.shutdown(wait=False)
 
     async def _run(self, phase: str, function: Callable[[], Any]) -> Any:
         future = asyncio.get_running_loop().run_in_executor(self._thread, function)

@@ -8,7 +8,7 @@ from rl_core.plugins import load_function
 
 
 def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
-    """Loads the loss by entry point or `package.module:function`, checks its parameters and runs it once on four tokens.
+    """Loads a loss by entry point or `package.module:function`, checks its parameters, runs it on four tokens.
 
     Args:
         spec: what is minimised.

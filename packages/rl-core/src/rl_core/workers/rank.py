@@ -1,11 +1,55 @@
-"""What runs in a rank's process: it builds the worker and answers calls by name."""
+"""What a group asks of its ranks, and what runs at each of them: it builds the worker and answers calls by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
 
 from rl_core import plugins
-from rl_core.interfaces import Backend, Manifest, RankInfo, Rendezvous, Worker, WorkerSpec
+from rl_core.batch import Batch
+from rl_core.interfaces import Backend, Manifest, Offloadable, Plan, RankInfo, Rendezvous, Worker, WorkerSpec
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Part:
+    """What one data-parallel rank computes."""
+
+    sequences: np.ndarray
+    """int64, indices into the whole batch; empty for a rank that only takes part in the collectives."""
+    sent: np.ndarray
+    """int64, the sequences that travel: `sequences`, or any one where there are none (no batch is empty)."""
+    plan: Plan
+    """Micro-batches as indices into `sent`."""
+
+
+class Ranks(Protocol):
+    """All ranks of a group, wherever they run: what `WorkerGroup` calls."""
+
+    can_offload: bool
+    """Every worker is `Offloadable`."""
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `method` on every rank with the same arguments; results by rank.
+
+        Raises:
+            RLError: a user's mistake that a rank found, as it was raised there.
+            WorkerError: a rank raised something else, died, or was closed.
+            DeadlineError: a rank did not answer in time.
+        """
+        ...
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """As `call`, each rank with its own part of `batch`; None from ranks that hold no result."""
+        ...
+
+    async def close(self) -> None:
+        """Ends all ranks; a second call does nothing."""
+        ...
 
 
 class RankHost:
@@ -15,12 +59,18 @@ class RankHost:
         self._rank = rank
         self._worker: Worker = backend.create_worker(spec, rank)
 
+    @property
+    def can_offload(self) -> bool:
+        """The worker is `Offloadable`."""
+        return isinstance(self._worker, Offloadable)
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the worker's `method`."""
+        """Calls the worker's `method`; `publish` gets this rank's end of the transport."""
+        if method == "publish":
+            return self._publish(*args)
         return getattr(self._worker, method)(*args, **kwargs)
 
-    def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """Builds this rank's end of the transport and sends the weights through it."""
+    def _publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
         return self._worker.publish(sender, version, max_bucket_bytes)

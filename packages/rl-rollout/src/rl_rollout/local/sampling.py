@@ -68,7 +68,7 @@ def draw(
         uniforms_B: `uniforms`.
 
     Returns:
-        Tokens int64 [B] and log-probs float32 [B], on the logits' device.
+        Tokens int64 [B] and log-probs float32 [B], on the logits' device. A log-prob is NaN where a logit was.
     """
     filtered = _is_filtered(knobs_array_B4)
     knobs_B4 = torch.from_numpy(knobs_array_B4).to(logits_BV.device)
@@ -93,6 +93,8 @@ def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered
         )
     cumulative_BV = torch.cumsum(logprobs_BV.exp(), dim=-1, dtype=torch.float64)
     drawn_B1 = torch.searchsorted(cumulative_BV, targets_B[:, None] * cumulative_BV[:, -1:], right=True)
+    # Only sums of NaN lead past the end; the caller sees that from the log-prob.
+    drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[1] - 1)
     tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
     return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
 

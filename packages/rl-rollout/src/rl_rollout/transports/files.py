@@ -135,7 +135,7 @@ class FilesReceiver:
                     f"waited {self._timeout_s:g} s for ranks {missing} of {self._num_ranks} to send their weights"
                 )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
+            pause_s = min(1.2 * pause_s, _MAX_POLL_S)
         return [json.loads(path.read_text()) for path in paths]
 
 
@@ -147,7 +147,7 @@ def records_of(bucket: WeightBucket) -> dict[str, TensorRecord]:
 
 
 def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
-    path, expected = entry["file"], entry["num_bytes"]
+    path, expected = Path(entry["file"]), entry["num_bytes"]
     try:
         data = _read_bytes(path)
     except OSError as error:
@@ -165,11 +165,13 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
     return bucket
 
 
-def _read_bytes(path: str) -> Tensor:
-    import numpy as np
+def _read_bytes(path: Path) -> Tensor:
     import torch
 
-    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+    data = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    with path.open("rb") as file:
+        file.readinto(data.numpy().data)
+    return data
 
 
 def _manifest_path(directory: Path, rank: int) -> Path:

@@ -1,0 +1,172 @@
+"""The commands, their options, and what a failure looks like: one message, an exit code, no traceback.
+
+Exit codes: 0 done, 1 failed, 2 cannot run as asked (configuration, plug-in, data), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from rl_core.errors import ConfigError, DataError, PluginError, RLError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
+After it, key.path=value words change single keys; docs/configuration.md lists them all."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and ends the process."""
+    # Appended, so that a user's own module is found (trainer.callbacks=my_module:Class) and shadows nothing.
+    sys.path.append(str(Path.cwd()))
+    settings = {"traceback": bool(os.environ.get("RL_DEBUG"))}
+    with warnings.catch_warnings():
+        _show_config_warnings_plainly()
+        sys.exit(_status(arguments, settings))
+
+
+def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
+    try:
+        return rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings) or 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return 130
+    except RLError as error:
+        if settings["traceback"]:
+            traceback.print_exc()
+        else:
+            click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+            click.echo(error, err=True)
+        return 2 if isinstance(error, ConfigError | PluginError | DataError) else 1
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rl-core", prog_name="rl")
+def rl() -> None:
+    """Reinforcement learning post-training for language models.
+
+    Begin with `rl doctor`, then `rl train quickstart`.
+    """
+
+
+def _turn_traceback_on(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        context.obj["traceback"] = True
+
+
+def _configured(command: _Command) -> _Command:
+    """The arguments of every command that takes a configuration."""
+    show = "Show the traceback of an error; so does RL_DEBUG=1."
+    command = click.option("--traceback", is_flag=True, expose_value=False, callback=_turn_traceback_on, help=show)(
+        command
+    )
+    command = click.option("--tiny", is_flag=True, help="The recipe's tiny variant: a minute on two CPU cores.")(
+        command
+    )
+    command = click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")(command)
+    command = click.argument("source", metavar="RECIPE")(command)
+    command.__doc__ = f"{command.__doc__}\n\n{_SOURCE_HELP}"
+    return command
+
+
+@rl.command()
+@_configured
+@click.option("--dry-run", is_flag=True, help="Check everything that can be checked without starting anything.")
+def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) -> int:
+    """Train, or go on where a run stopped."""
+    from rl_core.cli import runs
+
+    started = time.perf_counter()
+    _log_to_stderr()
+    loaded = runs.load(source, overrides, tiny)
+    return runs.describe(loaded) if dry_run else runs.train(loaded, started)
+
+
+@rl.command("eval")
+@_configured
+def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
+    """Play the held-out prompts; print the metrics."""
+    from rl_core.cli import runs
+
+    _log_to_stderr()
+    return runs.evaluate(runs.load(source, overrides, tiny))
+
+
+@rl.command()
+@_configured
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A .jsonl file, one sample a line."
+)
+def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path) -> int:
+    """Write sampled responses with their rewards."""
+    from rl_core.cli import runs
+
+    _log_to_stderr()
+    return runs.generate(runs.load(source, overrides, tiny), output)
+
+
+@rl.command("config")
+@_configured
+@click.option("--yaml", "as_yaml", is_flag=True, help="As a file that `rl train` takes.")
+def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bool) -> None:
+    """Show every value and where it comes from."""
+    from rl_core.cli import listing, runs
+
+    listing.show_config(runs.load(source, overrides, tiny), as_yaml=as_yaml)
+
+
+@rl.command("plugins")
+def show_plugins() -> None:
+    """List what is installed, and what is broken."""
+    from rl_core.cli import listing
+
+    listing.show_plugins()
+
+
+@rl.command()
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"), show_default=True)
+def doctor(run_dir: Path) -> int:
+    """Say what is missing and how to add it."""
+    from rl_core.cli.doctor import examine
+
+    return examine(run_dir)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment, which a live display replaces while it runs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        click.echo(prefix + self.format(record), err=True)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
+    for package in ("rl_core", "rl_fsdp", "rl_megatron", "rl_rollout", "rl_examples"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _show_config_warnings_plainly() -> None:
+    """A `ConfigWarning` is for the user: always shown, as one line. Others keep Python's form."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category.__name__ == "ConfigWarning":
+            click.echo(f"warning: {message}", err=True)
+        else:
+            show_others(message, category, *place, **more)
+
+    warnings.showwarning = show
+    warnings.filterwarnings("always", module=r"rl_core\.config\..*")

@@ -1,0 +1,99 @@
+"""`rl doctor`: what this machine has, what is missing, and the command that adds it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import attrs
+import click
+
+from rl_core import plugins
+from rl_core.cli.listing import columns
+from rl_core.errors import PluginError
+
+
+@attrs.frozen
+class Finding:
+    """One line of the examination."""
+
+    state: str
+    """`ok`, `-` for something optional that is not there, `MISSING` for what training needs."""
+    subject: str
+    detail: str
+
+
+_NEEDED = {"rl-core": "", "rl-fsdp": "pip install rl-fsdp", "rl-rollout": "pip install rl-rollout"}
+_OPTIONAL = {
+    "rl-examples": "pip install rl-examples  (the recipes quickstart and gsm8k)",
+    "tensorboard": 'pip install "rl-core[tensorboard]"  (trainer.logger=tensorboard)',
+    "wandb": 'pip install "rl-core[wandb]"  (trainer.logger=wandb)',
+}
+
+
+def examine(run_dir: Path) -> int:
+    """Prints the findings; 1 if something that training needs is missing, else 0."""
+    findings = [*_machine(), *_packages(), *_torch(), *_plugins(), _run_dir(run_dir)]
+    for line in columns((finding.state, finding.subject, finding.detail) for finding in findings):
+        click.echo(line)
+    return int(any(finding.state == "MISSING" for finding in findings))
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("ok", "cores", str(cores))
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield Finding("ok", "memory", f"{memory_bytes / 2**30:.0f} GiB")
+
+
+def _packages() -> Iterator[Finding]:
+    for package, remedy in _NEEDED.items():
+        yield _package(package, remedy, "MISSING")
+    for package, remedy in _OPTIONAL.items():
+        yield _package(package, remedy, "-")
+
+
+def _package(package: str, remedy: str, state: str) -> Finding:
+    try:
+        return Finding("ok", package, version(package))
+    except PackageNotFoundError:
+        return Finding(state, package, remedy)
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("MISSING", "torch", f"cannot be imported ({error}): pip install --force-reinstall torch")
+        return
+    yield Finding("ok", "torch", torch.__version__)
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("ok", "cuda", f"{torch.version.cuda}: {', '.join(names)}")
+    else:
+        reason = "this torch is built without it" if torch.version.cuda is None else "no device is visible"
+        yield Finding("-", "cuda", f"{reason}: training runs on the CPU")
+
+
+def _plugins() -> Iterator[Finding]:
+    """Only the broken ones, and groups without which nothing trains."""
+    for group, title in plugins.GROUPS.items():
+        for plugin in plugins.installed(group):
+            try:
+                plugins.load(group, plugin.name)
+            except PluginError as error:
+                yield Finding("-", f"plug-in {plugin.name}", f"{error} (from {plugin.distribution})")
+        if group in ("rl_core.backends", "rl_core.inference") and not plugins.installed(group):
+            yield Finding("MISSING", title, "none is installed")
+
+
+def _run_dir(run_dir: Path) -> Finding:
+    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return Finding("ok", "run directory", f"{run_dir.absolute()} can be written")
+    return Finding("MISSING", "run directory", f"{existing} cannot be written; choose another with trainer.run_dir=…")

@@ -1,0 +1,54 @@
+"""What `rl config` and `rl plugins` print: plain columns, the same on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import click
+
+from rl_core import config as configuration
+from rl_core import plugins
+from rl_core.errors import PluginError
+from rl_core.interfaces import Recipe
+
+
+def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
+    """Every key with its value and its source, or the file."""
+    if as_yaml:
+        click.echo(configuration.dump_yaml(loaded.config), nl=False)
+        return
+    rows = (
+        (origin.key, json.dumps(origin.value, ensure_ascii=False), origin.source)
+        for origin in configuration.origins(loaded)
+    )
+    for line in columns(rows):
+        click.echo(line)
+
+
+def show_plugins() -> None:
+    """Every plug-in of every group. Each is imported here, and only here, to see whether it can be."""
+    for group, title in plugins.GROUPS.items():
+        click.echo(f"{title} ({group})")
+        found = plugins.installed(group)
+        for line in columns(
+            (f"  {plugin.name}", plugin.distribution, plugin.value, _state(plugin)) for plugin in found
+        ):
+            click.echo(line)
+        if not found:
+            click.echo("  none")
+
+
+def _state(plugin: plugins.Plugin) -> str:
+    try:
+        loaded = plugins.load(plugin.group, plugin.name)
+    except PluginError as error:
+        return f"BROKEN: {error}"
+    return loaded.summary if isinstance(loaded, Recipe) else ""
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines whose cells stand below each other."""
+    cells = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,128 @@
+"""What `rl train`, `rl eval` and `rl generate` do around the trainer: load, check, prepare, run, say what came out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rl_core import config as configuration
+from rl_core import plugins
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_core.trainer.run_directory import RunSummary
+
+
+def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
+    """The configuration that the command line describes."""
+    if "=" in source:
+        raise ConfigError(f"{source!r} stands where the recipe is expected: rl COMMAND RECIPE {source}")
+    return configuration.load(source, overrides, tiny=tiny)
+
+
+def train(loaded: configuration.Loaded, started: float) -> int:
+    """Checks, prepares and trains; the exit code."""
+    _check(loaded, reads="data.train_data", prepares=True)
+    from rl_core.trainer.run import run_training
+
+    try:
+        summary = run_training(loaded.config, started=started)
+    except KeyboardInterrupt:
+        click.echo(
+            f"interrupted; to go on from its last checkpoint, if it has one:\n  {_resume_command(loaded)}", err=True
+        )
+        return 130
+    if summary.interrupted:
+        click.echo(f"interrupted after step {summary.steps}; to go on:\n  {_resume_command(loaded)}", err=True)
+        return 130
+    _show_summary(summary)
+    return 0
+
+
+def describe(loaded: configuration.Loaded) -> int:
+    """A dry run: all checks, and what the run would be."""
+    _check(loaded, reads="data.train_data", prepares=False)
+    config = loaded.config
+    trainer, generator = config.trainer, config.generator
+    click.echo(
+        f"model      {config.policy_model_path} ({trainer.strategy}, {'bfloat16' if trainer.bf16 else 'float32'})"
+    )
+    click.echo(f"engine     {generator.inference_engine.backend} ({config.engine_dtype})")
+    click.echo(f"algorithm  {trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type} loss")
+    click.echo(f"step       {trainer.train_batch_size} prompts × {generator.n_samples_per_prompt} samples")
+    click.echo(f"steps      {_planned_steps(loaded)}")
+    click.echo(f"run        {config.run_dir}")
+    click.echo("nothing was started (--dry-run)")
+    return 0
+
+
+def evaluate(loaded: configuration.Loaded) -> int:
+    """Evaluates the model and prints its metrics."""
+    _check(loaded, reads="data.val_data", prepares=True)
+    from rl_core.trainer.run import run_evaluation
+
+    for name, value in sorted(run_evaluation(loaded.config).items()):
+        click.echo(f"{name}  {value:.6g}")
+    return 0
+
+
+def generate(loaded: configuration.Loaded, output: Path) -> int:
+    """Writes samples to `output`."""
+    config = loaded.config
+    _check(loaded, reads="data.val_data" if config.data.val_data else "data.train_data", prepares=True)
+    from rl_core.trainer.run import run_generation
+
+    count = run_generation(config, output)
+    click.echo(f"{count} samples in {output}")
+    return 0
+
+
+def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
+    """Every check before anything starts. What the recipe makes itself is looked for after it was made."""
+    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    configuration.check_values(config)
+    if prepare is None:
+        configuration.check_files(config, reads=reads)
+    configuration.check_plugins(config)
+    _check_ranks(config)
+    if prepare is not None and prepares:
+        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
+        configuration.check_files(config, reads=reads)
+
+
+def _check_ranks(config: configuration.Config) -> None:
+    """Asks the training backend whether it can train this, and the trainer whether it understands the algorithm."""
+    from rl_core.trainer.run import update_settings, worker_spec
+
+    update_settings(config)
+    for role in ("policy", "reference") if config.trainer.algorithm.needs_reference else ("policy",):
+        backend, spec = worker_spec(config, role, total_optimizer_steps=None)
+        backend.validate(spec, config.trainer.placement.num_policy_ranks)
+
+
+def _planned_steps(loaded: configuration.Loaded) -> str:
+    from rl_core.trainer.data import read_rows
+    from rl_core.trainer.run import num_steps
+
+    config = loaded.config
+    missing = [file for file in config.data.train_data if not Path(file).is_file()]
+    if missing and loaded.recipe and loaded.recipe.prepare:
+        return f"{config.trainer.max_training_steps or 'as many as the data gives'} ({missing[0]} will be made first)"
+    rows = len(read_rows(config.data.train_data, key="data.train_data"))
+    return f"{num_steps(config, rows)} ({rows} prompts, {config.trainer.epochs} epochs)"
+
+
+def _resume_command(loaded: configuration.Loaded) -> str:
+    file = shlex.quote(str(loaded.config.run_dir / "config.yaml"))
+    return f"rl train {file} trainer.resume_mode=latest"
+
+
+def _show_summary(summary: RunSummary) -> None:
+    click.echo(f"{summary.steps} steps in {summary.total_seconds:.0f} s")
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        click.echo(f"held-out accuracy {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}")
+    click.echo(f"report: {summary.run_dir / 'report.html'}")

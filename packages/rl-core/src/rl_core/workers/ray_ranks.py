@@ -1,0 +1,516 @@
+"""Ranks as Ray actors, one per rank, in a placement group. The only module that knows Ray.
+
+Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
+the first rank that fails, or by the deadline. After an error other than a mistake that all ranks agree on, the ranks
+are out of step (some may wait in a collective for one that is gone), so all of them are killed.
+
+Resources: a node of the group is one bundle of its placement group. A rank takes one GPU of it or, where Ray has no
+GPUs, only `_CPUS` of a CPU: ranks on CPUs share cores by time, so that number only bounds how many a machine takes. A
+group that shares the devices of another takes nothing: it stands in the same bundles and sees the same GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+import numpy as np
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError, DeadlineError, RLError, WorkerError
+from rl_core.interfaces import Backend, Plan, RankInfo, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.workers.rank import Part, RankHost
+from rl_core.workers.wire import from_arrays, to_arrays
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "several ranks, or a backend that needs a process of its own, run on Ray, which is not installed: "
+        "pip install 'rl-core[ray]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+_CPUS = 1 / 16
+"""CPU resource of a rank; a machine of two cores takes 32 ranks."""
+_SETTLE_S = 3.0
+"""After the first failure the others have so long: a rank that lost its peer may say so before Ray says the peer died."""
+_ASK_S = 2.0
+"""How long a rank that missed the deadline has to say what it is doing."""
+
+
+# --- in the rank's process ------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """Where a rank runs."""
+
+    node: str
+    """Its address."""
+    pid: int
+    free_port: int
+    """Nothing listened there when it was asked for."""
+    gpus: str | None
+    """CUDA_VISIBLE_DEVICES as Ray set it: this rank's own."""
+
+    def __str__(self) -> str:
+        return f"node {self.node}, pid {self.pid}"
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A rank's answer when a call raised, or when it will never answer."""
+
+    summary: str
+    """Type and message."""
+    traceback: str = ""
+    user_error: bytes | None = None
+    """The pickled RLError, if it was one."""
+    died: bool = False
+
+
+class RayRank:
+    """The actor. Calls of the default group come from one thread; `doing` answers on another while they run."""
+
+    def __init__(self) -> None:
+        self._host: RankHost | None = None
+        self._call = ("nothing", 0.0, 0)
+
+    def place(self) -> Place:
+        """Where it runs."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return Place(
+            node=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            free_port=port,
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+
+    def start(
+        self, backend: Backend, spec: WorkerSpec, rank: RankInfo, environment: Mapping[str, str]
+    ) -> bool | Failure:
+        """Builds the worker; whether it is Offloadable."""
+
+        def build() -> bool:
+            os.environ.update(environment)
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+            # A batch lies in shared memory, read-only, and no worker writes to one.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+            self._host = RankHost(backend, spec, rank)
+            return self._host.can_offload
+
+        return self._answer("start", build)
+
+    def call(
+        self,
+        method: str,
+        arrays: Mapping[str, np.ndarray] | None,
+        plan: Plan | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        returns: bool,
+    ) -> Any:
+        """Calls the worker's method; tensors of its result come back as numpy."""
+        host = self._host
+        assert host is not None
+
+        def run() -> Any:
+            part = () if arrays is None else (from_arrays(arrays), plan)
+            result = host.call(method, *part, *args, **kwargs)
+            return _with_arrays(result) if returns else None
+
+        return self._answer(method, run)
+
+    @ray.method(concurrency_group="status")
+    def doing(self) -> str:
+        """What its thread is at: the method, for how long, and the innermost frames."""
+        method, started, thread = self._call
+        frame = sys._current_frames().get(thread)
+        frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
+        stack = " ← ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames)
+        return f"{method} for {time.monotonic() - started:.0f} s, in {stack}" if stack else method
+
+    def _answer(self, method: str, function: Any) -> Any:
+        self._call = (method, time.monotonic(), threading.get_ident())
+        try:
+            return function()
+        except Exception as error:
+            text = traceback.format_exc()
+            return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
+        finally:
+            self._call = ("nothing", 0.0, 0)
+
+
+def _with_arrays(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in result.items()}
+    return result
+
+
+def _pickled(error: Exception) -> bytes | None:
+    """The RLError, if it is one and survives the way."""
+    if not isinstance(error, RLError):
+        return None
+    try:
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None
+    except Exception as fault:
+        logger.warning("%s does not pickle (%s): it is reported as a WorkerError", type(error).__name__, fault)
+        return None
+
+
+_remote: Any = ray.remote
+_ACTOR = _remote(concurrency_groups={"status": 1}, max_restarts=0, max_task_retries=0)(RayRank)
+
+
+# --- the controller -------------------------------------------------------------------------------------------------
+
+
+class _Session:
+    """Ray itself: joined where RAY_ADDRESS is set, else started for this process and stopped after its last group."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._is_ours = False
+
+    def enter(self) -> None:
+        if not ray.is_initialized():
+            self._connect()
+            self._is_ours = True
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
+        address = os.environ.get("RAY_ADDRESS", "local")
+        if address == "local":
+            ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+            return
+        try:
+            ray.init(address, **common)
+        except (ConnectionError, RayError, ValueError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
+                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
+            ) from error
+
+
+_session = _Session()
+
+
+class _Placement:
+    """A placement group: one bundle per node. Removed when its last group leaves."""
+
+    def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
+        self.group = group
+        self.shape = shape
+        self.has_gpus = has_gpus
+        self._users = 0
+
+    @classmethod
+    async def reserve(cls, role: str, shape: tuple[int, int], timeout_s: float) -> Self:
+        """Raises ConfigError if the cluster is too small, DeadlineError if it stays occupied."""
+        num_nodes, ranks_per_node = shape
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": ranks_per_node * _CPUS} | ({"GPU": ranks_per_node} if has_gpus else {})
+        _require_room(role, num_nodes, bundle)
+        strategy = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
+        group = placement_group([bundle] * num_nodes, strategy=strategy)
+        try:
+            is_ready = await asyncio.to_thread(group.wait, timeout_s)
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        if not is_ready:
+            remove_placement_group(group)
+            raise DeadlineError(
+                f"{role}: waited {timeout_s:g} s (trainer.worker_timeout_s) for {num_nodes} nodes with "
+                f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other groups "
+                "or jobs hold the rest"
+            )
+        return cls(group, shape, has_gpus)
+
+    def enter(self) -> None:
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            remove_placement_group(self.group)
+
+
+def _require_room(role: str, num_nodes: int, bundle: Mapping[str, float]) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
+    if len(fitting) < num_nodes:
+        have = "; ".join(_described(node) for node in nodes)
+        raise ConfigError(
+            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one GPU "
+            f"or, without GPUs, {_CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add nodes "
+            "with `ray start`"
+        )
+
+
+def _described(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+
+
+class RayRanks:
+    """All ranks of a group as Ray actors. Fulfils `Ranks`."""
+
+    def __init__(self, role: str, mesh: Mesh, placement: _Placement, timeout_s: float):
+        self._role = role
+        self._mesh = mesh
+        self._timeout_s = timeout_s
+        self._actors: list[Any] = []
+        self._places: list[Place] = []
+        self._is_busy = False
+        self._ended: str | None = None
+        self.placement = placement
+        self.can_offload = False
+        _session.enter()
+        placement.enter()
+
+    @classmethod
+    async def start(
+        cls,
+        backend: Backend,
+        spec: WorkerSpec,
+        mesh: Mesh,
+        *,
+        shape: tuple[int, int],
+        beside: RayRanks | None,
+        timeout_s: float,
+    ) -> Self:
+        """Starts the actors and builds their workers.
+
+        Args:
+            backend: what the ranks build.
+            spec: what they are told.
+            mesh: how they are arranged.
+            shape: nodes, and ranks on each.
+            beside: ranks of the same shape whose devices these use too.
+            timeout_s: longest wait for this start and for each later call.
+        """
+        _session.enter()
+        try:
+            if beside is None:
+                placement = await _Placement.reserve(spec.role, shape, timeout_s)
+            else:
+                placement = beside.placement
+            ranks = cls(spec.role, mesh, placement, timeout_s)
+        finally:
+            _session.leave()
+        try:
+            ranks._create_actors(takes_devices=beside is None)
+            ranks._places = await ranks._all("start", [actor.place.remote() for actor in ranks._actors])
+            visible = ranks._places if beside is None else beside._places
+            await ranks._build(backend, spec, [place.gpus for place in visible])
+        except BaseException:
+            ranks._end("it did not start")
+            raise
+        return ranks
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `Ranks.call`."""
+        self._require_alive(method)
+        return await self._all(
+            method, [actor.call.remote(method, None, None, args, kwargs, True) for actor in self._actors]
+        )
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """See `Ranks.call_on_parts`. A part is put into the object store once; its replica's ranks all read it there."""
+        self._require_alive(method)
+        sent = await asyncio.to_thread(_put, batch, parts)
+        calls = []
+        for rank, actor in enumerate(self._actors):
+            number, returns = self._mesh.data_rank(rank), self._mesh.returns_results(rank)
+            calls.append(actor.call.remote(method, sent[number], parts[number].plan, args, kwargs, returns))
+        return await self._all(method, calls)
+
+    async def close(self) -> None:
+        """Lets the workers finish, then ends the actors. Those that are busy or failed are ended at once."""
+        if self._ended is not None:
+            return
+        try:
+            if not self._is_busy:
+                await self.call("close")
+        finally:
+            self._end("it was closed")
+
+    def _create_actors(self, *, takes_devices: bool) -> None:
+        for rank in range(self._mesh.world_size):
+            bundle = rank // self.placement.shape[1]
+            where = PlacementGroupSchedulingStrategy(self.placement.group, placement_group_bundle_index=bundle)
+            options = _ACTOR.options(
+                scheduling_strategy=where,
+                num_cpus=_CPUS if takes_devices else 0,
+                num_gpus=1 if takes_devices and self.placement.has_gpus else 0,
+            )
+            self._actors.append(options.remote())
+
+    async def _build(self, backend: Backend, spec: WorkerSpec, gpus: list[str | None]) -> None:
+        num_nodes, per_node = self.placement.shape
+        starts = []
+        for rank, actor in enumerate(self._actors):
+            first = rank - rank % per_node
+            info = RankInfo(
+                rank=rank,
+                world_size=num_nodes * per_node,
+                local_rank=rank % per_node,
+                master_address=self._places[0].node,
+                master_port=self._places[0].free_port,
+            )
+            starts.append(
+                actor.start.remote(backend, spec, info, _environment(info, spec, gpus[first : first + per_node]))
+            )
+        self.can_offload = all(await self._all("start", starts))
+
+    async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
+        """All ranks' answers, or one error."""
+        self._is_busy = True
+        answers = await self._answers(refs)
+        self._is_busy = False
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if len(answers) == len(refs) and not failures:
+            return [answers[rank] for rank in range(len(refs))]
+        silent = [rank for rank in range(len(refs)) if rank not in answers]
+        error = self._error_of(phase, failures, silent) if failures else await self._missed_deadline(phase, silent)
+        if not all(failures.get(rank) and failures[rank].user_error for rank in range(len(refs))):
+            self._end(str(error).partition("\n")[0])
+        raise error
+
+    async def _answers(self, refs: Sequence[Awaitable[Any]]) -> dict[int, Any]:
+        """Answers by rank, in the order in which they came: all, or those until the deadline or soon after a failure."""
+        tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
+        clock = asyncio.get_running_loop().time
+        deadline, has_failed = clock() + self._timeout_s, False
+        answers: dict[int, Any] = {}
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=max(0.0, deadline - clock()), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                answers |= {tasks[task]: task.result() for task in done}
+                if not has_failed and any(isinstance(task.result(), Failure) for task in done):
+                    has_failed, deadline = True, min(deadline, clock() + _SETTLE_S)
+        finally:
+            for task in pending:
+                task.cancel()
+        return answers
+
+    def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
+        """One error: of a rank that died before one that raised (it may only have lost its peer), else of the first."""
+        rank = min(failures, key=lambda rank: not failures[rank].died)
+        failure = failures[rank]
+        others = [f"{self._name(other)}: {failures[other].summary}" for other in failures if other != rank]
+        others += [f"{self._name(other)}: no answer" for other in silent]
+        where = f"{self._name(rank)} {'died' if failure.died else 'failed'} in {phase}"
+        if failure.user_error is not None:
+            error: Exception = pickle.loads(failure.user_error)
+            error.add_note(f"{where}\n{failure.traceback}")
+            return error
+        lines = [f"{where}: {failure.summary}", failure.traceback.rstrip()]
+        if others:
+            lines.append("Other ranks: " + "; ".join(others))
+        if self._places and failure.died:
+            lines.append(f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._places[rank].pid}.err on its node")
+        return WorkerError("\n".join(line for line in lines if line))
+
+    async def _missed_deadline(self, phase: str, silent: Sequence[int]) -> DeadlineError:
+        asked = {asyncio.ensure_future(_answer_of(self._actors[rank].doing.remote())): rank for rank in silent}
+        done, pending = await asyncio.wait(asked, timeout=_ASK_S)
+        for task in pending:
+            task.cancel()
+        doing = {rank: task.result() if task in done else "does not say" for task, rank in asked.items()}
+        lines = [
+            f"{self._name(rank)}: {answer.summary if isinstance(answer, Failure) else answer}"
+            for rank, answer in doing.items()
+        ]
+        return DeadlineError(
+            f"{self._role}: {len(silent)} of {len(self._actors)} ranks did not finish {phase} within "
+            f"{self._timeout_s:g} s (trainer.worker_timeout_s), and all were ended:\n" + "\n".join(lines)
+        )
+
+    def _name(self, rank: int) -> str:
+        place = f" ({self._places[rank]})" if self._places else ""
+        return f"{self._role} rank {rank} of {self._mesh.world_size}{place}"
+
+    def _require_alive(self, method: str) -> None:
+        if self._ended is not None:
+            raise WorkerError(f"{self._role}: asked to {method}, but the ranks have ended: {self._ended}")
+
+    def _end(self, reason: str) -> None:
+        """Kills every rank and gives the devices back; a second call does nothing."""
+        if self._ended is not None:
+            return
+        self._ended = reason
+        for actor in self._actors:
+            ray.kill(actor)
+        self.placement.leave()
+        _session.leave()
+
+
+def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
+    return [ray.put(to_arrays(batch.select(torch.from_numpy(part.sent)))) for part in parts]
+
+
+async def _answer_of(ref: Awaitable[Any]) -> Any:
+    """A rank's answer; a Failure where Ray reports that none will come."""
+    try:
+        return await ref
+    except RayActorError as error:
+        return Failure(summary=" ".join(str(error).split()), died=True)
+    except RayError as error:
+        return Failure(summary=f"{type(error).__name__}: {error}")
+
+
+def _environment(info: RankInfo, spec: WorkerSpec, gpus: Sequence[str | None]) -> dict[str, str]:
+    """As torchrun sets it: all GPUs of the group's ranks on the node are visible, a rank's own at its local rank.
+
+    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else the node's cores over its ranks.
+    """
+    threads = (
+        spec.num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, (os.cpu_count() or 1) // len(gpus))
+    )
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "RANK": str(info.rank),
+        "LOCAL_RANK": str(info.local_rank),
+        "WORLD_SIZE": str(info.world_size),
+        "MASTER_ADDR": info.master_address,
+        "MASTER_PORT": str(info.master_port),
+    }
+    visible = [gpu for gpu in gpus if gpu]
+    return environment | ({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {})

@@ -1,0 +1,66 @@
+"""Installs plug-ins for a test as pip would: a module and a distribution's metadata in a folder on `sys.path`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_core import plugins
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, **entry_points: str) -> None:
+    """Writes `module` and registers `group__name="module:object"` entry points, for the length of the test."""
+    (folder / f"{module}.py").write_text(source)
+    metadata = folder / f"{module}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n")
+    lines = []
+    for key, value in entry_points.items():
+        group, _, name = key.partition("__")
+        lines += [f"[rl_core.{group}]", f"{name} = {value}"]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(folder))
+    plugins._installed.cache_clear()
+
+
+BACKEND = """
+import attrs
+from rl_core.errors import ConfigError
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    width: int = attrs.field(default=1)
+    nested: "Nested" = attrs.field(factory=lambda: Nested())
+
+    @width.validator
+    def _positive(self, attribute, value):
+        if value < 1:
+            raise ValueError(f"width must be at least 1, not {value}")
+
+
+@attrs.frozen(kw_only=True)
+class Nested:
+    dtype: str | None = None
+
+
+class Backend:
+    name = "{name}"
+    contract_version = 1
+    config_section = "{name}_config"
+    options_class = Options
+
+    def validate(self, spec, world_size):
+        if spec.options.width == 13:
+            raise ConfigError("trainer.policy.{name}_config.width: 13 does not fit")
+
+
+backend = Backend()
+"""
+
+
+def install_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A backend that trains nothing, with a section of its own."""
+    source = BACKEND.replace("{name}", name)
+    install(folder, monkeypatch, f"rl_{name}", source, **{f"backends__{name}": f"rl_{name}:backend"})

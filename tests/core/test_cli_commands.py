@@ -1,0 +1,288 @@
+"""The command line: what it prints, its exit codes, and that a user's mistake shows no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_core import plugins
+from rl_core.cli import main
+from rl_core.cli.listing import columns
+from rl_core.config import dump_yaml, from_mapping
+from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
+from rl_core.trainer import run as trainer_run
+from rl_core.trainer.run_directory import RunSummary
+from tests.core.fake_plugins import install, install_backend
+
+Run = Callable[..., tuple[int, str, str]]
+
+RECIPES = """
+from pathlib import Path
+from rl_core.interfaces import Recipe
+
+BASE = {
+    "trainer.strategy": "slim",
+    "trainer.policy.model.path": "model",
+    "trainer.train_batch_size": 4,
+    "trainer.policy_mini_batch_size": 2,
+    "trainer.epochs": 4,
+    "data.train_data": ["train.jsonl"],
+    "data.val_data": ["train.jsonl"],
+    "trainer.logger": "cli_recipes:anything",
+    "trainer.algorithm.policy_loss_type": "cli_recipes:loss",
+    "trainer.algorithm.advantage_estimator": "cli_recipes:advantages",
+    "generator.type": "cli_recipes:anything",
+    "generator.inference_engine.backend": "cli_recipes:engine",
+    "generator.inference_engine.weight_sync_backend": "cli_recipes:anything",
+}
+
+
+def prepare(config):
+    Path("model").mkdir(exist_ok=True)
+    for file in ("config.json", "tokenizer.json"):
+        (Path("model") / file).write_text("{}")
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\\n' * 3)
+
+
+small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:prepare")
+unprepared = Recipe(summary="another", config=BASE)
+
+
+def loss(logprobs_T, mask_T):
+    from rl_core.algorithms import TokenLoss
+
+    return TokenLoss(-logprobs_T, {})
+
+
+def advantages(scores_N, group_N):
+    return scores_N
+
+
+class Engine:
+    contract_version = 1
+    name = "none"
+    num_engines_key = None
+
+    def validate(self, config):
+        pass
+
+
+engine = Engine()
+anything = object
+"""
+
+
+@pytest.fixture
+def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a command line in this process, in an empty folder; gives exit code, stdout and stderr."""
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, monkeypatch, "cli_recipes", RECIPES, recipes__small="cli_recipes:small")
+    install_backend(site, monkeypatch, "slim")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RL_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        output = capfd.readouterr()
+        return int(ended.value.code or 0), output.out, output.err
+
+    yield run
+    plugins._installed.cache_clear()
+    sys.modules.pop("cli_recipes", None)
+
+
+def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[object]:
+    """Replaces the trainer by one that ends so; the configurations that it was given."""
+    seen: list[object] = []
+
+    def run_training(config: object, *, started: float | None = None) -> RunSummary:
+        seen.append(config)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(trainer_run, "run_training", run_training)
+    return seen
+
+
+def summary(*, interrupted: bool) -> RunSummary:
+    return RunSummary(
+        run_dir=Path("runs/run"),
+        steps=7,
+        interrupted=interrupted,
+        accuracy_before=0.25,
+        accuracy_after=0.9,
+        rl_seconds=3.0,
+        total_seconds=4.0,
+        seed=0,
+    )
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom rl_core.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'rich', 'attrs', 'rl_core.config', 'rl_core.plugins'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        seconds.append(time.perf_counter() - begin)
+    assert all(command in done.stdout for command in ("train", "eval", "generate", "config", "plugins", "doctor"))
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "Missing argument 'RECIPE'"),
+        (["trian"], "No such command 'trian'"),
+        (["train", "nope"], "error: 'nope' is not among the installed recipes"),
+        (["train", "smal"], "Did you mean 'small'?"),
+        (["train", "nope.yaml"], "error: nope.yaml: cannot be read"),
+        (["train", "trainer.epochs=2"], "stands where the recipe is expected"),
+        (
+            ["train", "small", "trainer.epoch=2"],
+            "error: trainer.epoch: unknown key (command line). Did you mean trainer.epochs?",
+        ),
+        (["train", "small", "trainer.policy_mini_batch_size=3"], "3 does not divide trainer.train_batch_size=4"),
+        (["train", "small", "--tiny"], "has no tiny variant"),
+        (["train", "cli_recipes:unprepared"], "error: data.train_data: the file train.jsonl does not exist"),
+        (
+            ["train", "small", "trainer.policy.slim_config.width=13"],
+            "error: trainer.policy.slim_config.width: 13 does not fit",
+        ),
+        (["generate", "small"], "Missing option '--output'"),
+    ],
+)
+def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments: list[str], message: str):
+    code, out, err = rl(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(DataError("row 3"), 2), (PluginError("x"), 2), (WorkerError("rank 0"), 1), (CheckpointError("y"), 1)],
+)
+def test_an_error_of_the_run_decides_the_exit_code(rl: Run, monkeypatch: pytest.MonkeyPatch, error: RLError, code: int):
+    finish_with(monkeypatch, error)
+    assert rl("train", "small")[::2] == (code, f"error: {error}\n")
+
+
+def test_the_traceback_is_shown_on_request(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    finish_with(monkeypatch, WorkerError("rank 0"))
+    code, _, err = rl("train", "small", "--traceback")
+    assert code == 1
+    assert "Traceback" in err
+    monkeypatch.setenv("RL_DEBUG", "1")
+    assert "Traceback" in rl("train", "small")[2]
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_mistake(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    finish_with(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "small"])
+
+
+def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    seen = finish_with(monkeypatch, summary(interrupted=False))
+    code, out, _ = rl("train", "small", "trainer.seed=9")
+    assert code == 0
+    assert Path("train.jsonl").exists()
+    assert [config.trainer.seed for config in seen] == [9]  # pyright: ignore[reportAttributeAccessIssue]
+    assert out == "7 steps in 4 s\nheld-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
+
+
+@pytest.mark.parametrize("ending", ["after a step", "at once"])
+def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    finish_with(monkeypatch, summary(interrupted=True) if ending == "after a step" else KeyboardInterrupt())
+    code, _, err = rl("train", "small", "trainer.run_dir=my run")
+    assert code == 130
+    assert "rl train 'my run/config.yaml' trainer.resume_mode=latest" in err
+    assert "Traceback" not in err
+
+
+def test_a_key_given_twice_is_one_warning_line(rl: Run):
+    code, out, err = rl("config", "small", "trainer.seed=1", "trainer.seed=2")
+    assert code == 0
+    assert err == "warning: trainer.seed: given twice (command line): 1, then 2; the last one counts\n"
+    assert "trainer.seed  " in out
+
+
+def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    seen = finish_with(monkeypatch, summary(interrupted=False))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code, out, _ = rl("train", "small", "--dry-run")
+    assert (code, seen) == (0, [])
+    assert "as many as the data gives (train.jsonl will be made first)" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    rl("train", "small")
+    assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+
+
+def test_config_shows_values_with_their_sources(rl: Run):
+    _, out, _ = rl("config", "small", "trainer.run_name=x")
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()}
+    assert lines["trainer.run_name"] == ['"x"', "command line"]
+    assert lines["trainer.train_batch_size"] == ["4", "recipe small"]
+    assert lines["trainer.bf16"] == ["true", "default"]
+    assert lines["trainer.run_dir"] == ['"runs/x"', "derived: runs/<trainer.run_name>"]
+
+
+def test_config_as_yaml_is_a_file_that_loads_to_the_same(rl: Run):
+    _, out, _ = rl("config", "small", "--yaml")
+    Path("again.yaml").write_text(out)
+    assert rl("config", "again.yaml", "--yaml")[1] == out
+    assert out == dump_yaml(from_mapping(yaml.safe_load(out)))
+
+
+def test_plugins_are_listed_with_their_package_and_broken_ones_marked(
+    rl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    install(
+        tmp_path / "site", monkeypatch, "rl_broken", "import no_such_module", environments__broken="rl_broken:thing"
+    )
+    code, out, _ = rl("plugins")
+    assert code == 0
+    assert any(
+        line.split()[:3] == ["small", "cli-recipes", "1.0"] and "a recipe of a test" in line
+        for line in out.splitlines()
+    )
+    broken = next(line for line in out.splitlines() if line.split()[:1] == ["broken"])
+    assert "rl-broken 1.0" in broken
+    assert "BROKEN: " in broken
+    assert "no_such_module" in broken
+
+
+def test_doctor_says_what_is_there_and_how_to_add_what_is_not(rl: Run, tmp_path: Path):
+    code, out, _ = rl("doctor")
+    assert code == 0
+    for subject in ("python", "cores", "torch", "rl-core", "run directory"):
+        assert subject in out
+    (tmp_path / "file").touch()
+    code, out, _ = rl("doctor", "--run-dir", "file/runs")
+    assert code == 1
+    assert "MISSING" in out
+
+
+def test_columns_stand_below_each_other():
+    assert columns([("a", "long", "x"), ("bcd", "e", "")]) == ["a    long  x", "bcd  e"]
+    assert columns([]) == []

@@ -1,0 +1,256 @@
+"""Combinations that cannot work are found before anything starts, each with one error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core import plugins
+from rl_core.config import (
+    Config,
+    ConfigWarning,
+    advantage_params,
+    check_files,
+    check_plugins,
+    check_values,
+    from_mapping,
+    loss_params,
+)
+from rl_core.config.checks import ABOVE_ZERO, BOUNDS
+from rl_core.config.loading import known_paths
+from rl_core.errors import ConfigError, PluginError
+from tests.core.fake_plugins import install
+
+FUNCTIONS = """
+from rl_core.algorithms import TokenLoss
+
+
+def loss(logprobs_T, old_logprobs_T, advantages_T, mask_T, *, eps_clip_low=0.2, sharpness=2.0):
+    return TokenLoss(-advantages_T * logprobs_T, {})
+
+
+def loss_of_tokens(logprobs_T, mask_T):
+    return TokenLoss(-logprobs_T, {})
+
+
+def loss_that_corrects(logprobs_T, rollout_logprobs_T, advantages_T, mask_T):
+    return TokenLoss(-advantages_T * logprobs_T, {})
+
+
+def loss_with_duty(logprobs_T, mask_T, *, duty):
+    return TokenLoss(-logprobs_T, {})
+
+
+def broken_loss(logprobs_T, mask_T):
+    raise RuntimeError("not today")
+
+
+def advantages(scores_N, group_N, *, gamma=1.0, grpo_norm_by_std=True):
+    return scores_N
+
+
+class Engine:
+    contract_version = 1
+    name = "fussy"
+    num_engines_key = None
+
+    def validate(self, config):
+        if config.generator.sampling_params.is_truncated:
+            from rl_core.errors import ConfigError
+
+            raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
+
+
+engine = Engine()
+anything = object
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A configuration whose plug-ins are all this file's own."""
+    install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
+    yield {
+        "trainer.algorithm.policy_loss_type": "own_functions:loss",
+        "trainer.algorithm.advantage_estimator": "own_functions:advantages",
+        "trainer.logger": "own_functions:anything",
+        "generator.type": "own_functions:anything",
+        "generator.inference_engine.backend": "own_functions:engine",
+        "generator.inference_engine.weight_sync_backend": "own_functions:anything",
+    }
+    plugins._installed.cache_clear()
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a data file and a model directory, as far as the checks look."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def test_the_defaults_pass():
+    check_values(from_mapping({}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "trainer.train_batch_size=10 trainer.policy_mini_batch_size=4",
+            "4 does not divide .*=10; the nearest that does is 2",
+        ),
+        ("trainer.train_batch_size=4", "policy_mini_batch_size: 256 prompts are more than trainer.train_batch_size=4"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: 0 is given; expected at least 1"),
+        ("trainer.max_staleness=-1", "trainer.max_staleness: -1 is given; expected at least 0"),
+        ("trainer.max_training_steps=0", "trainer.max_training_steps: 0"),
+        ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
+        ("trainer.worker_timeout_s=0", "expected above 0"),
+        ("trainer.placement.policy_num_gpus_per_node=2", "one rank; several ranks come with Ray launch"),
+        ("trainer.max_tokens_per_microbatch=100", "cannot hold the longest sequence.*give at least 1536, or -1"),
+        ("trainer.max_tokens_per_microbatch=0", "cannot hold the longest sequence"),
+        ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "switch one off"),
+        ("trainer.algorithm.kl_ctrl.type=adaptive", "use_kl_in_reward=true, or type=fixed"),
+        ("trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=k3+", "write k3$"),
+        ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: None is given"),
+        ("trainer.resume_mode=from_path", "from_path needs one"),
+        ("trainer.resume_path=x", "a path belongs to from_path"),
+        ("generator.n_samples_per_prompt=1", "advantage_estimator=grpo compares the samples .* give at least 2"),
+        (
+            "generator.n_samples_per_prompt=1 trainer.algorithm.advantage_estimator=a:b "
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            "dynamic_sampling.type=filter compares the samples",
+        ),
+        ("generator.sampling_params.temperature=0", "above 0 .*greedy answers of one prompt are all the same"),
+        ("generator.sampling_params.top_p=1.1", "at most 1"),
+        (
+            "generator.eval_sampling_params.top_k=0",
+            "eval_sampling_params.top_k: 0 is given; expected at least 1, or -1",
+        ),
+    ],
+)
+def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_values(from_mapping({}, overrides.split()))
+
+
+def test_a_scoring_temperature_other_than_the_sampling_one_warns():
+    with pytest.warns(ConfigWarning, match="speak of two distributions"):
+        check_values(from_mapping({"trainer.algorithm.temperature": 0.9}))
+
+
+def test_bounds_are_of_keys_that_exist():
+    assert {*BOUNDS, *ABOVE_ZERO} <= set(known_paths(Config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.train_data": []}, "data.train_data: no file is given"),
+        ({"data.train_data": ["nope.parquet"]}, "data.train_data: the file nope.parquet does not exist"),
+        ({"data.val_data": ["model"]}, "data.val_data: the file model is a directory"),
+        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: no model is given"),
+        ({"trainer.policy.model.path": "./nowhere"}, "the directory ./nowhere does not exist"),
+        ({"trainer.policy.model.path": "bare"}, "bare has no config.json"),
+        ({"trainer.policy.model.path": "mute"}, "mute has no tokenizer"),
+        (
+            {"trainer.ref.model.path": "bare", "trainer.algorithm.use_kl_loss": True},
+            "trainer.ref.model.path: bare has no",
+        ),
+        (
+            {"trainer.resume_mode": "from_path", "trainer.resume_path": "nope"},
+            "trainer.resume_path: nope is not a directory",
+        ),
+        ({"trainer.run_dir": "train.parquet/run"}, "trainer.run_dir: .* is not a directory that can be written"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any], message: str):
+    (files / "bare").mkdir()
+    (files / "mute").mkdir()
+    (files / "mute" / "config.json").write_text("{}")
+    complete = {"data.train_data": ["train.parquet"], "trainer.policy.model.path": "model"}
+    check_files(from_mapping(complete))
+    with pytest.raises(ConfigError, match=message):
+        check_files(from_mapping(complete | change))
+
+
+def test_a_models_name_is_left_to_the_backend_and_an_unused_reference_is_not_looked_at(files: Path):
+    check_files(from_mapping({"data.train_data": "train.parquet", "trainer.policy.model.path": "some/model"}))
+    check_files(
+        from_mapping(
+            {"data.train_data": "train.parquet", "trainer.policy.model.path": "model", "trainer.ref.model.path": "./no"}
+        )
+    )
+
+
+def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
+    check_plugins(from_mapping(functions))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"generator.inference_engine.backend": "vlm"},
+            PluginError,
+            "generator.inference_engine.backend: 'vlm' is not among",
+        ),
+        ({"generator.inference_engine.weight_sync_backend": "x"}, PluginError, "weight_sync_backend: 'x' is not among"),
+        ({"generator.type": "x"}, PluginError, "generator.type: 'x' is not among"),
+        ({"environment.env_class": "x"}, PluginError, "environment.env_class: 'x' is not among"),
+        ({"environment.env_class": "own_functions:advantage"}, PluginError, "Did you mean 'advantages'"),
+        ({"trainer.logger": ["x"]}, PluginError, "trainer.logger: 'x' is not among"),
+        ({"trainer.callbacks": ["no_module:Class"]}, PluginError, "trainer.callbacks: .*importing no_module failed"),
+        ({"trainer.algorithm.policy_loss_params.sharpnes": 1}, ConfigError, "has no parameter 'sharpnes'.*'sharpness'"),
+        ({"trainer.algorithm.advantage_params.a": 1}, ConfigError, "advantage_estimator: .* has no parameter 'a'"),
+        (
+            {"trainer.algorithm.policy_loss_type": "own_functions:loss_with_duty"},
+            ConfigError,
+            "needs the parameter 'duty'",
+        ),
+        ({"trainer.algorithm.policy_loss_type": "own_functions:broken_loss"}, PluginError, "not today"),
+        ({"trainer.algorithm.policy_loss_type": "own_functions:engine"}, PluginError, "not a function"),
+        ({"generator.sampling_params.top_p": 0.9}, ConfigError, "this engine returns raw log-probs"),
+    ],
+)
+def test_every_plug_in_is_asked_before_a_run(
+    functions: dict[str, Any], change: dict[str, Any], error: type, message: str
+):
+    with pytest.raises(error, match=message):
+        check_plugins(from_mapping(functions | change))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [("loss_of_tokens", "weighs no advantages"), ("loss_that_corrects", "corrects by itself")],
+)
+def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict[str, Any], loss: str, message: str):
+    corrected = functions | {"trainer.algorithm.off_policy_correction.tis_ratio_type": "token"}
+    check_plugins(from_mapping(corrected))
+    with pytest.raises(ConfigError, match=f"off_policy_correction: .*{message}"):
+        check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
+
+
+def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
+    key = "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low"
+    with pytest.raises(ConfigError, match=r"trainer\.algorithm\.off_policy_correction: token_mask_is_threshold_low"):
+        check_plugins(from_mapping(functions | {key: 0.5}))
+
+
+def test_a_key_that_no_chosen_function_reads_warns_when_it_was_changed(functions: dict[str, Any]):
+    with pytest.warns(ConfigWarning, match=r"trainer\.algorithm\.clip_ratio_c: has no effect with"):
+        check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}))
+
+
+def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_the_function(functions: dict[str, Any]):
+    config = from_mapping(functions | {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.gamma": 0.9})
+    assert loss_params(config) == {"eps_clip_low": 0.1}
+    assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}
+    config = from_mapping(functions | {"trainer.algorithm.policy_loss_params": {"eps_clip_low": 0.3, "sharpness": 1}})
+    assert loss_params(config) == {"eps_clip_low": 0.3, "sharpness": 1}

@@ -1,0 +1,141 @@
+"""Layers: which value counts, where it came from, and what is said of a key given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_core import plugins
+from rl_core.config import ConfigWarning, from_mapping, load, origins
+from rl_core.errors import ConfigError, PluginError
+from tests.core.fake_plugins import install
+
+RECIPE = """
+from rl_core.interfaces import Recipe
+
+recipe = Recipe(
+    summary="a recipe of a test",
+    config={"trainer.epochs": 2, "trainer.seed": 1, "environment.options": {"digits": 2, "base": 10}},
+    tiny={"trainer.epochs": 1},
+)
+
+def make_recipe():
+    return recipe
+
+bare = Recipe(summary="without a tiny variant", config={})
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install(tmp_path, monkeypatch, "layered_recipes", RECIPE, recipes__layered="layered_recipes:recipe")
+    yield
+    plugins._installed.cache_clear()
+
+
+def test_later_layers_win_key_by_key():
+    loaded = load("layered", ["trainer.seed=5", "environment.options.digits=3"], tiny=True)
+    assert (loaded.config.trainer.epochs, loaded.config.trainer.seed) == (1, 5)
+    assert loaded.config.environment.options == {"digits": 3, "base": 10}
+
+
+def test_every_value_says_where_it_comes_from():
+    loaded = load("layered", ["trainer.seed=5", "environment.options.digits=3"], tiny=True)
+    sources = {origin.key: origin.source for origin in origins(loaded)}
+    assert sources["trainer.seed"] == "command line"
+    assert sources["trainer.epochs"] == "recipe layered --tiny"
+    assert sources["environment.options.base"] == "recipe layered"
+    assert sources["environment.options.digits"] == "command line"
+    assert sources["trainer.bf16"] == "default"
+    assert sources["trainer.ckpt_path"] == "derived: <trainer.run_dir>/checkpoints"
+    assert sources["trainer.policy.fsdp_config.cpu_offload"] == "default"
+
+
+def test_a_files_values_carry_their_line_and_may_be_nested_or_dotted(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  seed: 1\n\ntrainer.epochs: 4\ngenerator: {n_samples_per_prompt: 2}\n")
+    loaded = load(str(file))
+    assert (loaded.config.trainer.seed, loaded.config.trainer.epochs, loaded.config.generator.n_samples_per_prompt) == (
+        1,
+        4,
+        2,
+    )
+    sources = {origin.key: origin.source for origin in origins(loaded)}
+    assert sources["trainer.epochs"] == f"{file}:4"
+    assert sources["generator.n_samples_per_prompt"] == f"{file}:5"
+
+
+def test_a_key_twice_on_the_command_line_warns_and_the_last_one_counts():
+    with pytest.warns(ConfigWarning, match=r"trainer\.seed: given twice \(command line\): 3, then 4"):
+        config = from_mapping({}, ["trainer.seed=3", "trainer.epochs=2", "trainer.seed=4"])
+    assert (config.trainer.seed, config.trainer.epochs) == (4, 2)
+
+
+def test_a_key_twice_in_a_file_warns_with_both_lines_also_nested_and_dotted(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  seed: 1\n  epochs: 2\ntrainer.seed: 7\n")
+    with pytest.warns(ConfigWarning, match=rf"trainer\.seed: given twice \({file}:2 and {file}:4\): 1, then 7"):
+        assert load(str(file)).config.trainer.seed == 7
+    file.write_text("trainer:\n  seed: 1\n  seed: 2\n")
+    with pytest.warns(ConfigWarning, match=rf"given twice \({file}:2 and {file}:3\)"):
+        assert load(str(file)).config.trainer.seed == 2
+
+
+def test_two_spellings_of_a_key_are_one_key():
+    with pytest.warns(ConfigWarning, match=r"trainer\.use_sample_packing: given twice"):
+        config = from_mapping({}, ["trainer.use_sample_packing=true", "trainer.remove_microbatch_padding=false"])
+    assert config.trainer.use_sample_packing is False
+
+
+def test_an_override_of_a_file_is_no_repetition(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer.seed: 1\n")
+    assert load(str(file), ["trainer.seed=2"]).config.trainer.seed == 2
+
+
+def test_an_empty_section_clears_what_earlier_layers_said():
+    assert load("layered", ["environment.options={}"]).config.environment.options == {}
+    assert load("layered", ["environment.options=null"]).config.environment.options == {}
+    assert load("layered", ["trainer=null"]).config.trainer.epochs == 1
+    assert load("layered", ["environment.options={}", "environment.options.new=1"]).config.environment.options == {
+        "new": 1
+    }
+
+
+def test_yaml_is_read_by_the_rules_of_its_version_1_2(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    words = ["small: 1e-6", "date: 2026-01-01", "word: yes", "time: 12:30", "ten: 010", "big: 1e3", "none: ~"]
+    file.write_text("environment.options: {" + ", ".join(words) + "}\n")
+    assert load(str(file)).config.environment.options == {
+        "small": 1e-6,
+        "date": "2026-01-01",
+        "word": "yes",
+        "time": "12:30",
+        "ten": 10,
+        "big": 1000.0,
+        "none": None,
+    }
+
+
+def test_a_recipe_may_be_a_function_or_stand_at_an_import_path():
+    assert load("layered_recipes:make_recipe").config.trainer.epochs == 2
+    assert load("layered_recipes:recipe").recipe is not None
+
+
+def test_a_recipe_that_is_not_there_or_is_none_is_refused():
+    with pytest.raises(PluginError, match=r"'layerd' is not among the installed recipes .* Did you mean 'layered'\?"):
+        load("layerd")
+    with pytest.raises(ConfigError, match="is of type int; expected a Recipe"):
+        load("layered_recipes:number")
+    with pytest.raises(ConfigError, match=r"--tiny: the recipe .* has no tiny variant"):
+        load("layered_recipes:bare", tiny=True)
+    with pytest.raises(ConfigError, match="only a recipe has a tiny variant"):
+        load("run.yaml", tiny=True)
+
+
+def test_a_key_that_is_not_text_is_refused():
+    with pytest.raises(ConfigError, match=r"environment\.options: a key is text, not 1"):
+        from_mapping({"environment": {"options": {1: 2}}})

@@ -1,0 +1,193 @@
+"""Exact loading: what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_core import plugins
+from rl_core.config import Config, ConfigWarning, from_mapping, load
+from rl_core.config.loading import known_paths
+from rl_core.errors import ConfigError, PluginError
+from tests.core.fake_plugins import install, install_backend
+
+
+@pytest.fixture(autouse=True)
+def forget_installed() -> Iterator[None]:
+    yield
+    plugins._installed.cache_clear()
+
+
+def test_importing_the_configuration_and_loading_one_imports_no_torch():
+    program = (
+        "import sys, rl_core.config as c\n"
+        "c.check_values(c.from_mapping({'trainer.seed': 3}, ['trainer.epochs=2']))\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_defaults_are_those_of_the_classes():
+    config = from_mapping({})
+    assert config.trainer.train_batch_size == 1024
+    assert config.trainer.policy.optimizer_config.adam_betas == (0.9, 0.999)
+    assert config.trainer.logger == ("console",)
+    assert not config.trainer.algorithm.use_kl_loss
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("trainer.epochs=3", "epochs", 3),
+        ("trainer.bf16=false", "bf16", False),
+        ("trainer.generation_timeout_s=60", "generation_timeout_s", 60.0),
+        ("trainer.generation_timeout_s=6e1", "generation_timeout_s", 60.0),
+        ("trainer.max_training_steps=null", "max_training_steps", None),
+        ("trainer.logger=jsonl", "logger", ("jsonl",)),
+        ("trainer.logger=[console, jsonl]", "logger", ("console", "jsonl")),
+        ("trainer.tags=[a, 'b c']", "tags", ("a", "b c")),
+        ("trainer.run_name=007", "run_name", "007"),
+        ("trainer.run_name=1e3", "run_name", "1e3"),
+        ("trainer.run_name=true", "run_name", "true"),
+        ("trainer.run_name=2026-01-01", "run_name", "2026-01-01"),
+        ("trainer.run_name='a: b'", "run_name", "a: b"),
+        ("trainer.run_name=a=b", "run_name", "a=b"),
+        ("trainer.resume_mode=none", "resume_mode", "none"),
+    ],
+)
+def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value: object):
+    loaded = getattr(from_mapping({}, [override]).trainer, key)
+    assert loaded == value
+    assert type(loaded) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.epochs=x", r"^trainer\.epochs: 'x' \(str\) is given \(command line\); expected int\.$"),
+        ("trainer.epochs=1.0", r"trainer\.epochs: 1\.0 \(float\)"),
+        ("trainer.epochs=true", r"trainer\.epochs: True \(bool\)"),
+        ("trainer.epochs=null", r"trainer\.epochs: null is given"),
+        ("trainer.bf16=1", r"trainer\.bf16: 1 \(int\) .* expected true \| false"),
+        ("trainer.bf16=yes", r"trainer\.bf16: 'yes'"),
+        ("trainer.generation_timeout_s=.nan", r"trainer\.generation_timeout_s: nan"),
+        ("trainer.policy.optimizer_config.adam_betas=[0.9]", r"expected list of 2 float"),
+        ("trainer.tags=[1]", r"trainer\.tags: \[1\] \(list\) .* expected list of text"),
+        ("trainer.resume_mode=lates", r"expected none \| latest \| from_path\. Did you mean 'latest'\?"),
+        ("trainer.policy=3", r"trainer\.policy: 3 \(int\) is given .* expected a section"),
+        ("trainer.epochs.more=1", r"trainer\.epochs\.more: trainer\.epochs is a single value \(int\)"),
+        ("environment.options=[1]", r"environment\.options: \[1\] .* expected a section"),
+        ("trainer.run_name=[a", r"trainer\.run_name=\[a: not valid YAML .* put text in quotes"),
+        ("+trainer.epochs=2", r"without any prefix"),
+        ("trainer.epochs", r"an override is key\.path=value"),
+        ("=3", r"an override is key\.path=value"),
+    ],
+)
+def test_a_value_of_another_type_names_key_value_place_and_what_is_expected(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_mapping({}, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("trainer.epoch=1", r"^trainer\.epoch: unknown key \(command line\)\. Did you mean trainer\.epochs\?$"),
+        ("trainer.n_samples_per_prompt=2", r"Did you mean generator\.n_samples_per_prompt\?"),
+        ("n_samples_per_prompt=2", r"Did you mean generator\.n_samples_per_prompt\?"),
+        ("trainer.policy.optimiser_config.lr=1", r"Did you mean trainer\.policy\.optimizer_config\?"),
+        ("data.zzz=1", r"data has train_data, val_data, shuffle, on_long_prompt\."),
+        ("trainer.policy.backend_sections={a: 1}", r"unknown key"),
+        ("trainer.policy.foo_config.a=1", r"trainer\.policy\.foo_config: unknown key"),
+    ],
+)
+def test_an_unknown_key_says_the_nearest_known_one(override: str, remedy: str):
+    with pytest.raises(ConfigError, match=remedy):
+        from_mapping({}, [override])
+
+
+def test_an_error_in_a_file_names_the_line(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  seed: 1\n  epochs: many\n")
+    with pytest.raises(ConfigError, match=rf"trainer\.epochs: 'many' .*\({file}:3\)"):
+        load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "not valid YAML"),
+        ("- a\n", "holds `key: value` lines"),
+        ("[a]: 1\n", "a key is text"),
+        ("\xff", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=message):
+        load(str(file))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"missing\.yaml: cannot be read"):
+        load(str(tmp_path / "missing.yaml"))
+
+
+def test_an_installed_backends_section_is_loaded_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install_backend(tmp_path, monkeypatch, "slim")
+    config = from_mapping({"trainer.policy.slim_config.width": 3, "trainer.ref.slim_config.nested.dtype": "fp32"})
+    assert config.trainer.policy.options("slim_config").width == 3
+    assert config.trainer.ref.options("slim_config").nested.dtype == "fp32"
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.slim_config\.widht: unknown key .*slim_config\.width\?"):
+        from_mapping({"trainer.policy.slim_config.widht": 3})
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.slim_config\.width: 'a' \(str\)"):
+        from_mapping({"trainer.policy.slim_config.width": "a"})
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.slim_config: width must be at least 1, not 0"):
+        from_mapping({"trainer.policy.slim_config.width": 0})
+
+
+def test_the_selected_backends_section_is_there_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install_backend(tmp_path, monkeypatch, "slim")
+    config = from_mapping({"trainer.strategy": "slim"})
+    assert config.trainer.policy.options("slim_config").width == 1
+    assert config.trainer.ref.options("slim_config").width == 1
+    with pytest.raises(ConfigError, match="not in this configuration"):
+        config.trainer.policy.options("fsdp_config")
+
+
+def test_the_section_of_a_known_backend_that_is_not_installed_is_kept_with_a_warning():
+    with pytest.warns(ConfigWarning, match="megatron_config: kept unchecked; its backend comes with rl-megatron"):
+        config = from_mapping({"trainer.policy.megatron_config.tensor_model_parallel_size": 2})
+    assert config.trainer.policy.options("megatron_config") == {"tensor_model_parallel_size": 2}
+
+
+def test_a_broken_backend_warns_unless_it_is_the_selected_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", backends__broken="rl_broken:backend")
+    from_mapping({"trainer.policy.fsdp_config.cpu_offload": True})
+    with pytest.warns(ConfigWarning) as caught:
+        from_mapping({"trainer.policy.megatron_config.a": 2})
+    assert "no_such_module" in str(caught[0].message)
+    with pytest.raises(PluginError, match="no_such_module"):
+        from_mapping({"trainer.strategy": "broken"})
+
+
+def test_an_unknown_backend_names_the_nearest():
+    with pytest.raises(PluginError, match=r"trainer\.strategy: 'fspd' is not among .* Did you mean 'fsdp'\?"):
+        from_mapping({"trainer.strategy": "fspd"})
+
+
+def test_every_default_loads_as_what_it_is():
+    """Whatever the classes default to is itself a value that the loader accepts."""
+    from rl_core.config.resolving import as_mapping
+
+    assert from_mapping(as_mapping(Config())) == from_mapping({})
+
+
+def test_key_paths_are_unique_and_complete():
+    paths = known_paths(Config)
+    assert len(set(paths)) == len(paths)
+    assert {"trainer", "trainer.policy.model.path", "trainer.policy.model.lora.rank", "data.train_data"} <= set(paths)

@@ -1,0 +1,37 @@
+"""The generated page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from rl_core.config import Config, reference_page
+from rl_core.config.loading import hints, known_paths
+from rl_core.config.reference import field_docs
+from rl_core.config.resolving import value_at
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_in_docs_is_the_one_that_the_classes_give():
+    assert PAGE.read_text(encoding="utf-8") == reference_page(), (
+        "run: python -m rl_core.config.reference > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize("key", ["", *(key for key in known_paths(Config) if attrs.has(type(value_at(Config(), key))))])
+def test_every_key_has_a_text_that_ends_as_a_sentence(key: str):
+    cls = type(value_at(Config(), key)) if key else Config
+    docs = field_docs(cls)
+    for name in hints(cls):
+        assert docs.get(name, "").endswith((".", "?", "`")), f"{key}.{name}: {docs.get(name)!r}"
+
+
+def test_the_page_shows_types_and_defaults_as_users_write_them():
+    page = reference_page()
+    assert "| `epochs` | int | `1` |" in page
+    assert "| `bf16` | true \\| false | `true` |" in page
+    assert "| `adam_betas` | list of 2 float | `[0.9, 0.999]` |" in page
+    assert "| `trainer.ckpt_path` | `<trainer.run_dir>/checkpoints` |" in page

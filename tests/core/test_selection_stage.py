@@ -1,0 +1,75 @@
+"""Between buffer and batch: replacement, masks, and their accounts."""
+
+from __future__ import annotations
+
+import pytest
+from rl_core.errors import GenerationError
+from rl_core.interfaces import StopReason, Trajectory, TrajectoryStep
+from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.collate import collate
+from rl_core.trainer.selection import Selection
+
+
+def trajectory(group: int, reward: float, stop_reason: StopReason = "stop") -> Trajectory:
+    step = TrajectoryStep(
+        tokens=[1, 2],
+        sampled=[False, True],
+        rollout_logprobs=[0.0, -1.0],
+        policy_version=[-1, 0],
+        reward=reward,
+        stop_reason=stop_reason,
+    )
+    return Trajectory(
+        group_id=group, sample_index=0, steps=(step,), prompt_text="", response_text="", start_version=0, metrics={}
+    )
+
+
+def finished(group: int, *rewards: float) -> FinishedGroup:
+    return FinishedGroup(
+        group_id=group, start_version=0, trajectories=tuple(trajectory(group, reward) for reward in rewards)
+    )
+
+
+def selection(
+    *, min_replace_ratio: float | None = None, mask_zero_variance: bool = False, mask_overlong: bool = False
+) -> Selection:
+    return Selection(
+        min_replace_ratio=min_replace_ratio,
+        max_rejected_batches=2,
+        mask_zero_variance=mask_zero_variance,
+        mask_overlong=mask_overlong,
+    )
+
+
+def test_groups_without_a_signal_are_replaced_by_useful_ones_in_turn_as_groups_of_their_own():
+    stage = selection(min_replace_ratio=0.3)
+    chosen = stage.chosen([finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 0), finished(4, 0, 0), finished(5, 0, 0)])
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [1, -1, 3, -2, -3]
+    assert [[t.reward for t in group.trajectories] for group in chosen] == [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1]]
+    assert {t.group_id for t in chosen[1].trajectories} == {-1}
+    assert stage.lap() == {"selection/replaced_groups": 3.0}
+    assert stage.lap() == {}
+
+
+def test_a_batch_with_too_little_signal_is_given_up_and_too_many_in_a_row_stop_the_run():
+    stage = selection(min_replace_ratio=0.5)
+    poor = [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 1)]
+    assert stage.chosen(poor) is None
+    with pytest.raises(GenerationError, match="2 batches in a row"):
+        stage.chosen(poor)
+
+
+def test_masked_samples_stay_sampled_and_are_counted():
+    stage = selection(mask_zero_variance=True, mask_overlong=True)
+    trajectories = [trajectory(1, 1), trajectory(1, 1), trajectory(2, 0), trajectory(2, 1, "length")]
+    batch = stage.masked(collate(trajectories), trajectories)
+    assert batch["sampled"].tolist() == [False, True] * 4
+    assert batch["loss_mask"].tolist() == [False, False, False, False, False, True, False, False]
+    assert stage.lap() == {"selection/masked_overlong": 1.0, "selection/masked_zero_variance": 1.0}
+
+
+def test_without_rules_nothing_changes():
+    trajectories = [trajectory(1, 1), trajectory(1, 1)]
+    batch = collate(trajectories)
+    assert selection().masked(batch, trajectories) is batch

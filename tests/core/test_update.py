@@ -1,0 +1,187 @@
+"""What the controller makes of a batch before and between optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from rl_core.algorithms.advantages import gae_advantages, grpo_advantages, reinforce_plus_plus_advantages
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError, NonFiniteError
+from rl_core.interfaces import LossSpec, OptimizerStep
+from rl_core.trainer.advantages import load_estimator, with_advantages, with_loss_weights, with_off_policy_correction
+from rl_core.trainer.update import PolicyUpdate, UpdateSettings, mini_batches, rollout_agreement
+from rl_core.workers import MicroBatchLimits
+
+
+def make_batch(rewards: list[float], groups: list[int]) -> Batch:
+    """One sequence per reward: one prompt token, two sampled ones."""
+    return Batch.from_sequences(
+        [
+            {
+                "tokens": [5, 6, 7],
+                "sampled": [0, 1, 1],
+                "loss_mask": [0, 1, 1],
+                "rollout_logprobs": [0.0, -1.0, -2.0],
+                "policy_version": [-1, 4, 4],
+                "rewards": [0.0, 0.0, reward],
+                "group_id": group,
+                "trajectory_id": number,
+                "step_index": 0,
+                "is_last_step": True,
+            }
+            for number, (reward, group) in enumerate(zip(rewards, groups, strict=True))
+        ]
+    )
+
+
+class FakeGroup:
+    """Scores every token alike and records what it is asked to train on."""
+
+    def __init__(self, *, logprob: float = -1.5, grad_norms: list[float] | None = None):
+        self.logprob = logprob
+        self.grad_norms = grad_norms or []
+        self.trained: list[Batch] = []
+
+    async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, torch.Tensor]:
+        return {
+            "logprobs": torch.where(batch["sampled"], self.logprob, 0.0),
+            "entropies": torch.ones(batch.num_tokens),
+        }
+
+    async def forward_backward(
+        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
+    ) -> dict[str, tuple[float, float]]:
+        self.trained.append(batch)
+        return {"loss": (2.0, 1.0), "entropy": (3.0, 6.0)}
+
+    async def optim_step(self) -> OptimizerStep:
+        norm = self.grad_norms.pop(0) if self.grad_norms else 1.0
+        return OptimizerStep(grad_norm=norm, learning_rate=0.1, skipped=not math.isfinite(norm))
+
+
+def settings(**changes: Any) -> UpdateSettings:
+    base = UpdateSettings(
+        loss=LossSpec(name="rl_core.algorithms.losses:ppo_clip_loss"),
+        estimator=grpo_advantages,
+        estimator_params={"grpo_norm_by_std": False},
+        reduction="token_mean",
+        reduction_params={},
+        correction_params=None,
+        kl_in_reward=None,
+        adaptive_kl=None,
+        normalize_advantages=False,
+        groups_per_mini_batch=2,
+        epochs=1,
+        temperature=1.0,
+        train_limits=MicroBatchLimits(max_sequences=4),
+        forward_limits=MicroBatchLimits(max_sequences=4),
+        max_nonfinite_steps=2,
+        seed=0,
+    )
+    return attrs.evolve(base, **changes)
+
+
+def update_with(group: FakeGroup, reference: FakeGroup | None = None, **changes: Any) -> PolicyUpdate:
+    return PolicyUpdate(settings(**changes), group, reference, kl_coef=0.1)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_outcome_advantage_goes_to_every_sampled_token_and_to_no_other():
+    batch = with_advantages(make_batch([1.0, 0.0], [3, 3]), grpo_advantages, {"grpo_norm_by_std": False})
+    assert batch["advantages"].tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5]
+
+
+def test_steps_of_a_trajectory_share_one_advantage_whatever_their_order():
+    batch = make_batch([0.0, 1.0, 0.0], [3, 3, 3])
+    steps = {"trajectory_id": [8, 2, 8], "step_index": [1, 0, 0], "is_last_step": [True, True, False]}
+    columns = {name: torch.tensor(values) for name, values in steps.items()}
+    batch = with_advantages(batch.with_columns(**columns), grpo_advantages, {"grpo_norm_by_std": False})
+    assert batch["advantages"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.5, 0.5, 0.0, -0.5, -0.5]
+
+
+def test_a_token_estimator_gives_advantages_and_returns():
+    batch = with_advantages(make_batch([1.0, 0.0], [3, 3]), reinforce_plus_plus_advantages, {"gamma": 0.5})
+    assert batch["returns"].tolist() == [0.0, 0.5, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_estimator_that_needs_a_critic_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match="needs a critic's values"):
+        load_estimator("rl_core.algorithms.advantages:gae_advantages", {}, has_critic=False)
+    assert load_estimator("rl_core.algorithms.advantages:gae_advantages", {}, has_critic=True) is gae_advantages
+
+
+def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
+    with pytest.raises(ConfigError, match="parameter 'greedy_scores_N'; a training run provides scores_N"):
+        load_estimator("rl_core.algorithms.advantages:remax_advantages", {}, has_critic=False)
+
+
+def test_mini_batches_are_whole_groups_in_the_order_of_the_batch():
+    batch = make_batch([0.0] * 6, [9, 9, 4, 9, 1, 4])
+    parts = mini_batches(batch, groups_per_mini_batch=2)
+    assert [part["trajectory_id"].tolist() for part in parts] == [[0, 1, 2, 3, 5], [4]]
+
+
+def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
+    batch = make_batch([1.0, 0.0], [3, 3]).with_columns(
+        old_logprobs=torch.tensor([0.0, 2.0, -2.0, 0.0, -1.0, -2.0]), advantages=torch.ones(6)
+    )
+    corrected, metrics = with_off_policy_correction(batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0})
+    assert corrected["advantages"].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0, 1.0, 1.0])
+    masked, _ = with_off_policy_correction(batch, {"outlier_token_is_threshold_high": 5.0})
+    assert masked["loss_mask"].tolist() == [False, False, False, False, True, True]
+    assert all(name.startswith("correction/") for name in metrics)
+
+
+async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficient():
+    update = update_with(
+        FakeGroup(logprob=-1.0),
+        FakeGroup(logprob=-2.0),
+        kl_in_reward="k1",
+        adaptive_kl={"kl_target": 0.1, "horizon": 10.0},
+    )
+    batch = await update.score(make_batch([1.0, 0.0], [3, 3]))
+    batch, metrics = update.prepare(batch)
+    assert batch["rewards"].tolist() == pytest.approx([0.0, -0.1, 0.9, 0.0, -0.1, -0.1])
+    assert metrics["policy/kl"] == (4.0, 4.0)
+    assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
+async def test_each_mini_batch_is_weighted_over_itself_and_carries_only_what_the_loss_reads():
+    group = FakeGroup()
+    update = update_with(group)
+    batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
+    metrics = await update.train(batch, step=1)
+    assert [float(part["loss_weights"].sum()) for part in group.trained] == pytest.approx([1.0, 1.0])
+    assert set(group.trained[0]) == {"tokens", "loss_mask", "loss_weights", "old_logprobs", "advantages"}
+    assert metrics["policy/loss"] == (4.0, 2.0)
+    assert metrics["policy/entropy"] == (6.0, 12.0)
+
+
+async def test_skipped_steps_in_a_row_stop_the_run_and_a_good_one_resets_the_count():
+    nan = float("nan")
+    update = update_with(FakeGroup(grad_norms=[nan, 1.0, nan, nan]))
+    batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
+    metrics = await update.train(batch, step=1)
+    assert metrics["policy/skipped_steps"] == (1.0, 2.0)
+    assert metrics["policy/grad_norm"] == (1.0, 1.0)
+    with pytest.raises(NonFiniteError, match="step 2: 2 optimizer steps in a row"):
+        await update.train(batch, step=2)
+
+
+def test_agreement_is_measured_on_tokens_of_the_trainers_own_version():
+    batch = make_batch([1.0, 0.0], [3, 3])
+    old = torch.tensor([0.0, -1.0, -2.5, 0.0, -1.0, -9.0])
+    version = torch.tensor([-1, 4, 4, -1, 4, 3], dtype=torch.int32)
+    metrics = rollout_agreement(batch.with_columns(old_logprobs=old, policy_version=version), version=4)
+    assert metrics["rollout/logprob_diff_max"] == (0.5, 1.0)
+    assert metrics["rollout/stale_logprob_diff_max"] == (7.0, 1.0)
+    assert metrics["rollout/stale_tokens"] == (1.0, 4.0)
+
+
+def test_loss_weights_of_an_empty_mask_are_zero():
+    batch = make_batch([1.0], [3])
+    batch = with_loss_weights(batch.with_columns(loss_mask=torch.zeros(3, dtype=torch.bool)), "prompt_mean", {})
+    assert batch["loss_weights"].tolist() == [0.0, 0.0, 0.0]

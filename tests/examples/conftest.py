@@ -1,0 +1,51 @@
+"""A small arithmetic run: the real recipe's model, untrained, and few, small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from rl_core.config import Config, from_mapping
+from rl_examples.arithmetic import write_data, write_model
+from rl_examples.quickstart import recipe
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data and the untrained model."""
+    directory = tmp_path_factory.mktemp("arithmetic")
+    write_data(directory / "train.parquet", directory / "held_out.parquet")
+    held_out = pyarrow.parquet.read_table(directory / "held_out.parquet")
+    pyarrow.parquet.write_table(held_out.slice(0, 40), directory / "few.parquet")
+    write_model(directory / "model", seed=0)
+    return directory
+
+
+@pytest.fixture
+def small_run(start: Path) -> Callable[..., Config]:
+    """Builds a configuration: 6 steps of 8 prompts × 4 samples, two mini-batches, a checkpoint every second step."""
+
+    def build(run_dir: Path, **overrides: object) -> Config:
+        values = {
+            **recipe.config,
+            "data.train_data": [str(start / "train.parquet")],
+            "data.val_data": [str(start / "few.parquet")],
+            "trainer.policy.model.path": str(start / "model"),
+            "trainer.run_dir": str(run_dir),
+            "trainer.resume_mode": "latest",
+            "trainer.max_training_steps": 6,
+            "trainer.train_batch_size": 8,
+            "trainer.policy_mini_batch_size": 4,
+            "trainer.update_epochs_per_batch": 1,
+            "trainer.ckpt_interval": 2,
+            "trainer.eval_interval": 3,
+            "trainer.max_ckpts_to_keep": -1,
+            "generator.n_samples_per_prompt": 4,
+            "environment.env_class": "tests.examples.environments:FirstDigit",
+            **{key.replace("__", "."): value for key, value in overrides.items()},
+        }
+        return from_mapping(values)
+
+    return build

@@ -1,0 +1,37 @@
+"""Environments of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.interfaces import Action, Row, StepResult
+from rl_examples.arithmetic import ArithmeticEnvironment
+
+
+class FirstDigit(ArithmeticEnvironment):
+    """Right when the first digit is: an untrained model gets it now and then, so that even a few steps have a gradient."""
+
+    async def step(self, action: Action) -> StepResult:
+        is_right = float(action.text[:1] == self._answer[0])
+        return StepResult(reward=is_right, done=True, metrics={"accuracy": is_right})
+
+
+class Failing(FirstDigit):
+    """Raises for every problem whose first number is odd (`options.fails=odd`) or for all."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._fails = options["fails"] == "all" or int(row["prompt"][1]) % 2 == 1
+
+    async def step(self, action: Action) -> StepResult:
+        if self._fails:
+            raise ConnectionError("the judge is gone")
+        return await super().step(action)
+
+
+class NotFinite(FirstDigit):
+    """A reward that is no number."""
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(reward=float("nan"), done=True)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rl_core.config import load
+from rl_core.errors import DataError
+from rl_core.interfaces import Action
+from rl_core.trainer.data import read_rows
+from rl_core.trainer.run import run_training
+from rl_examples.gsm8k import Gsm8kEnvironment, final_answer, ground_truth, prepare
+from rl_examples.gsm8k_data import converted, main
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 6*7=42.\n#### 42", "42"),
+        ("#### 1,250.50", "1250.50"),
+        ("#### $18", "18"),
+        ("#### -3.", "-3"),
+        ("#### 5 no, wait\n#### 7", "7"),
+        ("the answer is 42", None),
+        ("####", None),
+        ("#### 1.2.3", None),
+    ],
+)
+def test_the_answer_is_the_number_after_the_last_mark(text: str, answer: str | None):
+    assert final_answer(text) == (None if answer is None else Decimal(answer))
+
+
+async def test_reward_is_one_for_the_right_number_however_it_is_written():
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_spec": {"method": "rule", "ground_truth": "1250"}}
+    environment = Gsm8kEnvironment(row, {})
+    assert await environment.reset() == row["prompt"]
+    right = await environment.step(Action(text="#### 1,250.0", tokens=(), stop_reason="stop"))
+    wrong = await environment.step(Action(text="1250", tokens=(), stop_reason="stop"))
+    assert (right.reward, right.done, right.metrics["has_answer"]) == (1.0, True, 1.0)
+    assert (wrong.reward, wrong.metrics["has_answer"]) == (0.0, 0.0)
+
+
+def test_a_row_without_a_number_is_refused():
+    with pytest.raises(DataError, match=r"needs reward_spec\.ground_truth"):
+        ground_truth({"prompt": "x", "reward_spec": {"ground_truth": "many"}})
+
+
+def test_the_public_files_are_converted_to_rows_that_load(tmp_path: Path):
+    public = [{"question": "What is 6*7?", "answer": "6*7=<<6*7=42>>42\n#### 42"}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in public))
+    arguments = ["--train", f"{tmp_path}/train.jsonl", "--test", f"{tmp_path}/test.jsonl", "--output", str(tmp_path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    (row,) = read_rows([tmp_path / "train.parquet"], key="data.train_data")
+    assert ground_truth(row.row) == 42
+    assert row.row["prompt"][0]["content"].startswith("What is 6*7? ")
+    assert row.row["env_class"] == "gsm8k"
+
+
+def test_a_public_file_with_a_bad_row_is_named():
+    with pytest.raises(DataError, match=r"train\.jsonl:7: no number after ####"):
+        converted({"question": "?", "answer": "none"}, place="train.jsonl:7", split="train", index=6)
+    with pytest.raises(DataError, match="expected the columns 'question' and 'answer', got prompt"):
+        converted({"prompt": "?"}, place="train.jsonl:7", split="train", index=6)
+
+
+def test_the_recipe_trains_its_tiny_variant_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load("gsm8k", ["trainer.max_training_steps=2"], tiny=True).config
+    prepare(config)
+    summary = run_training(config)
+    assert summary.steps == 2
+    assert (tmp_path / "runs" / "gsm8k_tiny" / "model").is_dir()
+    assert (tmp_path / summary.run_dir / "report.html").exists()

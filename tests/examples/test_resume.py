@@ -1,0 +1,111 @@
+"""A run that was killed and resumed leaves exactly what an uninterrupted one leaves."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from rl_core.config import Config
+from rl_core.interfaces import Trajectory
+from rl_core.trainer.callbacks import Callback, Control
+from rl_core.trainer.run import run_training
+from safetensors.torch import load_file
+
+BuildConfig = Callable[..., Config]
+
+
+class KillAtGroups(Callback):
+    """SIGKILL in the middle of step 3: weights are published, its metrics are not written yet."""
+
+    def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillAfterCheckpoint(Callback):
+    """SIGKILL right after the checkpoint of step 4."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillInStepAfterCheckpoint(Callback):
+    """SIGKILL in step 5, whose predecessor has a checkpoint and some of whose rows are written."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopAtStep3(Callback):
+    """What Ctrl-C does, at a known step."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
+        return Control(stop=True) if step == 3 else None
+
+
+def train_in_child(config: Config) -> int:
+    """Trains in a forked process; its exit code (−9 when it was killed)."""
+    process = multiprocessing.get_context("fork").Process(target=run_training, args=(config,))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "the run did not end within 120 s"
+    return process.exitcode
+
+
+def without_times(run_dir: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: v for name, v in row.items() if not name.startswith(("time/", "tokens_per_second"))} for row in rows]
+
+
+def require_same_run(run_dir: Path, expected: Path) -> None:
+    assert without_times(run_dir) == without_times(expected)
+    assert (run_dir / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
+    weights, expected_weights = (load_file(path / "model" / "model.safetensors") for path in (run_dir, expected))
+    assert weights.keys() == expected_weights.keys()
+    assert all(weights[name].equal(expected_weights[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uninterrupted") / "run"
+
+
+@pytest.fixture
+def expected(uninterrupted: Path, small_run: BuildConfig) -> Path:
+    if not uninterrupted.exists():
+        assert train_in_child(small_run(uninterrupted)) == 0
+    return uninterrupted
+
+
+@pytest.mark.parametrize("callback", [KillAtGroups, KillAfterCheckpoint, KillInStepAfterCheckpoint])
+def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
+    callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path
+):
+    path = f"{__name__}:{callback.__name__}"
+    assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == -signal.SIGKILL
+    assert len(without_times(tmp_path / "run")) < 7
+    assert train_in_child(small_run(tmp_path / "run")) == 0
+    require_same_run(tmp_path / "run", expected)
+
+
+def test_a_stopped_run_leaves_a_checkpoint_and_resumes_exactly(small_run: BuildConfig, expected: Path, tmp_path: Path):
+    path = f"{__name__}:StopAtStep3"
+    assert train_in_child(small_run(tmp_path / "run", trainer__callbacks=[path])) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
+    assert (tmp_path / "run" / "checkpoints" / "step_000003" / "complete.json").exists()
+    assert train_in_child(small_run(tmp_path / "run")) == 0
+    require_same_run(tmp_path / "run", expected)
+
+
+def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: Path, tmp_path: Path):
+    """Negative control."""
+    assert train_in_child(small_run(tmp_path / "run", trainer__seed=1)) == 0
+    with pytest.raises(AssertionError):
+        require_same_run(tmp_path / "run", expected)

@@ -1,0 +1,188 @@
+"""The whole path, from a configuration to what a run leaves, with a real model and engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_core.config import Config, load
+from rl_core.errors import CheckpointError, DataError, GenerationError, NonFiniteError
+from rl_core.trainer.run import run_evaluation, run_generation, run_training
+from rl_core.trainer.samples import read_samples
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BuildConfig = Callable[..., Config]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: Path):
+    config = small_run(tmp_path / "run", trainer__log_sample_logprobs=True, trainer__logger=["console", "tensorboard"])
+    summary = run_training(config)
+    run_dir = tmp_path / "run"
+    assert summary.steps == 6
+    assert not summary.interrupted
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 3, 6]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [f"step_00000{n}" for n in (2, 4, 6)]
+    assert load(str(run_dir / "config.yaml")).config == config
+    assert "<svg" in (run_dir / "report.html").read_text()
+    assert list((run_dir / "tensorboard").iterdir())
+    samples = list(read_samples(run_dir))
+    train = [sample for sample in samples if sample.purpose == "train"]
+    assert len(train) == 6 * 8
+    for sample in train:
+        assert sample.rollout_logprobs and sample.trainer_logprobs
+        # The engine says nothing of prompt tokens (0.0); the trainer scores them too.
+        pairs = [pair for pair in zip(sample.rollout_logprobs[0], sample.trainer_logprobs[0], strict=True) if pair[0]]
+        assert pairs
+        assert [engine for engine, _ in pairs] == pytest.approx([trainer for _, trainer in pairs], abs=1e-4)
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_asynchronous_training_keeps_the_bound_on_every_step(
+    small_run: BuildConfig, tmp_path: Path, max_staleness: int
+):
+    run_training(small_run(tmp_path / "run", trainer__max_staleness=max_staleness, trainer__max_training_steps=8))
+    rows = rows_of(tmp_path / "run")[1:]
+    assert len(rows) == 8
+    assert max(row["rollout/staleness_max"] for row in rows) <= max_staleness
+    # Generation really runs ahead: the last steps train on groups started before the weights they train.
+    assert rows[-1]["rollout/staleness_max"] >= 1
+    assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
+
+
+def test_kl_terms_use_a_reference_that_stays_as_it_was(small_run: BuildConfig, tmp_path: Path):
+    changes = {"trainer__algorithm__use_kl_loss": True, "trainer__algorithm__kl_loss_coef": 0.1}
+    run_training(small_run(tmp_path / "run", **changes))
+    rows = rows_of(tmp_path / "run")[1:]
+    assert rows[0]["policy/kl"] < rows[-1]["policy/kl"]
+
+
+def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, tmp_path: Path):
+    changes = {
+        "trainer__algorithm__use_kl_in_reward": True,
+        "trainer__algorithm__kl_ctrl__type": "adaptive",
+        "trainer__algorithm__kl_ctrl__horizon": 100,
+        "trainer__algorithm__kl_estimator_type": "k1",
+    }
+    run_training(small_run(tmp_path / "run", **changes))
+    coefficients = [row["policy/kl_coef"] for row in rows_of(tmp_path / "run")[1:]]
+    assert coefficients[0] == pytest.approx(0.001)
+    assert len(set(coefficients)) > 1
+
+
+def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_run: BuildConfig, tmp_path: Path):
+    changes = {
+        "trainer__algorithm__dynamic_sampling__type": "filter",
+        "trainer__max_training_steps": 1,
+        "trainer__train_batch_size": 2,
+        "trainer__policy_mini_batch_size": 2,
+    }
+    run_training(small_run(tmp_path / "run", **changes))
+    row = rows_of(tmp_path / "run")[-1]
+    assert 0.0 < row["reward/mean"] < 1.0
+    assert "rollout/dropped_zero_variance" in row
+
+
+def test_a_failing_environment_is_counted_and_its_samples_are_left_out(small_run: BuildConfig, tmp_path: Path):
+    changes = {
+        "environment__env_class": "tests.examples.environments:Failing",
+        "environment__options": {"fails": "odd"},
+        "trainer__max_training_steps": 2,
+    }
+    run_training(small_run(tmp_path / "run", **changes))
+    rows = rows_of(tmp_path / "run")
+    assert sum(row["rollout/failed"] for row in rows[1:]) > 0
+    assert 0 < rows[0]["eval/failed"] < 40
+    failed = [sample for sample in read_samples(tmp_path / "run") if sample.failure]
+    assert failed
+    assert all("few.parquet:" in (sample.failure or "") for sample in failed)
+    assert all("ConnectionError: the judge is gone" in (sample.failure or "") for sample in failed)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ("Failing", "groups in a row gave nothing to train on.*the judge is gone"),
+        ("NotFinite", "groups in a row gave nothing to train on.*reward is nan"),
+    ],
+)
+def test_a_run_in_which_every_rollout_fails_ends_with_the_reason(
+    small_run: BuildConfig, tmp_path: Path, environment: str, message: str
+):
+    changes = {
+        "environment__env_class": f"tests.examples.environments:{environment}",
+        "environment__options": {"fails": "all"},
+        "trainer__eval_before_train": False,
+    }
+    with pytest.raises(GenerationError, match=message):
+        run_training(small_run(tmp_path / "run", **changes))
+
+
+def test_gradients_that_are_not_finite_skip_the_step_and_then_stop_the_run(small_run: BuildConfig, tmp_path: Path):
+    changes = {"trainer__algorithm__advantage_estimator": f"{__name__}:not_a_number"}
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        run_training(small_run(tmp_path / "run", **changes))
+    rows = rows_of(tmp_path / "run")
+    assert rows[1]["policy/skipped_steps"] == 1.0
+    assert "policy/grad_norm" not in rows[1]
+
+
+def not_a_number(scores_N: Any) -> Any:
+    return scores_N * float("nan")
+
+
+def test_a_damaged_checkpoint_ends_the_run_before_anything_is_changed(small_run: BuildConfig, tmp_path: Path):
+    run_training(small_run(tmp_path / "run", trainer__max_training_steps=2))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (weights,) = (tmp_path / "run" / "checkpoints").glob("step_000002/policy/*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="this checkpoint is damaged"):
+        run_training(small_run(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_new_run_moves_an_earlier_one_aside(small_run: BuildConfig, tmp_path: Path):
+    for _ in range(2):
+        run_training(small_run(tmp_path / "run", trainer__resume_mode="none", trainer__max_training_steps=1))
+    assert [row["step"] for row in rows_of(tmp_path / "run.1")] == [0, 1]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1]
+
+
+def test_a_prompt_longer_than_allowed_is_named_or_left_out(small_run: BuildConfig, tmp_path: Path):
+    rows = [{"prompt": "12+34=", "answer": "640"}, {"prompt": "12+34=12+34=12+34=", "answer": "640"}]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row | {"env_class": "arithmetic"}) + "\n" for row in rows))
+    changes = {
+        "data__train_data": [str(data)],
+        "trainer__max_prompt_length": 10,
+        "trainer__train_batch_size": 1,
+        "trainer__policy_mini_batch_size": 1,
+        "trainer__max_training_steps": 1,
+    }
+    with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 18 tokens, trainer\.max_prompt_length is 10"):
+        run_training(small_run(tmp_path / "run", **changes))
+    run_training(small_run(tmp_path / "run", data__on_long_prompt="drop", **changes))
+
+
+def test_evaluation_and_generation_use_the_model_that_is_named(small_run: BuildConfig, tmp_path: Path):
+    config = small_run(tmp_path / "run")
+    metrics = run_evaluation(config)
+    assert metrics["eval/failed"] == 0.0
+    assert 0.0 <= metrics["eval/accuracy"] <= 1.0
+    output = tmp_path / "samples.jsonl"
+    assert run_generation(config, output) == 40 * 4
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {row["reward"] for row in rows} <= {0.0, 1.0}
+    with pytest.raises(DataError, match="exists already"):
+        run_generation(config, output)

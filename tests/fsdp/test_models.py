@@ -1,0 +1,180 @@
+"""Architectures: those that are scored right, those that are refused with the reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
+from rl_core.testing.backend import make_batch, weights
+from rl_core.testing.models import FAMILIES, Family, make_checkpoint
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_fsdp import fsdp
+from rl_fsdp.worker import FsdpWorker
+from tests.fsdp.conftest import StartWorker, spec_of
+
+PLAN = [[5, 0, 3], [1, 6], [4, 2, 7]]
+TINY: dict[str, Any] = {
+    "vocab_size": 47,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+
+
+def random_model(directory: Path, family: str, **config: Any) -> Path:
+    """A checkpoint without tokenizer of any family."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**TINY, **config})).save_pretrained(directory)
+    return directory
+
+
+def require_reference_scores(path: Path, **fields: Any) -> None:
+    """Log-probs and gradients as from plain transformers."""
+    spec = spec_of(path, **fields)
+    reference, worker = ReferenceWorker(spec), FsdpWorker(spec, RankInfo())
+    batch = make_batch(reference)
+    expected = reference.forward(batch, PLAN, temperature=0.8)
+    for name, values_T in worker.forward(batch, PLAN, temperature=0.8).items():
+        torch.testing.assert_close(values_T, expected[name], rtol=0, atol=1e-5)
+    for actor in (worker, reference):
+        actor.forward_backward(batch, PLAN, LossSpec(name="ppo_clip", kl_coef=0.1), temperature=0.8)
+    actual, expected = (torch.cat([g.flatten() for g in actor.gradients().values()]) for actor in (worker, reference))
+    assert (actual - expected).norm() <= 5e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_the_suite(family: Family, packing: bool, tmp_path: Path):
+    require_reference_scores(make_checkpoint(tmp_path, family=family), use_sample_packing=packing)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+        ("mistral", {"sliding_window": 8}),
+        ("gpt_neox", {"num_key_value_heads": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_families_with_peculiarities(family: str, config: dict[str, Any], packing: bool, tmp_path: Path):
+    require_reference_scores(random_model(tmp_path, family, **config), use_sample_packing=packing)
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
+    path = random_model(tmp_path, "gemma2", final_logit_softcapping=5.0)
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        fsdp.create_worker(spec_of(path), RankInfo())
+
+
+def test_a_model_that_looks_across_packed_sequences_is_refused_and_runs_unpacked(tmp_path: Path):
+    path = random_model(tmp_path, "bloom", n_layer=2, n_head=4)  # its position bias needs a mask
+    with pytest.raises(ConfigError, match="use_sample_packing=false"):
+        fsdp.create_worker(spec_of(path), RankInfo())
+    require_reference_scores(path, use_sample_packing=False)
+
+
+def test_a_model_without_attention_is_refused_packed_and_runs_unpacked(tmp_path: Path):
+    path = random_model(tmp_path, "mamba", state_size=4, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="use_sample_packing=false"):
+        fsdp.create_worker(spec_of(path), RankInfo())
+    fsdp.create_worker(spec_of(path, use_sample_packing=False), RankInfo())
+
+
+def test_bfloat16_keeps_trained_weights_in_float32_and_sends_bfloat16(start_worker: StartWorker):
+    worker, exact = start_worker(bf16=True), start_worker()
+    batch = make_batch(ReferenceWorker(exact.spec))
+    assert {p.dtype for p in worker.scorer.parameters()} == {torch.float32}
+    assert {w.dtype for w in weights(worker).values()} == {torch.bfloat16}
+    scores, expected = (w.forward(batch, PLAN, temperature=1.0)["logprobs"] for w in (worker, exact))
+    # Eight bits of mantissa over two layers: 2e-2 seen, a wrong token order gives 1.
+    assert 1e-5 < (scores - expected).abs().max() < 0.1
+    frozen = start_worker(bf16=True, role="reference", optimizer=None)
+    assert {p.dtype for p in frozen.scorer.parameters()} == {torch.bfloat16}
+
+
+def test_gradient_checkpointing_recomputes_every_layer(start_worker: StartWorker):
+    calls = []
+    worker = start_worker(gradient_checkpointing=True)
+    for layer in worker.scorer.model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = make_batch(ReferenceWorker(worker.spec))
+    worker.forward_backward(batch, [range(8)], LossSpec(name="cross_entropy"), temperature=1.0)
+    assert len(calls) == 4, "two layers, forward and once more in backward"
+
+
+def test_no_mask_over_the_stream_is_built(start_worker: StartWorker):
+    worker = start_worker()
+    seen = []
+    for layer in worker.scorer.model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    worker.forward(make_batch(ReferenceWorker(worker.spec)), PLAN, temperature=1.0)
+    assert seen == [None] * 6
+
+
+def test_a_micro_batch_without_a_trained_token_adds_nothing(start_worker: StartWorker):
+    worker = start_worker()
+    batch = make_batch(ReferenceWorker(worker.spec))
+    metrics = worker.forward_backward(batch, [[2], [4], [2, 4]], LossSpec(name="ppo_clip"), temperature=1.0)
+    assert metrics["loss"] == (0.0, 1.0)
+    assert not any(bool(gradient.any()) for gradient in worker.gradients().values())
+
+
+def test_the_saved_configuration_names_the_dtype_of_the_weights(start_worker: StartWorker, tmp_path: Path):
+    start_worker(bf16=True).save_model(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_a_checkpoint_of_another_model_is_refused(start_worker: StartWorker, tmp_path: Path):
+    start_worker({"hidden_size": 64}).save_state(tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        start_worker().load_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"role": "critic"}, "value head"),
+        ({"model": ModelConfig(path="x", lora=LoraConfig(rank=8))}, "lora.rank"),
+        ({"model": ModelConfig()}, "trainer.policy.model.path"),
+        ({"logprobs_chunk_size": 0}, "logprobs_chunk_size"),
+        ({"optimizer": OptimizerConfig(scheduler="cosine")}, "length of the run"),
+        ({"optimizer": OptimizerConfig(scheduler="linear", num_warmup_steps=9), "total_optimizer_steps": 9}, "no step"),
+        ({"optimizer": OptimizerConfig(num_warmup_steps=-1)}, "0 or more"),
+    ],
+)
+def test_what_cannot_be_trained_is_a_configuration_error(fields: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        fsdp.validate(spec_of("x", **fields), 1)
+
+
+def test_more_ranks_than_one_are_refused():
+    with pytest.raises(ConfigError, match="one rank"):
+        fsdp.validate(spec_of("x"), 2)
+    with pytest.raises(ConfigError, match="one rank"):
+        fsdp.mesh(fsdp.options_class(), 2)
+
+
+def test_the_entry_point_imports_no_torch():
+    code = "import sys, rl_fsdp.backend as b; b.fsdp.validate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,41 @@
+"""One Ray for all tests of this folder, on loopback and with a small object store; groups that several tests share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+from rl_core.workers import WorkerGroup
+
+from tests.ray.gloo_backend import GlooBackend, spec_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_session() -> Iterator[None]:
+    """Ray starts in 5 to 8 s, an actor with torch in 3 to 6 s."""
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[WorkerGroup]:
+    """Two data ranks × two pipeline stages: ranks 0 and 1 are the first stage and hold no results."""
+    group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=60))
+    yield group
+    asyncio.run(group.close())
+
+
+def ranks_running() -> list[psutil.Process]:
+    """The processes of all ranks on this machine."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "ray::RayRank" in " ".join(p.info["cmdline"] or [])]

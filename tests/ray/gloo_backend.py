@@ -1,0 +1,236 @@
+"""A backend of a few lines that really runs in several processes: its ranks add up over gloo, and fail where they are told.
+
+The model is one weight. Forward says `tokens · weight + temperature` as log-probs and the rank's number as entropies; the
+gradient is the sum of `loss_weights · tokens` over all ranks; a step subtracts it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError
+from rl_core.interfaces import (
+    CONTRACT_VERSION,
+    LossSpec,
+    Manifest,
+    Metrics,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerStep,
+    Plan,
+    RankInfo,
+    TensorRecord,
+    WeightBucket,
+    WeightSender,
+    Worker,
+    WorkerSpec,
+)
+from rl_core.layout.mesh import Mesh
+
+
+@attrs.frozen(kw_only=True)
+class GlooOptions:
+    """How ranks are arranged, and which one fails where."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    phase: str = ""
+    """The fault's place: start, forward, backward, optim_step, save_state."""
+    rank: int = 0
+    """The rank that fails; -1: all of them."""
+    fault: str = ""
+    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit."""
+    children: str = ""
+    """Each rank starts `sleep` for so many seconds: a child process with an argument that tests find again."""
+    delay_s: float = 0.0
+    """How long a forward takes at least."""
+
+
+@attrs.frozen(kw_only=True)
+class GlooBackend:
+    """See the module."""
+
+    name: str = "gloo"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = "gloo_config"
+    options_class: type = GlooOptions
+    always_own_process: bool = True
+
+    def mesh(self, options: GlooOptions, world_size: int) -> Mesh:
+        return Mesh(world_size=world_size, tensor=options.tensor, pipeline=options.pipeline)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        pass
+
+    def needs_own_process(self) -> bool:
+        return self.always_own_process
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        return GlooWorker(spec.options, rank)
+
+
+def spec_of(role: Any = "policy", **options: Any) -> WorkerSpec:
+    """A policy with these options."""
+    return WorkerSpec(
+        role=role,
+        model=ModelConfig(),
+        optimizer=OptimizerConfig(),
+        options=GlooOptions(**options),
+        bf16=False,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        logprobs_chunk_size=1,
+        total_optimizer_steps=None,
+        seed=0,
+        num_threads=1,
+    )
+
+
+class GlooWorker:
+    """One rank."""
+
+    def __init__(self, options: GlooOptions, rank: RankInfo):
+        self.options = options
+        self.rank = rank
+        self.mesh = Mesh(world_size=rank.world_size, tensor=options.tensor, pipeline=options.pipeline)
+        self.thread = threading.get_ident()
+        self.weight = torch.ones(1)
+        self.gradient = torch.zeros(1)
+        self.is_on_device = True
+        if options.children:
+            subprocess.Popen(["sleep", options.children])
+        self._fail_in("start")
+        address = f"tcp://{rank.master_address}:{rank.master_port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        self._fail_in("forward")
+        time.sleep(self.options.delay_s)
+        self._require_same_number_of(plan)
+        logprobs_T = batch["tokens"] * self.weight + temperature
+        return {"logprobs": logprobs_T, "entropies": torch.full_like(logprobs_T, float(self.rank.rank))}
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        self._require_same_number_of(plan)
+        computed = [batch.select(list(micro_batch)) for micro_batch in plan if micro_batch]
+        gradient = sum(float((part["loss_weights"] * part["tokens"]).sum()) for part in computed)
+        self._fail_in("backward")
+        replicas = self.mesh.world_size // self.mesh.data
+        self.gradient += self._total(gradient) / replicas
+        return {"loss": (gradient, 1.0), "tokens": (float(sum(part.num_tokens for part in computed)), 1.0)}
+
+    def optim_step(self) -> OptimizerStep:
+        self._fail_in("optim_step")
+        self._total(0.0)
+        step = OptimizerStep(grad_norm=abs(float(self.gradient)), learning_rate=1.0, skipped=False)
+        self.weight = self.weight - self.gradient
+        self.gradient = torch.zeros(1)
+        return step
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        yield from ()
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        self._total(0.0)
+        name = f"weight.{self.rank.rank}"
+        record = TensorRecord(shape=(1,), dtype="float32", checksum=max_bucket_bytes)
+        return Manifest(version=version, tensors={name: record})
+
+    def save_state(self, directory: Path) -> None:
+        self._total(0.0)
+        torch.save(self.weight, directory / f"{self.rank.rank}.pt")
+        self._fail_in("save_state")
+        self._total(0.0)
+
+    def load_state(self, directory: Path) -> None:
+        path = directory / f"{self.rank.rank}.pt"
+        if not path.exists():
+            raise CheckpointError(f"{path}: missing")
+        self.weight = torch.load(path)
+
+    def save_model(self, directory: Path) -> None:
+        (directory / f"model.{self.rank.rank}").write_text(str(float(self.weight)))
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        self.is_on_device = False
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        self.is_on_device = True
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- what only tests call ---
+
+    def describe(self) -> dict[str, Any]:
+        """What a rank sees of itself."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+        return {
+            **{name: os.environ.get(name) for name in names},
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "same_thread": threading.get_ident() == self.thread,
+            "is_on_device": self.is_on_device,
+            "node": os.environ.get("RAY_NODE_ID"),
+        }
+
+    def memory_of(self, batch: Batch, plan: Plan) -> str:
+        """The mapping that the tokens lie in: the path of its file."""
+        address = batch["tokens"].data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+            if start <= address < end:
+                return line.split(maxsplit=5)[-1]
+        return ""
+
+    def columns_of(self, batch: Batch, plan: Plan) -> dict[str, Any]:
+        """Everything that was received."""
+        return {"columns": {name: values.tolist() for name, values in batch.columns.items()}, "plan": plan}
+
+    def _require_same_number_of(self, plan: Plan) -> None:
+        total = self._total(float(len(plan)))
+        assert total == len(plan) * self.rank.world_size, "ranks have different numbers of micro-batches"
+
+    def _total(self, value: float) -> float:
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        return float(total)
+
+    def _fail_in(self, phase: str) -> None:
+        options = self.options
+        if options.phase != phase or options.rank not in (-1, self.rank.rank):
+            return
+        if options.fault in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if options.fault == "kill" else signal.SIGSTOP)
+        elif options.fault == "raise":
+            raise ValueError(f"told to fail in {phase}")
+        elif options.fault == "user":
+            raise CheckpointError(f"told to fail in {phase}")
+        elif options.fault == "hang":
+            time.sleep(600)
+        elif options.fault == "exit":
+            os._exit(3)
+
+
+class NothingTransport:
+    """Sends nothing: the ranks' manifests are all that comes back."""
+
+    def sender(self, rendezvous: Any, rank: int, world_size: int) -> None:
+        return None
+
+
+transport = NothingTransport()

@@ -1,0 +1,99 @@
+"""What ranks receive and what comes back, with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError
+from rl_core.interfaces import LossSpec, Rendezvous
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+LOSS = LossSpec(name="cross_entropy")
+LIMITS = MicroBatchLimits(max_tokens=12)
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    """Token t of the stream is t + 1."""
+    total, sequences = 0, []
+    for length in lengths:
+        sequences.append({"tokens": list(range(total + 1, total + length + 1)), "group_id": length})
+        total += length
+    batch = Batch.from_sequences(sequences)
+    return batch.with_columns(loss_weights=torch.ones(total) / total)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5, 2, 7, 4, 6], [4]], ids=["several", "fewer than ranks"])
+async def test_scores_come_back_in_the_order_of_the_stream_from_the_ranks_that_hold_them(four_ranks, lengths):
+    batch = batch_of(lengths)
+    scores = await four_ranks.forward(batch, LIMITS, temperature=0.25)
+    assert torch.equal(scores["logprobs"], batch["tokens"] + 0.25)
+    assert set(scores["entropies"].tolist()) <= {2.0, 3.0}, "the last pipeline stage has the logits"
+
+
+async def test_metrics_and_gradient_are_those_of_the_whole_batch_whoever_computed_them(four_ranks, tmp_path):
+    batch = batch_of([3, 5, 2, 7, 4])
+    expected = float((batch["loss_weights"] * batch["tokens"]).sum())
+    metrics = await four_ranks.forward_backward(batch, LIMITS, LOSS, temperature=1.0)
+    step = await four_ranks.optim_step()
+    await four_ranks.save_state(tmp_path)
+    assert metrics["loss"] == pytest.approx((expected, 1.0))
+    assert metrics["tokens"][0] == batch.num_tokens
+    assert step.grad_norm == pytest.approx(expected)
+    assert [float(torch.load(tmp_path / f"{rank}.pt")) for rank in range(4)] == pytest.approx([1 - expected] * 4)
+    torch.save(torch.ones(1), tmp_path / "one.pt")
+    for rank in range(4):
+        (tmp_path / f"{rank}.pt").write_bytes((tmp_path / "one.pt").read_bytes())
+    await four_ranks.load_state(tmp_path)
+
+
+async def test_every_rank_of_a_replica_receives_the_same_part_whole_and_without_a_copy(four_ranks):
+    batch = batch_of([3, 5, 2, 7, 4, 6])
+    ranks, parts = four_ranks._ranks, four_ranks._parts(batch, LIMITS)
+    received = await ranks.call_on_parts("columns_of", batch, parts)
+    for rank, answer in enumerate(received):
+        if answer is None:
+            assert rank < 2
+            continue
+        part = batch.select(torch.from_numpy(parts[rank - 2].sequences))
+        assert answer["columns"] == {name: values.tolist() for name, values in part.columns.items()}
+        assert answer["plan"] == parts[rank - 2].plan
+    mappings = await ranks.call_on_parts("memory_of", batch, parts)
+    assert all("plasma" in mapping for mapping in mappings[2:]), mappings
+
+
+async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks):
+    answers = await four_ranks._ranks.call("describe")
+    assert [answer["RANK"] for answer in answers] == [answer["LOCAL_RANK"] for answer in answers] == list("0123")
+    assert {answer["WORLD_SIZE"] for answer in answers} == {"4"}
+    assert {(answer["OMP_NUM_THREADS"], answer["threads"]) for answer in answers} == {("1", 1)}
+    assert all(answer["same_thread"] for answer in answers)
+    assert len({answer["pid"] for answer in answers}) == 4
+
+
+async def test_manifests_of_all_ranks_are_one(four_ranks):
+    rendezvous = Rendezvous(transport="tests.ray.gloo_backend:transport", receiver="", data={})
+    manifest = await four_ranks.publish(rendezvous, 7, 100)
+    assert manifest.version == 7
+    assert sorted(manifest.tensors) == [f"weight.{rank}" for rank in range(4)]
+
+
+async def test_a_mistake_that_all_ranks_find_arrives_as_it_is_and_the_group_lives_on(four_ranks, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"0\.pt: missing") as raised:
+        await four_ranks.load_state(tmp_path)
+    assert "policy rank 0 of 4" in raised.value.__notes__[0]
+    assert "Traceback" in raised.value.__notes__[0]
+    await four_ranks.forward(batch_of([3]), LIMITS, temperature=1.0)
+
+
+async def test_nothing_of_a_dispatched_batch_stays_in_the_object_store(four_ranks: WorkerGroup):
+    batch = batch_of([30_000] * 4)
+    limits = MicroBatchLimits(max_sequences=1)
+    before = ray.available_resources().get("object_store_memory", 0)
+    for _ in range(30):
+        await four_ranks.forward(batch, limits, temperature=1.0)
+    after = ray.available_resources().get("object_store_memory", 0)
+    assert before - after < 2**20

@@ -1,0 +1,107 @@
+"""The files transport passes the suite, leaves nothing behind, and says what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.testing.transports import WeightTransportConformance
+from rl_core.weights import pack_buckets
+from rl_rollout.transports.files import FilesReceiver, FilesTransport, files
+
+
+class TestFiles(WeightTransportConformance):
+    transport = files
+
+    def damage(self, rendezvous):
+        path = next(path for path in bucket_paths(rendezvous) if path.stat().st_size)
+        data = bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+        return True
+
+
+class TestFilesInOneDirectory(WeightTransportConformance):
+    transport = FilesTransport(directory=tempfile.gettempdir())
+
+    def damage(self, rendezvous):
+        max(bucket_paths(rendezvous), key=lambda path: path.stat().st_size).unlink()
+        return True
+
+
+def bucket_paths(rendezvous):
+    return sorted(path for folder in rendezvous.data["directories"] for path in Path(folder).glob("*.bucket"))
+
+
+@pytest.fixture
+def sync():
+    transport = FilesTransport(timeout_s=0.2)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    yield transport, rendezvous
+    transport.close(rendezvous)
+
+
+def send(transport, rendezvous, version=0):
+    weights = {"a": torch.arange(6.0), "b": torch.ones(2, 2)}
+    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), 1 << 20), version)
+
+
+def test_a_cut_off_file_is_named_with_both_sizes(sync):
+    send(*sync)
+    (path,) = bucket_paths(sync[1])
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(WeightSyncError, match=r"rank0_0\.bucket has 37 bytes, 40 were written"):
+        list(FilesReceiver(sync[1]).receive(0))
+
+
+def test_a_changed_byte_names_the_tensor(sync):
+    send(*sync)
+    (path,) = bucket_paths(sync[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(WeightSyncError, match="is damaged: b differ"):
+        list(FilesReceiver(sync[1]).receive(0))
+
+
+def test_swapped_tensors_are_noticed(sync):
+    send(*sync)
+    manifest = Path(sync[1].data["directories"][0]) / "rank0.json"
+    content = json.loads(manifest.read_text())
+    bucket = content["buckets"][0]
+    bucket["tensors"] = [
+        ["a", "float32", [2, 2], bucket["tensors"][0][3]],
+        ["b", "float32", [6], bucket["tensors"][1][3]],
+    ]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(WeightSyncError, match="is damaged"):
+        list(FilesReceiver(sync[1]).receive(0))
+
+
+def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for ranks \[0\] of 1"):
+        list(FilesReceiver(sync[1]).receive(0))
+
+
+def test_nothing_is_left_and_nobody_else_may_read(sync):
+    transport, rendezvous = sync
+    send(transport, rendezvous)
+    folders = [Path(folder) for folder in rendezvous.data["directories"]]
+    assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
+    transport.close(rendezvous)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_world_of_another_size_is_refused(sync):
+    with pytest.raises(WeightSyncError, match="opened for 1 ranks, not 2"):
+        sync[0].sender(sync[1], 0, 2)
+
+
+def test_a_rank_that_cannot_write_says_so(sync):
+    transport, rendezvous = sync
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match="rank 0 could not write weight version 0"):
+        send(transport, rendezvous)

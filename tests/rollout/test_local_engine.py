@@ -1,0 +1,393 @@
+"""The local engine's own promises: padding, caches, rows, weights, failures, and which models it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import attrs
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
+from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, ModelConfig, SamplingParams
+from rl_core.plugins import load
+from rl_core.testing.models import make_checkpoint
+from rl_core.weights import tensor_record
+from rl_rollout.local.engine import LocalEngine
+from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
+from rl_rollout.local.rows import Rows, Sample
+from rl_rollout.local.scheduler import Scheduler
+
+SAMPLED = SamplingParams(max_tokens=12)
+
+
+def load_checkpoint(path, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("local") / "model")
+
+
+@pytest.fixture
+def model(checkpoint):
+    return load_checkpoint(checkpoint)
+
+
+def sample_of(prompt, params=SAMPLED, *, index=0, seed=0, stop_tokens=()):
+    return Sample(
+        owner="test", index=index, prompt_tokens=prompt, params=params, seed=seed, stop_tokens=stop_tokens, watch=None
+    )
+
+
+def random_samples(count, params=SAMPLED):
+    numbers = random.Random(0)
+    prompts = [tuple(numbers.randrange(40) for _ in range(numbers.choice([1, 2, 7, 30]))) for _ in range(count)]
+    return [sample_of(prompt, params, index=i, seed=i) for i, prompt in enumerate(prompts)]
+
+
+def finish(scheduler):
+    ended = []
+    while scheduler.has_work:
+        ended += scheduler.step()
+    return ended
+
+
+@torch.no_grad()
+def own_logprobs(model, sample, completion):
+    tokens = torch.tensor([sample.prompt_tokens + completion.tokens])
+    logprobs_RV = model(input_ids=tokens, use_cache=False).logits[0, len(sample.prompt_tokens) - 1 : -1].log_softmax(-1)
+    return logprobs_RV.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+
+
+def largest_difference(model, ended):
+    return max(
+        float((own_logprobs(model, sample, completion) - torch.tensor(completion.logprobs)).abs().max())
+        for sample, completion in ended
+    )
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "qwen3": {"family": "qwen3"},
+    "qwen2": {"family": "qwen2"},
+    "llama untied": {"family": "llama", "tie_word_embeddings": False},
+    "sliding window": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_all_lengths_side_by_side_have_the_logprobs_of_a_plain_forward(name, attention, tmp_path):
+    model = load_checkpoint(make_checkpoint(tmp_path / "model", **MODELS[name]), attn_implementation=attention)
+    scheduler = Scheduler(model, max_num_seqs=6)
+    samples = random_samples(20)
+    scheduler.submit(samples)
+    ended = finish(scheduler)
+    assert sorted(sample.index for sample, _ in ended) == list(range(20))
+    # float32 rounding over two layers, seen 1e-6.
+    assert largest_difference(model, ended) < 1e-5
+
+
+def test_a_wrong_position_or_mask_would_be_seen(model, monkeypatch):
+    """Negative control of the test above: without the padding's mask the log-probs are far off."""
+    forward = Rows._forward
+
+    def without_padding(self, inputs_BQ, cache):
+        cache = attrs.evolve(cache, pad_B=0 * cache.pad_B)
+        return forward(self, inputs_BQ, cache)
+
+    monkeypatch.setattr(Rows, "_forward", without_padding)
+    scheduler = Scheduler(model, max_num_seqs=6)
+    scheduler.submit(random_samples(20))
+    assert largest_difference(model, finish(scheduler)) > 1e-2
+
+
+def test_greedy_responses_are_those_of_transformers_generate(model, checkpoint):
+    params = SamplingParams(max_tokens=15, temperature=0.0)
+    eos = AutoTokenizer.from_pretrained(checkpoint).eos_token_id
+    samples = [attrs.evolve(sample, stop_tokens=(eos,)) for sample in random_samples(12, params)]
+    scheduler = Scheduler(model, max_num_seqs=5)
+    scheduler.submit(samples)
+    for sample, completion in finish(scheduler):
+        prompt = torch.tensor([sample.prompt_tokens])
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=15, do_sample=False)
+        assert completion.tokens == tuple(expected[0, len(sample.prompt_tokens) :].tolist())
+
+
+def test_a_prompt_that_samples_share_is_computed_once_and_no_more_rows_run_than_allowed(model):
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    scheduler = Scheduler(model, max_num_seqs=8)
+    scheduler.submit([sample_of((1, 2, 3), SamplingParams(max_tokens=3), index=i, seed=i) for i in range(16)])
+    assert len(finish(scheduler)) == 16
+    # Two waves: one prefill of one row each, then decoding of all rows.
+    assert shapes == [(1, 3), (8, 1), (8, 1)] * 2
+
+
+def test_a_cache_that_is_not_recomputed_after_an_update_would_be_seen(model, monkeypatch):
+    """Also the negative control of recomputing: both log-prob differences are measured the same way."""
+    differences = {}
+    for name in ("recomputed", "stale"):
+        if name == "stale":
+            monkeypatch.setattr(Rows, "recompute", lambda self: None)
+        scheduler = Scheduler(model, max_num_seqs=8)
+        scheduler.submit(random_samples(8))
+        ended = [pair for _ in range(4) for pair in scheduler.step()]
+        assert not ended
+        scheduler.pause("keep")
+        scheduler.update_weights(staged(perturbed(model)))
+        scheduler.resume()
+        pairs = [
+            (
+                attrs.evolve(s, prompt_tokens=s.prompt_tokens + c.tokens[:5]),
+                attrs.evolve(c, tokens=c.tokens[5:], logprobs=c.logprobs[5:]),
+            )
+            for s, c in finish(scheduler)
+            if c.policy_versions == (-1,) * 5 + (1,) * 7
+        ]
+        assert len(pairs) == 8
+        differences[name] = largest_difference(model, pairs)
+    assert differences["recomputed"] < 1e-5
+    assert differences["stale"] > 1e-2
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def perturbed(model):
+    generator = torch.Generator().manual_seed(1)
+    return {n: p + 0.1 * torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+
+
+def staged(tensors, version=1):
+    records = {name: tensor_record(tensor) for name, tensor in tensors.items()}
+    return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))
+
+
+def test_a_tied_weight_may_come_under_either_name_or_both(model):
+    tensors = perturbed(model)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    for names in (["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]):
+        weights = staged({**tensors, **dict.fromkeys(names, embedding)})
+        require_complete(model, weights)
+        load_weights(model, weights)
+        assert torch.equal(model.lm_head.weight, embedding)
+
+
+def test_what_does_not_fit_the_model_is_named_and_nothing_is_loaded(model):
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    tensors = perturbed(model)
+    norm = tensors["model.norm.weight"]
+    wrong = {
+        "model.norm.weight did not arrive": {n: t for n, t in tensors.items() if n != "model.norm.weight"},
+        r"model.norm.weight has shape \(31,\), the model's is \(32,\)": {**tensors, "model.norm.weight": norm[1:]},
+        "model.extra is not a parameter": {**tensors, "model.extra": norm},
+        "are one tied weight": {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+    }
+    for message, weights in wrong.items():
+        with pytest.raises(WeightSyncError, match=message):
+            Scheduler(model, max_num_seqs=1).update_weights(staged(weights))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+# --- the engine and its thread --------------------------------------------------------------------------------------
+
+
+async def start(model, *, timeout_s=30.0, max_num_seqs=16):
+    return await LocalEngine.start(lambda: (model, None), max_num_seqs=max_num_seqs, timeout_s=timeout_s, num_threads=1)
+
+
+def request_of(name, params=SAMPLED, **fields):
+    return GenerateRequest(sample_id=name, prompt_tokens=(1, 2, 3), params=params, seed=0, **fields)
+
+
+LONG = SamplingParams(max_tokens=250, ignore_eos=True)
+
+
+async def test_an_error_on_the_engines_thread_fails_who_waits_and_who_comes_later(model):
+    calls = []
+
+    def breaks_later(module, args):
+        calls.append(1)
+        if len(calls) > 3:
+            raise ArithmeticError("the accelerator is gone")
+
+    model.register_forward_pre_hook(breaks_later)
+    engine = await start(model)
+    failed = await asyncio.gather(
+        *[engine.generate(request_of(f"{i}", LONG)) for i in range(3)], return_exceptions=True
+    )
+    for error in failed:
+        assert isinstance(error, GenerationError)
+        assert isinstance(error.__cause__, ArithmeticError)
+        assert "ArithmeticError: the accelerator is gone" in str(error)
+    for late in (engine.generate(request_of("late")), engine.pause(), engine.health(), engine.resume(), engine.abort()):
+        with pytest.raises(GenerationError, match="the accelerator is gone"):
+            await late
+    await engine.close()
+
+
+async def test_weights_that_give_no_numbers_fail_the_engine(model):
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    engine = await start(model)
+    with pytest.raises(GenerationError, match="logits are not finite"):
+        await engine.generate(request_of("nan"))
+    await engine.close()
+
+
+async def test_a_request_that_waits_too_long_says_for_what_and_leaves_the_engine_usable(model):
+    engine = await start(model, timeout_s=0.3)
+    await engine.pause()
+    with pytest.raises(DeadlineError, match=r"waited 0\.3 s for request 'frozen' of the local engine"):
+        await engine.generate(request_of("frozen"))
+    await engine.resume()
+    assert (await engine.health()).num_waiting == 0
+    await engine.generate(request_of("frozen", SamplingParams(max_tokens=2)))
+    await engine.close()
+
+
+async def test_a_cancelled_request_gives_its_row_back(model):
+    engine = await start(model)
+    task = asyncio.ensure_future(engine.generate(request_of("cancelled", LONG)))
+    while not (await engine.health()).num_running:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.pause()
+    assert (await engine.health()).num_running == 0
+    await engine.close()
+
+
+async def test_the_event_loop_goes_on_while_the_engine_computes(model):
+    model.register_forward_pre_hook(lambda module, args: time.sleep(0.05))
+    engine = await start(model)
+    task = asyncio.ensure_future(engine.generate(request_of("slow", SamplingParams(max_tokens=8, ignore_eos=True))))
+    beats = 0
+    while not task.done():
+        await asyncio.sleep(0.005)
+        beats += 1
+    # Eight forwards of 50 ms: a blocked loop would beat about once in each.
+    assert beats > 20
+    await engine.close()
+
+
+async def test_requests_of_one_turn_of_the_loop_start_as_one_batch(model):
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    engine = await start(model)
+    await asyncio.gather(
+        *[engine.generate(request_of(f"{i}", SamplingParams(max_tokens=2, ignore_eos=True))) for i in range(9)]
+    )
+    assert shapes == [(1, 3), (9, 1)]
+    await engine.close()
+
+
+async def test_another_request_under_a_running_id_is_refused(model):
+    engine = await start(model)
+    task = asyncio.ensure_future(engine.generate(request_of("same", LONG)))
+    await asyncio.sleep(0)
+    with pytest.raises(GenerationError, match="'same' is under way with another request"):
+        await engine.generate(request_of("same"))
+    await engine.abort()
+    await task
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"prompt_tokens": (1,) * 200, "params": LONG},
+            r"200 prompt tokens \+ max_tokens 250 = 450 exceed the model's 256",
+        ),
+        ({"prompt_tokens": ()}, "0 prompt tokens"),
+        ({"prompt_tokens": (1, 99_999)}, r"token ids 1…99999, the model's vocabulary is 0…\d+"),
+        ({"params": SamplingParams(max_tokens=4, stop=("x",))}, "stop strings need a tokenizer"),
+        ({"num_samples": 0}, "num_samples 0"),
+    ],
+)
+async def test_an_impossible_request_says_why(model, fields, message):
+    engine = await start(model)
+    with pytest.raises(GenerationError, match=message):
+        await engine.generate(attrs.evolve(request_of("impossible", SamplingParams(max_tokens=4)), **fields))
+    await engine.close()
+
+
+async def test_a_closed_engine_fails_its_requests_and_refuses_new_ones(model):
+    engine = await start(model)
+    task = asyncio.ensure_future(engine.generate(request_of("running", LONG)))
+    await asyncio.sleep(0.01)
+    await engine.close()
+    await engine.close()
+    for late in (task, engine.generate(request_of("late"))):
+        with pytest.raises(GenerationError, match="was closed"):
+            await late
+
+
+async def test_a_model_that_cannot_be_loaded_is_the_callers_error():
+    def load():
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        await LocalEngine.start(load, max_num_seqs=1, timeout_s=30)
+
+
+# --- the plug-in ----------------------------------------------------------------------------------------------------
+
+
+def config_of(path, **engine):
+    config = Config()
+    engine_config = attrs.evolve(config.generator.inference_engine, **{"model_dtype": "float32", **engine})
+    policy = attrs.evolve(config.trainer.policy, model=ModelConfig(path=str(path)))
+    return attrs.evolve(
+        config,
+        trainer=attrs.evolve(config.trainer, policy=policy, num_threads=1),
+        generator=attrs.evolve(config.generator, inference_engine=engine_config),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, dtype):
+    plugin = load("rl_core.inference", "local")
+    assert isinstance(plugin, InferencePlugin)
+    client = await plugin.create(config_of(checkpoint, model_dtype=dtype))
+    (completion,) = await client.generate(request_of("x"))
+    reference = load_checkpoint(checkpoint)
+    difference = largest_difference(reference, [(sample_of((1, 2, 3)), completion)])
+    # bfloat16 has 8 bits: log-probs of two layers differ in the third digit, seen 0.02; equal ones would prove float32.
+    assert difference < 1e-5 if dtype == "float32" else 1e-4 < difference < 0.2
+    assert (await client.health()).version == -1
+    await client.close()
+
+
+def test_several_local_engines_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="num_engines: 2, but the local engine is always one"):
+        load("rl_core.inference", "local").validate(config_of(checkpoint, num_engines=2))
+
+
+def test_a_missing_model_and_one_with_other_caches_are_config_errors(tmp_path):
+    with pytest.raises(ConfigError, match="cannot load this model: OSError"):
+        load_model(str(tmp_path / "nowhere"), dtype="float32", device="cpu", model_kwargs={})
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_next", "num_hidden_layers": 4, "architectures": ["Qwen3NextForCausalLM"]}'
+    )
+    with pytest.raises(ConfigError, match=r"linear_attention; set generator\.inference_engine\.backend=vllm"):
+        load_model(str(tmp_path), dtype="float32", device="cpu", model_kwargs={})

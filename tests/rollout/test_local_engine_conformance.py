@@ -1,0 +1,34 @@
+"""The local engine passes the suite that every engine must pass."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.testing.inference import InferenceClientConformance
+from rl_rollout.local.engine import LocalEngine
+from rl_rollout.transports.files import files
+
+
+class TestLocalEngine(InferenceClientConformance):
+    transport = files
+
+    async def create_client(self, model_path):
+        return await start(model_path, max_num_seqs=64)
+
+
+class TestLocalEngineWithFewRows(InferenceClientConformance):
+    """Most requests wait, and join others in the middle of their responses."""
+
+    transport = files
+
+    async def create_client(self, model_path):
+        return await start(model_path, max_num_seqs=3)
+
+
+async def start(path, *, max_num_seqs):
+    def load():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return model.eval(), AutoTokenizer.from_pretrained(path)
+
+    return await LocalEngine.start(load, max_num_seqs=max_num_seqs, timeout_s=60, num_threads=1)
