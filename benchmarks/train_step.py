@@ -3,8 +3,10 @@
 A 20M-parameter Qwen3 in float32, sequences of 64 to 1024 tokens, cross-entropy on the last two thirds of each; forward,
 backward, clipping and fused AdamW. Two baselines, written as plain transformers code is when it is to be fast:
 
-    rectangles   sequences of similar length as right-padded batches (at most 25 % padding), output layer on trained tokens
-    one stream   transformers' own packing: one row, positions that restart, a T×T mask, output layer on trained tokens
+    rectangles   sequences of similar length as right-padded batches, at most 25 % padding
+    one stream   transformers' own packing: one row, positions that restart, a T×T mask
+
+Both apply the output layer to trained tokens only, as the Worker does.
 
 A ratio is a baseline's time over the Worker's: above 1 the Worker is faster. Rounds alternate, medians are compared.
 

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rl_core.errors import DeadlineError, GenerationError
 from rl_core.trainer.buffer import GroupBuffer
 
@@ -150,7 +151,9 @@ def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and
 async def test_the_bound_is_what_makes_training_wait(monkeypatch: pytest.MonkeyPatch):
     """Negative control: without the rule, the group that would expire is left behind."""
     monkeypatch.setattr(
-        GroupBuffer, "_choice", lambda self: list(self._finished.values())[: self._groups_per_step] if self._finished else []
+        GroupBuffer,
+        "_choice",
+        lambda self: list(self._finished.values())[: self._groups_per_step] if self._finished else [],
     )
     buffer = make_buffer(groups_per_step=1, max_staleness=1, steps=9)
     await start_all_possible(buffer, 0)

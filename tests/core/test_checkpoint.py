@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from rl_core.errors import CheckpointError
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints, load_state, save_checkpoint
 
@@ -41,7 +42,9 @@ async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Pat
     path = await save_checkpoint(tmp_path, state(3), write_weights)
     weights = path / "policy" / "weights.bin"
     weights.write_bytes(b"x" * 10) if damage == "truncate" else weights.unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.bin (has 10 bytes|is missing), 1000 were written.*resume_path"):
+    with pytest.raises(
+        CheckpointError, match=r"weights\.bin (has 10 bytes|is missing), 1000 were written.*resume_path"
+    ):
         load_state(path)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Trajectory, TrajectoryStep
 from rl_core.trainer.collate import collate

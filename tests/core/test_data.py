@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from rl_core.errors import DataError
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 

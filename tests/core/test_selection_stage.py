@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rl_core.errors import GenerationError
 from rl_core.interfaces import StopReason, Trajectory, TrajectoryStep
 from rl_core.trainer.buffer import FinishedGroup
@@ -43,7 +44,9 @@ def selection(
 
 def test_groups_without_a_signal_are_replaced_by_useful_ones_in_turn_as_groups_of_their_own():
     stage = selection(min_replace_ratio=0.3)
-    chosen = stage.chosen([finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 0), finished(4, 0, 0), finished(5, 0, 0)])
+    chosen = stage.chosen(
+        [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 0), finished(4, 0, 0), finished(5, 0, 0)]
+    )
     assert chosen is not None
     assert [group.group_id for group in chosen] == [1, -1, 3, -2, -3]
     assert [[t.reward for t in group.trajectories] for group in chosen] == [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1]]

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+
 from rl_core.algorithms.advantages import gae_advantages, grpo_advantages, reinforce_plus_plus_advantages
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, NonFiniteError
@@ -128,7 +129,9 @@ def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
     batch = make_batch([1.0, 0.0], [3, 3]).with_columns(
         old_logprobs=torch.tensor([0.0, 2.0, -2.0, 0.0, -1.0, -2.0]), advantages=torch.ones(6)
     )
-    corrected, metrics = with_off_policy_correction(batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0})
+    corrected, metrics = with_off_policy_correction(
+        batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}
+    )
     assert corrected["advantages"].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0, 1.0, 1.0])
     masked, _ = with_off_policy_correction(batch, {"outlier_token_is_threshold_high": 5.0})
     assert masked["loss_mask"].tolist() == [False, False, False, False, True, True]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+
 from rl_core.config import Config, from_mapping
 from rl_examples.arithmetic import write_data, write_model
 from rl_examples.quickstart import recipe

@@ -10,7 +10,8 @@ from rl_examples.arithmetic import ArithmeticEnvironment
 
 
 class FirstDigit(ArithmeticEnvironment):
-    """Right when the first digit is: an untrained model gets it now and then, so that even a few steps have a gradient."""
+    """Right when the first digit is: an untrained model gets it now and then, so that even a few steps have a
+    gradient."""
 
     async def step(self, action: Action) -> StepResult:
         is_right = float(action.text[:1] == self._answer[0])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from rl_core.config import load
 from rl_core.errors import DataError
 from rl_core.interfaces import Action

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
 from rl_core.config import Config
 from rl_core.interfaces import Trajectory
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
-from safetensors.torch import load_file
 
 BuildConfig = Callable[..., Config]
 

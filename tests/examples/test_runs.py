@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, DataError, GenerationError, NonFiniteError
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
 from rl_core.trainer.samples import read_samples
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BuildConfig = Callable[..., Config]
 
@@ -39,7 +40,8 @@ def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: P
     train = [sample for sample in samples if sample.purpose == "train"]
     assert len(train) == 6 * 8
     for sample in train:
-        assert sample.rollout_logprobs and sample.trainer_logprobs
+        assert sample.rollout_logprobs
+        assert sample.trainer_logprobs
         # The engine says nothing of prompt tokens (0.0); the trainer scores them too.
         pairs = [pair for pair in zip(sample.rollout_logprobs[0], sample.trainer_logprobs[0], strict=True) if pair[0]]
         assert pairs

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 
 class RLError(Exception):
-    """Base of every error that a user's input, data or machine can cause. The command line prints it without a traceback."""
+    """Base of every error that a user's input, data or machine can cause. The command line prints it without a
+    traceback."""
 
 
 class ConfigError(RLError, ValueError):

@@ -154,10 +154,12 @@ class OptimizerStep:
 
 @runtime_checkable
 class Worker(Protocol):
-    """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same calls."""
+    """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same
+    calls."""
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
-        """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on the CPU.
+        """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
+        the CPU.
 
         Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
         """
@@ -175,7 +177,8 @@ class Worker(Protocol):
         ...
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights under Hugging Face names. Collective: every rank drains its iterator, also one that yields nothing."""
+        """The weights under Hugging Face names. Collective: every rank drains its iterator, also one that yields
+        nothing."""
         ...
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
@@ -254,18 +257,19 @@ class WeightBucket:
 
     names: tuple[str, ...]
     """Hugging Face parameter names, in the order in which they lie in `data`."""
-    dtypes: tuple[str, ...] = attrs.field()
+    dtypes: tuple[str, ...]
     """torch names without the prefix, e.g. `bfloat16`, one per name."""
-    shapes: tuple[tuple[int, ...], ...] = attrs.field()
+    shapes: tuple[tuple[int, ...], ...]
     """Full (unsharded) shapes; a scalar is `()`."""
     data: Tensor
     """uint8, one axis, contiguous, no gaps, on any device."""
 
-    @dtypes.validator
-    @shapes.validator
-    def _one_per_name(self, attribute: attrs.Attribute[Any], values: tuple[Any, ...]) -> None:
-        if len(values) != len(self.names):
-            raise ValueError(f"WeightBucket: {len(self.names)} names but {len(values)} {attribute.name}; first {self.names[:1]}")
+    def __attrs_post_init__(self) -> None:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError(
+                f"WeightBucket: {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; "
+                f"first {self.names[:1]}"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -310,7 +314,8 @@ class WeightReceiver(Protocol):
     """An engine's end of a sync; built as `Class(rendezvous)`."""
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every bucket of `version`. Raises WeightSyncError if they are of another version, damaged or incomplete."""
+        """Yields every bucket of `version`. Raises WeightSyncError if they are of another version, damaged or
+        incomplete."""
         ...
 
 
@@ -407,7 +412,8 @@ class InferenceClient(Protocol):
         ...
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
-        """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first (`wait`)."""
+        """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first
+        (`wait`)."""
         ...
 
     async def resume(self) -> None: ...
@@ -417,7 +423,8 @@ class InferenceClient(Protocol):
         ...
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone, nothing."""
+        """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
+        nothing."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -436,7 +443,8 @@ class Sleepable(Protocol):
 
 @runtime_checkable
 class InferencePlugin(Protocol):
-    """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no torch."""
+    """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
+    torch."""
 
     contract_version: int
     name: str
@@ -555,7 +563,8 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) → Generator`)."""
+    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) →
+    Generator`)."""
 
     def prompt_length(self, row: Row) -> int:
         """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
@@ -574,7 +583,8 @@ class Tracker(Protocol):
     """Where metrics go.
 
     Entry-point group `rl_core.trackers`: a callable `(config, run_dir, *, total_steps, first_step) → Tracker`, where
-    `first_step` is the first step that will be logged: 0 for a new run, the checkpoint's step + 1 for a resumed one. What
+    `first_step` is the first step that will be logged: 0 for a new run, the checkpoint's step + 1 for a resumed one.
+    What
     an earlier process logged for that step and those after it is dropped.
     """
 
@@ -607,8 +617,53 @@ class Recipe:
     tiny: Mapping[str, Any] | None = None
     """On top of `config` with `--tiny`: a run of a minute on two CPU cores."""
     prepare: str | None = None
-    """`package.module:function`, called as `function(config)` before a new run: makes data or a starting model that are missing."""
+    """`package.module:function`, called as `function(config)` before a new run: makes data or a starting model that
+    are missing."""
 
 
-__all__ = [name for name, value in list(globals().items()) if getattr(value, "__module__", None) == __name__]
-__all__ += ["CONTRACT_VERSION", "Message", "Metrics", "Plan", "Prompt", "Role", "Row", "StopReason"]
+__all__ = [
+    "CONTRACT_VERSION",
+    "Message",
+    "Metrics",
+    "Plan",
+    "Prompt",
+    "Role",
+    "Row",
+    "StopReason",
+    "OptimizerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "WorkerSpec",
+    "RankInfo",
+    "LossSpec",
+    "OptimizerStep",
+    "Worker",
+    "Offloadable",
+    "Inspectable",
+    "Backend",
+    "WeightBucket",
+    "TensorRecord",
+    "Manifest",
+    "Rendezvous",
+    "WeightSender",
+    "WeightReceiver",
+    "WeightTransport",
+    "SamplingParams",
+    "GenerateRequest",
+    "Completion",
+    "EngineHealth",
+    "InferenceClient",
+    "Sleepable",
+    "InferencePlugin",
+    "Action",
+    "StepResult",
+    "Environment",
+    "EnvironmentFactory",
+    "TrajectoryStep",
+    "Trajectory",
+    "GroupRequest",
+    "Generator",
+    "Tracker",
+    "PhaseAware",
+    "Recipe",
+]

@@ -61,7 +61,12 @@ def _installed(group: str) -> dict[str, EntryPoint]:
 def installed(group: str) -> list[Plugin]:
     """The plug-ins of a group by name, without importing any."""
     return [
-        Plugin(group=group, name=name, value=entry.value, distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?")
+        Plugin(
+            group=group,
+            name=name,
+            value=entry.value,
+            distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?",
+        )
         for name, entry in sorted(_installed(group).items())
     ]
 
@@ -75,8 +80,8 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         key: the configuration key that chose it, for the message.
 
     Raises:
-        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), or it was
-            written for another contract version.
+        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), or it
+            was written for another contract version.
     """
     where = f"{key}: " if key else ""
     if ":" in name:
@@ -85,11 +90,15 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     if name not in found:
         package = _PACKAGES.get((group, name))
         remedy = f" It comes with {package}: pip install {package}" if package else nearest(name, found)
-        raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({', '.join(sorted(found)) or 'none'}).{remedy}")
+        names = ", ".join(sorted(found)) or "none"
+        raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
     try:
         plugin = found[name].load()
     except Exception as error:
-        raise PluginError(f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise PluginError(
+            f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
+        ) from error
     version = getattr(plugin, "contract_version", CONTRACT_VERSION)
     if version != CONTRACT_VERSION:
         raise PluginError(
@@ -108,7 +117,8 @@ def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str 
     known = keyword_parameters(function)
     for param in params:
         if param not in known:
-            raise ConfigError(f"{where}{name!r} has no parameter {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}")
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"{where}{name!r} has no parameter {param!r}; it has {names}.{nearest(param, known)}")
     for param, default in known.items():
         if default is inspect.Parameter.empty and param not in params:
             raise ConfigError(f"{where}{name!r} needs the parameter {param!r}")
@@ -127,7 +137,9 @@ def import_object(path: str, where: str = "") -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"{where}{path!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     if not hasattr(module, attribute):
         raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{nearest(attribute, dir(module))}")
     return getattr(module, attribute)

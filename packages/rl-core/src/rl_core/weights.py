@@ -47,7 +47,9 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
         dtype: torch.dtype = getattr(torch, dtype_name)
         end = start + dtype.itemsize * torch.Size(shape).numel()
         if end > bucket.data.numel():
-            raise WeightSyncError(f"{name}: the bucket ends at byte {bucket.data.numel()}, the tensor at {end}; the transfer is cut off")
+            raise WeightSyncError(
+                f"{name}: the bucket ends at byte {bucket.data.numel()}, the tensor at {end}; the transfer is cut off"
+            )
         data = bucket.data[start:end]
         yield name, (data if start % dtype.itemsize == 0 else data.clone()).view(dtype).view(shape)
         start = end
@@ -58,11 +60,14 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
 def tensor_record(tensor: Tensor) -> TensorRecord:
     """Shape, dtype and CRC-32 of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return TensorRecord(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), checksum=zlib.crc32(data))
+    return TensorRecord(
+        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), checksum=zlib.crc32(data.data)
+    )
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
-    """What all ranks sent, as one manifest. Raises WeightSyncError where two ranks sent different data under one name."""
+    """What all ranks sent, as one manifest. Raises WeightSyncError where two ranks sent different data under one
+    name."""
     tensors: dict[str, TensorRecord] = {}
     versions = set()
     for manifest in manifests:

@@ -1,7 +1,9 @@
 """Two-digit addition: `37+45=` → `280` (the sum's three digits, lowest first), then the end of text.
 
-All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from warm start and RL alike. The digits are
-reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute, and the plain
+All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from warm start and RL alike. The
+digits are
+reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute, and the
+plain
 one hardly at all.
 """
 
@@ -42,7 +44,9 @@ def problems() -> list[dict[str, str]]:
     """All problems in the data set's order."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(DATA_SEED).shuffle(pairs)
-    return [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1], "env_class": "arithmetic"} for a, b in pairs]
+    return [
+        {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1], "env_class": "arithmetic"} for a, b in pairs
+    ]
 
 
 def write_data(train: Path, held_out: Path) -> None:

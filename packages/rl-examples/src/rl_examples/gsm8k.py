@@ -59,7 +59,8 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 
 class Gsm8kEnvironment:
-    """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and `has_answer`."""
+    """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and
+    `has_answer`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]

@@ -1,6 +1,6 @@
 """Converts the public GSM8K files (`question`, `answer` as JSON lines or parquet) into rows that the recipe trains on.
 
-    python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
+python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> 
 def convert(source: Path, target: Path, *, split: str) -> int:
     """Converts one file; the number of rows."""
     rows = [
-        converted(row, place=f"{source}:{index + 1}", split=split, index=index) for index, row in enumerate(_read(source))
+        converted(row, place=f"{source}:{index + 1}", split=split, index=index)
+        for index, row in enumerate(_read(source))
     ]
     _write(target, rows)
     return len(rows)
@@ -79,11 +80,17 @@ _PROBLEMS = [
     {"question": question, "answer": answer}
     for question, answer in (
         ("A baker fills 4 trays with 12 rolls each. How many rolls are there?", "4*12=48 rolls.\n#### 48"),
-        ("A train has 5 cars with 60 seats; 45 seats are empty. How many are taken?", "5*60=300, 300-45=255.\n#### 255"),
+        (
+            "A train has 5 cars with 60 seats; 45 seats are empty. How many are taken?",
+            "5*60=300, 300-45=255.\n#### 255",
+        ),
         ("Ropes cost 3 coins a metre. What do 15 metres cost?", "15*3=45 coins.\n#### 45"),
         ("A shelf holds 9 books, a case has 6 shelves, a room 2 cases. How many books fit?", "9*6*2=108.\n#### 108"),
         ("Water drips at 7 drops a minute. How many drops fall in 2 hours?", "7*120=840 drops.\n#### 840"),
-        ("A garden of 8 by 11 metres is dug up at 4 square metres an hour. How long does it take?", "88/4=22.\n#### 22"),
+        (
+            "A garden of 8 by 11 metres is dug up at 4 square metres an hour. How long does it take?",
+            "88/4=22.\n#### 22",
+        ),
         ("A van carries 1,250 kg. It makes 3 trips. How many kg in all?", "3*1250=3750 kg.\n#### 3,750"),
         ("Half of 64 cards are red, a quarter of those are marked. How many are marked?", "32/4=8.\n#### 8"),
         ("A clock is 3 minutes slow after one day. How slow is it after two weeks?", "3*14=42 minutes.\n#### 42"),

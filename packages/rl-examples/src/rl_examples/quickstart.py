@@ -1,7 +1,9 @@
 """GRPO on two-digit addition: a small model learns to add on two CPU cores, in about two minutes.
 
-What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training problems,
-then trains it by GRPO: 64 prompts × 16 samples a step, exact-match reward, two optimizer steps per batch, asymmetric clipping.
+What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training
+problems,
+then trains it by GRPO: 64 prompts × 16 samples a step, exact-match reward, two optimizer steps per batch, asymmetric
+clipping.
 Left out, on purpose: a reference model and a KL term (the start is too weak to stay close to), a format reward.
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart

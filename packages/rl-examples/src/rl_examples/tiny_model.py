@@ -21,7 +21,10 @@ def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     chat_tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
     )
     chat_tokenizer.chat_template = _CHAT_TEMPLATE
     config = Qwen2Config(
@@ -33,8 +36,8 @@ def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        eos_token_id=chat_tokenizer.eos_token_id,
-        pad_token_id=chat_tokenizer.pad_token_id,
+        eos_token_id=len(alphabet),
+        pad_token_id=len(alphabet) + 1,
         bos_token_id=None,
     )
     with torch.random.fork_rng():

@@ -1,6 +1,7 @@
 """A short supervised warm start, through the same worker and engine that reinforcement learning uses.
 
-Cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems reaches a target.
+Cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems reaches a
+target.
 Held-out problems take no part, not even in the decision to stop.
 """
 
@@ -60,14 +61,17 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
     group = await WorkerGroup.launch(backend, attrs.evolve(spec, optimizer=optimizer))
     transport = plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend)
     encode = _encoder(config)
-    rng = random.Random(config.trainer.seed)
+    rng, accuracy = random.Random(config.trainer.seed), 0.0
     try:
         with Progress("warm start", settings.max_updates, "updates") as progress:
             for update in range(1, settings.max_updates + 1):
                 batch = Batch.from_sequences([encode(row.row) for row in rng.choices(rows, k=settings.batch_size)])
                 batch = with_loss_weights(batch, "token_mean", {})
                 await group.forward_backward(
-                    batch, MicroBatchLimits(max_sequences=settings.batch_size), LossSpec(name="cross_entropy"), temperature=1.0
+                    batch,
+                    MicroBatchLimits(max_sequences=settings.batch_size),
+                    LossSpec(name="cross_entropy"),
+                    temperature=1.0,
                 )
                 await group.optim_step()
                 if update % settings.updates_per_check == 0:
@@ -78,7 +82,8 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
                         await group.save_model(directory)
                         return
         raise RLError(
-            f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, {settings.target_accuracy:.2f} was expected"
+            f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, "
+            f"{settings.target_accuracy:.2f} was expected"
         )
     finally:
         await group.close()
@@ -104,5 +109,3 @@ def _encoder(config: Config) -> Any:
         return {"tokens": prompt + answer, "sampled": trained, "loss_mask": trained}
 
     return encode
-
-

@@ -1,8 +1,8 @@
 """Causal attention inside a packed stream: every sequence attends to itself only, and no T×T mask is ever built.
 
-The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA over
-rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the right
-is never seen by a real token, so `is_causal` is exact and needs no mask tensor.
+The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA
+over rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the
+right is never seen by a real token, so `is_causal` is exact and needs no mask tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROWTH = 1.25
 
 @attrs.frozen(eq=False)
 class PackedSequences:
-    """Where the sequences of a packed stream lie, and the rectangles they are attended in. Made once per micro-batch."""
+    """Where the sequences of a packed stream lie, and the rectangles they are attended in; one per micro-batch."""
 
     offsets: Tensor
     """int32 [N+1] on the stream's device."""
@@ -127,7 +127,7 @@ def packed_attention(
         [1, T, heads, D].
 
     Raises:
-        ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term that is not implemented here.
+        ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term not implemented here.
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if packed_sequences is None or attention_mask is not None or unsupported:

@@ -45,7 +45,7 @@ class FsdpBackend:
         _require_one_rank(f"{section}: strategy {self.name!r}", world_size)
         if spec.role == "critic":
             raise ConfigError(
-                f"{section}: this version of {self.name!r} has no value head; use an estimator without a critic (grpo, rloo)"
+                f"{section}: this version of {self.name!r} has no value head; use an estimator without one (grpo, rloo)"
             )
         if spec.model.path is None:
             raise ConfigError(
@@ -53,7 +53,8 @@ class FsdpBackend:
             )
         if spec.model.lora.rank > 0:
             raise ConfigError(
-                f"{section}.model.lora.rank: {spec.model.lora.rank} was given; this version of {self.name!r} trains all weights (rank 0)"
+                f"{section}.model.lora.rank: {spec.model.lora.rank} was given; this version of {self.name!r}"
+                " trains all weights (rank 0)"
             )
         if spec.logprobs_chunk_size < 1:
             raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
@@ -75,7 +76,7 @@ class FsdpBackend:
 def _require_one_rank(where: str, world_size: int) -> None:
     if world_size != 1:
         raise ConfigError(
-            f"{where}: {world_size} ranks were asked for, this version trains one model on one rank: set the number of ranks to 1"
+            f"{where}: {world_size} ranks were asked for, this version trains on one rank: set their number to 1"
         )
 
 
@@ -88,11 +89,11 @@ def _validate_schedule(spec: WorkerSpec, where: str) -> None:
         return
     if total is None:
         raise ConfigError(
-            f"{where}.scheduler: {optimizer.scheduler!r} needs the length of the run, which is not known; use constant_with_warmup"
+            f"{where}.scheduler: {optimizer.scheduler!r} needs the length of the run; use constant_with_warmup"
         )
     if optimizer.num_warmup_steps >= total:
         raise ConfigError(
-            f"{where}.num_warmup_steps: {optimizer.num_warmup_steps} leaves no step of the run's {total} to {optimizer.scheduler!r}"
+            f"{where}.num_warmup_steps: {optimizer.num_warmup_steps} of {total} leave none for {optimizer.scheduler}"
         )
 
 

@@ -26,7 +26,7 @@ class ModelInput:
 
 
 def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
-    """int64 [S], stream indices of all tokens (of those in the mask `among` [T]) that have one before them to predict them."""
+    """int64 [S], stream indices of all tokens (of the mask `among` [T]) but each sequence's first."""
     is_predicted_T = torch.ones(batch.num_tokens, dtype=torch.bool) if among is None else among.clone()
     is_predicted_T[batch.offsets[:-1]] = False
     return is_predicted_T.nonzero().squeeze(1)

@@ -49,6 +49,7 @@ class TokenScorer(nn.Module):
             Log-probs [S] and entropies [S], float32 (float64 for a float64 model).
         """
         output = self.model.get_output_embeddings()
+        assert isinstance(output, nn.Linear)
         packing = {}
         if inputs.packed is not None:
             packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
@@ -104,7 +105,7 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> TokenScorer:
             f"{where}.model.path: {path!r} cannot be loaded as a causal language model: {error}"
         ) from error
     _require_linear_output(model, where)
-    model.to(device).requires_grad_(is_trained)
+    nn.Module.to(model, device).requires_grad_(is_trained)
     scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
     _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
     if spec.gradient_checkpointing and is_trained:
@@ -125,7 +126,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as it stands in a checkpoint: transformers may hold several tensors of one (experts) as one parameter."""
+    """A parameter as it stands in a checkpoint: transformers may hold several tensors (experts) as one."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
@@ -134,15 +135,13 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = (
-            "it has no config.json"
-            if Path(path).is_dir()
-            else "neither a directory here nor a model that can be fetched"
+            "it has no config.json" if Path(path).is_dir() else "no directory here, nor a model that can be fetched"
         )
-        raise ConfigError(f"{where}.model.path: {path!r} is not a Hugging Face model ({reason}): {error}") from error
+        raise ConfigError(f"{where}.model.path: {path!r} is no Hugging Face model ({reason}): {error}") from error
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
-    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`: the same on hidden states."""
+    """Cohere multiplies logits by `logit_scale`, Granite divides by `logits_scaling`; the same on hidden states."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -150,7 +149,7 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
     name = type(model).__name__
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise ConfigError(
-            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which chunked log-probs do not implement"
+            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which chunked log-probs lack"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
@@ -177,9 +176,7 @@ def _require_same_scores(scorer: TokenScorer, *, use_sample_packing: bool, where
         try:
             scores_S, _ = scorer(inputs, temperature=1.0)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{where}.model.path: {name} does not run as it would be trained ({error}); {remedy}"
-            ) from error
+            raise ConfigError(f"{where}.model.path: {name} does not run as in training ({error}); {remedy}") from error
     # Log-probs of a random model all lie near −log V: what tells one token from another is their spread.
     spread = (expected_S - expected_S.mean()).norm().clamp(min=1e-3)
     error = ((scores_S - expected_S).norm() / spread).item()

@@ -10,8 +10,9 @@ from rl_core.interfaces import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
     """Rate of optimizer step `step`, the first being 0.
 
-    Warm-up over W steps: lr · (step + 1) / W, so the first step already moves and step W − 1 has the full rate. Afterwards, with
-    x = (step − W) / (total − W): constant 1; linear 1 − x; cosine (1 + cos πx) / 2, which reach 0 right after the last step.
+    Warm-up over W steps: lr · (step + 1) / W, so the first step already moves and step W − 1 has the full rate.
+    Afterwards, with x = (step − W) / (total − W): constant lr; linear lr · (1 − x); cosine lr · (1 + cos πx) / 2, which
+    reach 0 right after the last step.
 
     Args:
         step: >= 0; a skipped step is not counted.
@@ -23,7 +24,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -
         return config.lr * (step + 1) / warmup
     if config.scheduler == "constant_with_warmup":
         return config.lr
-    assert total_steps is not None and total_steps > warmup
+    assert total_steps is not None
     progress = min(1.0, (step - warmup) / (total_steps - warmup))
     if config.scheduler == "linear":
         return config.lr * (1.0 - progress)

@@ -166,7 +166,7 @@ class FsdpWorker:
     def close(self) -> None:
         """Drops model and optimizer."""
         self.optimizer = None
-        self.scorer = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.__dict__.pop("scorer", None)
 
     def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         inputs = model_input(micro_batch, index_S, use_sample_packing=self.spec.use_sample_packing, device=self.device)

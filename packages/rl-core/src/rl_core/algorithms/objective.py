@@ -45,7 +45,7 @@ COLUMNS = (
     "loss_weights",
     "policy_version",
 )
-"""Batch columns with one number per token. `rl_core.batch.FIELDS` needs more than torch to import; a test compares them."""
+"""Per-token columns of a batch; repeats `rl_core.batch.FIELDS`, whose import needs more than torch. A test compares."""
 
 SumAndWeight = tuple[Tensor, Tensor]
 

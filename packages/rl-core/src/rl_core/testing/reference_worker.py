@@ -1,7 +1,7 @@
 """The `Worker` contract as plainly as it can be written: transformers, one sequence at a time, whole logits.
 
-It is what `BackendConformance` compares a backend with, and an example of the smallest worker that is right. Too slow and too
-large in memory for anything but tiny models.
+It is what `BackendConformance` compares a backend with, and an example of the smallest right worker. Too slow and
+too large in memory for anything but tiny models.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from rl_core.weights import pack_buckets
 
 
 class ReferenceWorker:
-    """One rank in float32. Knows the losses `ppo_clip` and `cross_entropy` with their default settings, KL k3 and the entropy bonus."""
+    """One rank in float32. Knows `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus."""
 
     def __init__(self, spec: WorkerSpec):
+        assert spec.model.path is not None
         self.spec = spec
         self.model = AutoModelForCausalLM.from_pretrained(
             spec.model.path, dtype=torch.float32, attn_implementation="eager"

@@ -39,7 +39,9 @@ def load_estimator(name: str, params: Mapping[str, Any], *, has_critic: bool) ->
     estimator = plugins.load_function("rl_core.advantage_estimators", name, params, key=key)
     for needed in _positional(estimator):
         if needed not in _AVAILABLE:
-            raise ConfigError(f"{key}: {name!r} has the parameter {needed!r}; a training run provides {', '.join(_AVAILABLE)}")
+            raise ConfigError(
+                f"{key}: {name!r} has the parameter {needed!r}; a training run provides {', '.join(_AVAILABLE)}"
+            )
         if needed == "values_T" and not has_critic:
             raise ConfigError(f"{key}: {name!r} needs a critic's values, and this run has no critic")
     return estimator
@@ -48,8 +50,8 @@ def load_estimator(name: str, params: Mapping[str, Any], *, has_critic: bool) ->
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
     """Adds `advantages` (and `returns`, from an estimator that makes them).
 
-    An outcome estimator sees one row per trajectory, with the sum of its rewards; its value is given to every sampled token
-    of every step. A token estimator sees the stream.
+    An outcome estimator sees one row per trajectory, with the sum of its rewards; its value is given to every sampled
+    token of every step. A token estimator sees the stream.
     """
     columns = _estimator_columns(batch)
     result = estimator(*(columns[name] for name in _positional(estimator)), **params)
@@ -64,7 +66,8 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
 
 
 def with_kl_in_reward(batch: Batch, *, coef: float, estimator: str) -> tuple[Batch, Metrics]:
-    """Takes coef · KL(policy ‖ reference) of each trained token off its reward (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """Takes coef · KL(policy ‖ reference) of each trained token off its reward (Ziegler et al. 2019, arXiv
+    1909.08593)."""
     mask_T = batch["loss_mask"]
     kl_T = estimate_kl(batch["old_logprobs"], batch["ref_logprobs"], mask_T, estimator=estimator)
     metrics = {"policy/kl": (float(kl_T.sum()), float(mask_T.sum()))}
@@ -77,7 +80,8 @@ def with_normalized_advantages(batch: Batch) -> Batch:
 
 
 def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple[Batch, Metrics]:
-    """Applies the correction for the difference between trainer and engine: weights scale the advantage, masks clear the loss.
+    """Applies the correction for the difference between trainer and engine: weights scale the advantage, masks clear
+    the loss.
 
     Every loss that uses advantages is linear in them for non-negative factors, so scaling them scales the token's loss.
     """

@@ -1,13 +1,13 @@
 """Between generation and training: which groups may be started, and which are trained on next.
 
-One number governs synchronous, one-step-off and asynchronous training. With `max_staleness` k, a group that was started at
-policy version v is trained on at version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
+One number governs synchronous, one-step-off and asynchronous training. With `max_staleness` k, a group that was started
+at policy version v is trained on at version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
 
 - a group is started only if the steps up to its last possible one have room for every group that is outstanding;
-- a step takes finished groups, oldest first, but waits as long as leaving the rest behind would make one of them expire.
+- a step takes finished groups, oldest first, but waits while leaving the rest behind would make one of them expire.
 
-So k = 0 is synchronous training (a step's groups are all started at its own version), and a group that selection drops gives
-its room back at once.
+So k = 0 is synchronous training (a step's groups are all started at its own version), and a group that selection drops
+gives its room back at once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class GroupBuffer:
         return self._version
 
     async def permission(self, group_id: int) -> int | None:
-        """Waits until this group may be started and counts it as outstanding; its start version, or None when no step needs it."""
+        """Waits until this group may be started and counts it as outstanding; its start version, or None when no step
+        needs it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room() or self._is_over())
             if not self._has_room():
@@ -78,7 +79,9 @@ class GroupBuffer:
         """Makes a started group available for training."""
         async with self._changed:
             start_version = self._outstanding[group_id]
-            self._finished[group_id] = FinishedGroup(group_id=group_id, start_version=start_version, trajectories=trajectories)
+            self._finished[group_id] = FinishedGroup(
+                group_id=group_id, start_version=start_version, trajectories=trajectories
+            )
             self._changed.notify_all()
 
     async def drop(self, group_id: int) -> None:
@@ -100,13 +103,14 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
-        """The groups of the next step, oldest first; waits for them. Raises DeadlineError, or what generation failed with."""
+        """The groups of the next step, oldest first; waits for them. Raises DeadlineError, or what generation failed
+        with."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
             except TimeoutError:
                 raise DeadlineError(
-                    f"step {self._next_step}: {len(self._finished)} of {self._groups_per_step} groups were finished within "
+                    f"step {self._next_step}: {len(self._finished)} of {self._groups_per_step} groups were finished in "
                     f"{timeout_s:g} s (trainer.generation_timeout_s); {len(self._outstanding)} are outstanding"
                 ) from None
             if self._failure:

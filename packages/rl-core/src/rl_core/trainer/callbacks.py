@@ -20,7 +20,8 @@ class Control:
 
 
 class Callback:
-    """Derive and override what you need; name it in `trainer.callbacks` as `package.module:Class`. Built without arguments."""
+    """Derive and override what you need; name it in `trainer.callbacks` as `package.module:Class`. Built without
+    arguments."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         """Before the first step."""

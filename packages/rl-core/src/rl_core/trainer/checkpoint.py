@@ -1,7 +1,7 @@
 """Checkpoints: complete or not there.
 
-A checkpoint is written into `step_N.partial`, then its files' sizes are listed in `complete.json`, then the directory is renamed.
-A kill at any moment leaves either a `.partial` directory, which is ignored, or a whole checkpoint.
+A checkpoint is written into `step_N.partial`, then its files' sizes are listed in `complete.json`, then the directory
+is renamed. A kill at any moment leaves either a `.partial` directory, which is ignored, or a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ async def save_checkpoint(root: Path, state: RunState, save_workers: Callable[[P
     partial.mkdir(parents=True)
     await save_workers(partial)
     (partial / "run.json").write_text(json.dumps(attrs.asdict(state), indent=1))
-    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
+    sizes = {
+        str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
+    }
     (partial / "complete.json").write_text(json.dumps(sizes, indent=1))
     _flush_to_disk(partial)
     shutil.rmtree(final, ignore_errors=True)
@@ -57,7 +59,9 @@ def load_state(checkpoint: Path) -> RunState:
     """The controller's state. Raises CheckpointError when the checkpoint is missing, cut off or damaged."""
     listing = checkpoint / "complete.json"
     if not listing.is_file():
-        raise CheckpointError(f"{checkpoint}: not a complete checkpoint (no complete.json). Give another one as trainer.resume_path")
+        raise CheckpointError(
+            f"{checkpoint}: not a complete checkpoint (no complete.json). Give another one as trainer.resume_path"
+        )
     sizes: dict[str, int] = json.loads(listing.read_text())
     for name, size in sizes.items():
         path = checkpoint / name

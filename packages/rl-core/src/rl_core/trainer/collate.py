@@ -18,9 +18,9 @@ from rl_core.interfaces import Trajectory, TrajectoryStep
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """One sequence per step of every trajectory, in the given order.
 
-    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (each step's reward on its last
-    sampled token), group_id, trajectory_id (the trajectory's index in `trajectories`), step_index, is_last_step, and
-    routed_experts with `routed` where the engine returned them.
+    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (each step's reward on
+    its last sampled token), group_id, trajectory_id (the trajectory's index in `trajectories`), step_index, is_last_step,
+    and routed_experts with `routed` where the engine returned them.
 
     Raises:
         GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length; it is named.
@@ -61,9 +61,13 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 def _require_whole(trajectory: Trajectory) -> None:
     where = f"group {trajectory.group_id}, sample {trajectory.sample_index}"
     if not trajectory.steps:
-        raise GenerationError(f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure given'})")
+        raise GenerationError(
+            f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure given'})"
+        )
     for index, step in enumerate(trajectory.steps):
-        lengths = {name: len(getattr(step, name)) for name in ("tokens", "sampled", "rollout_logprobs", "policy_version")}
+        lengths = {
+            name: len(getattr(step, name)) for name in ("tokens", "sampled", "rollout_logprobs", "policy_version")
+        }
         if len(set(lengths.values())) != 1:
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
         if not any(step.sampled):

@@ -84,7 +84,11 @@ def _checked(row: Any, place: str) -> DataRow:
         raise DataError(f"{place}: expected a row with the column 'prompt', got {columns or 'an empty row'}")
     prompt = row["prompt"]
     is_text = isinstance(prompt, str) and prompt != ""
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    is_chat = (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    )
     if not (is_text or is_chat):
         shown = repr(prompt)[:80]
         raise DataError(f"{place}: 'prompt' must be text or a list of messages with 'role' and 'content', got {shown}")

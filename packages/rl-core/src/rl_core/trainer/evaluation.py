@@ -19,12 +19,19 @@ class Evaluation:
     """What the policy does on held-out prompts."""
 
     metrics: dict[str, float]
-    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, `eval/failed`; means over samples that did not fail."""
+    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, `eval/failed`; means over samples that did
+    not fail."""
     trajectories: tuple[Trajectory, ...]
 
 
 async def evaluate(
-    generator: Generator, rows: Sequence[DataRow], settings: RolloutSettings, *, version: int, batch_size: int, timeout_s: float
+    generator: Generator,
+    rows: Sequence[DataRow],
+    settings: RolloutSettings,
+    *,
+    version: int,
+    batch_size: int,
+    timeout_s: float,
 ) -> Evaluation:
     """Plays every row `num_samples` times.
 
@@ -53,13 +60,18 @@ async def evaluate(
     trajectories = tuple(trajectory for task in tasks for trajectory in task.result())
     good = [trajectory for trajectory in trajectories if trajectory.failure is None]
     if not good:
-        raise GenerationError(f"evaluation: all {len(trajectories)} samples failed; the first: {trajectories[0].failure}")
+        raise GenerationError(
+            f"evaluation: all {len(trajectories)} samples failed; the first: {trajectories[0].failure}"
+        )
     metrics = {f"eval/{name}": value for name, value in trajectory_means(good).items()}
-    return Evaluation(metrics={**metrics, "eval/failed": float(len(trajectories) - len(good))}, trajectories=trajectories)
+    return Evaluation(
+        metrics={**metrics, "eval/failed": float(len(trajectories) - len(good))}, trajectories=trajectories
+    )
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories: `reward`, `response_length` (sampled tokens) and each environment metric where it was given."""
+    """Means over trajectories: `reward`, `response_length` (sampled tokens) and each environment metric where it was
+    given."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         values["reward"].append(trajectory.reward)

@@ -2,10 +2,10 @@
 
 Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; with more, generation runs ahead.
 
-| task               | consumes          | produces                          | waits for                         | unblocked by              |
-|--------------------|-------------------|-----------------------------------|-----------------------------------|---------------------------|
-| `Rollouts.run`     | prompts           | finished groups                   | permission to start a group       | `take`, `published`       |
-| `TrainingLoop.run` | finished groups   | weight versions, metrics, reports | a step's groups, then the ranks   | `finish`; the ranks       |
+| task             | consumes        | produces                | waits for                       | unblocked by        |
+|------------------|-----------------|-------------------------|---------------------------------|---------------------|
+| Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
+| TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
 An evaluation runs within the training task, before the next version is published: it sees one version.
 """
@@ -172,7 +172,8 @@ class TrainingLoop:
             metrics |= await self._evaluate()
         if control.stop:
             self.stop()
-        # The row is written before the checkpoint, so a checkpoint never lacks the row of its step; saving counts in the next row.
+        # The row is written before the checkpoint, so a checkpoint never lacks the row of its step; saving counts in
+        # the next row.
         times = self._times.lap()
         tokens_per_second = {"tokens_per_second": metrics["rollout/tokens"] / times["time/step"]}
         self._reporter.step(step, metrics | tokens_per_second | times)
@@ -241,7 +242,9 @@ class TrainingLoop:
             nonfinite_steps=self._update.nonfinite_steps,
         )
         with self._times.phase("checkpoint"):
-            path = await save_checkpoint(self._settings.checkpoint_root, state, lambda at: self._policy.save_state(at / "policy"))
+            path = await save_checkpoint(
+                self._settings.checkpoint_root, state, lambda at: self._policy.save_state(at / "policy")
+            )
             delete_old_checkpoints(self._settings.checkpoint_root, self._settings.max_ckpts_to_keep)
         self._saved_step = self.steps_done
         for callback in self._callbacks:

@@ -11,12 +11,19 @@ from rl_core.workers import WorkerGroup
 
 
 async def publish_weights(
-    group: WorkerGroup, client: InferenceClient, transport: WeightTransport, version: int, *, max_bucket_bytes: int, num_engines: int = 1
+    group: WorkerGroup,
+    client: InferenceClient,
+    transport: WeightTransport,
+    version: int,
+    *,
+    max_bucket_bytes: int,
+    num_engines: int = 1,
 ) -> None:
     """Brings the engines to the group's weights, as `version`; in-flight requests go on under the new weights.
 
     Raises:
-        WeightSyncError: what arrived is not what was sent. The engines stay paused: they serve nothing until a good sync.
+        WeightSyncError: what arrived is not what was sent. The engines stay paused: they serve nothing until a good
+        sync.
     """
     rendezvous = transport.open(num_ranks=group.mesh.world_size, num_engines=num_engines)
     try:
@@ -30,4 +37,3 @@ async def publish_weights(
         raise first_error(errors) from errors
     finally:
         transport.close(rendezvous)
-

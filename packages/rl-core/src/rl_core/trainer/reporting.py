@@ -39,7 +39,8 @@ class RunReporter:
             tracker.log(step, metrics)
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
-        """A few of a step's samples, evenly spread; `batch` holds the trajectories' steps in order, with `old_logprobs`."""
+        """A few of a step's samples, evenly spread; `batch` holds the trajectories' steps in order, with
+        `old_logprobs`."""
         chosen = _evenly_spread(len(trajectories), self._num_samples)
         samples = [sample_of(trajectories[index], step=step, purpose="train") for index in chosen]
         if self._with_logprobs:

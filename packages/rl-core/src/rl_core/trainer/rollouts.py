@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 
 from rl_core.errors import GenerationError, first_error
-from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
+from rl_core.interfaces import Generator, GroupRequest, SamplingParams
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.selection import has_zero_variance
@@ -79,7 +79,10 @@ class Rollouts:
 
     def lap(self) -> dict[str, float]:
         """Counts since the last call: groups dropped and why, failed samples."""
-        counts = {f"rollout/{name}": float(self._counts[name]) for name in ("failed", "dropped_failed", "dropped_zero_variance")}
+        counts = {
+            f"rollout/{name}": float(self._counts[name])
+            for name in ("failed", "dropped_failed", "dropped_zero_variance")
+        }
         self._counts.clear()
         return counts
 
@@ -101,7 +104,8 @@ class Rollouts:
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > self._settings.max_dropped_groups:
             raise GenerationError(
-                f"{self._dropped_in_a_row} groups in a row gave nothing to train on; the last one (group {group_id}): {text}"
+                f"{self._dropped_in_a_row} groups in a row gave nothing to train on; the last one (group "
+                f"{group_id}): {text}"
             )
         await self._buffer.drop(group_id)
 
@@ -117,4 +121,3 @@ def group_request(row: DataRow, group_id: int, start_version: int, settings: Rol
         seed=settings.seed,
         start_version=start_version,
     )
-

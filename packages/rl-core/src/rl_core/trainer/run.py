@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, *, started: float | None = None) -> RunSummary:
-    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was interrupted.
+    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was
+    interrupted.
 
     Args:
         started: `time.perf_counter()` at which the process began its work; now, when not given.
@@ -147,7 +148,9 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 
 async def _generate(config: Config, output: Path) -> int:
-    files, key = (config.data.val_data, "data.val_data") if config.data.val_data else (config.data.train_data, "data.train_data")
+    files, key = (
+        (config.data.val_data, "data.val_data") if config.data.val_data else (config.data.train_data, "data.train_data")
+    )
     rows = read_rows(files, key=key)
     async with _engine(config) as (_, generator):
         result = await evaluate(
@@ -262,15 +265,25 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
 
 
 @asynccontextmanager
-async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterator[tuple[WorkerGroup, WorkerGroup | None]]:
+async def _models(
+    config: Config, train_rows: Sequence[DataRow]
+) -> AsyncIterator[tuple[WorkerGroup, WorkerGroup | None]]:
     trainer = config.trainer
     batches_per_step = -(-trainer.train_batch_size // trainer.policy_mini_batch_size) * trainer.update_epochs_per_batch
     groups: list[WorkerGroup] = []
 
     async def launch(role: Role, total_optimizer_steps: int | None) -> WorkerGroup:
         backend, spec = worker_spec(config, role, total_optimizer_steps=total_optimizer_steps)
-        world_size = trainer.placement.num_policy_ranks
-        groups.append(await WorkerGroup.launch(backend, spec, world_size=world_size, timeout_s=trainer.worker_timeout_s))
+        placement = trainer.placement
+        groups.append(
+            await WorkerGroup.launch(
+                backend,
+                spec,
+                num_nodes=placement.policy_num_nodes,
+                ranks_per_node=placement.policy_num_gpus_per_node,
+                timeout_s=trainer.worker_timeout_s,
+            )
+        )
         return groups[-1]
 
     try:
@@ -282,7 +295,8 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
 
 
 def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:
-    """The rows whose prompts are within `max_prompt_length`; a longer one is an error or is left out, as `data.on_long_prompt` says."""
+    """The rows whose prompts are within `max_prompt_length`; a longer one is an error or is left out, as
+    `data.on_long_prompt` says."""
     limit, fitting = config.trainer.max_prompt_length, []
     for row in rows:
         length = generator.prompt_length(row.row)
@@ -290,11 +304,16 @@ def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> l
             fitting.append(row)
         elif config.data.on_long_prompt == "error":
             raise DataError(
-                f"{row.place}: the prompt has {length} tokens, trainer.max_prompt_length is {limit}. Raise it, shorten the "
-                "prompt, or leave such rows out with data.on_long_prompt=drop"
+                f"{row.place}: the prompt has {length} tokens, trainer.max_prompt_length is {limit}. Raise it, "
+                "shorten the prompt, or leave such rows out with data.on_long_prompt=drop"
             )
     if len(fitting) < len(rows):
-        logger.warning("%d of %d rows were left out: longer than trainer.max_prompt_length=%d", len(rows) - len(fitting), len(rows), limit)
+        logger.warning(
+            "%d of %d rows were left out: longer than trainer.max_prompt_length=%d",
+            len(rows) - len(fitting),
+            len(rows),
+            limit,
+        )
     if rows and not fitting:
         raise DataError(f"all {len(rows)} prompts are longer than trainer.max_prompt_length={limit}")
     return fitting
@@ -362,5 +381,3 @@ class _stopping_on_interrupt:
         logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
         self._stop()
-
-

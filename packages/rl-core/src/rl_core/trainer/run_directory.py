@@ -23,7 +23,8 @@ class RunSummary:
     """Steps done, over all its processes."""
     interrupted: bool
     accuracy_before: float | None
-    """Held-out accuracy (mean reward where the environment names no accuracy) before training; None without evaluation."""
+    """Held-out accuracy (mean reward where the environment names no accuracy) before training; None without
+    evaluation."""
     accuracy_after: float | None
     """The same, of the last evaluation."""
     rl_seconds: float
@@ -36,7 +37,8 @@ class RunSummary:
 def open_run_directory(config: Config) -> tuple[Path, Path | None]:
     """The run's directory and the checkpoint to continue from, None for a new run.
 
-    A new run into a directory that holds an earlier one moves that aside, to `<run_dir>.1`, `.2`, …: nothing is overwritten.
+    A new run into a directory that holds an earlier one moves that aside, to `<run_dir>.1`, `.2`, …: nothing is
+    overwritten.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint.
@@ -61,7 +63,9 @@ def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, see
     """Reads the run's metrics and writes `summary.json`."""
     rows = list(read_rows(run_dir / METRICS_FILE_NAME))
     accuracies = [row.get("eval/accuracy", row.get("eval/reward")) for row in rows]
-    evaluated = [(row["step"], accuracy) for row, accuracy in zip(rows, accuracies, strict=True) if accuracy is not None]
+    evaluated = [
+        (row["step"], accuracy) for row, accuracy in zip(rows, accuracies, strict=True) if accuracy is not None
+    ]
     summary = RunSummary(
         run_dir=run_dir,
         steps=rows[-1]["step"] if rows else 0,
@@ -84,7 +88,9 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     if trainer.resume_mode == "from_path":
         path = Path(trainer.resume_path or "")
         if not path.is_dir():
-            raise CheckpointError(f"trainer.resume_path: {path} is not a directory; give a checkpoint such as …/checkpoints/step_000010")
+            raise CheckpointError(
+                f"trainer.resume_path: {path} is not a directory; give a checkpoint such as …/checkpoints/step_000010"
+            )
         return path
     found = list_checkpoints(Path(trainer.ckpt_path or ""))
     return found[-1] if found else None

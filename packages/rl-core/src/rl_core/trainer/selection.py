@@ -22,14 +22,22 @@ from rl_core.trainer.buffer import FinishedGroup
 class Selection:
     """Repairs and masks the batches of a run; counts what it did since the last `lap`."""
 
-    def __init__(self, *, min_replace_ratio: float | None, max_rejected_batches: int, mask_zero_variance: bool, mask_overlong: bool):
+    def __init__(
+        self,
+        *,
+        min_replace_ratio: float | None,
+        max_rejected_batches: int,
+        mask_zero_variance: bool,
+        mask_overlong: bool,
+    ):
         """
         Args:
             min_replace_ratio: least share of groups with a signal that a batch needs for the others to be replaced by
                 repeating them; below it the batch is given up. None: no replacement.
             max_rejected_batches: so many batches given up in a row stop the run.
             mask_zero_variance: groups whose samples all have the same reward are not trained on.
-            mask_overlong: samples that were cut off by their length are not trained on; they still count in the baseline.
+            mask_overlong: samples that were cut off by their length are not trained on; they still count in the
+            baseline.
         """
         self._min_replace_ratio = min_replace_ratio
         self._max_rejected_batches = max_rejected_batches
@@ -63,8 +71,10 @@ class Selection:
             self._counts["rejected_batches"] += 1
             if self._rejected_in_a_row >= self._max_rejected_batches:
                 raise GenerationError(
-                    f"{self._rejected_in_a_row} batches in a row had fewer than {self._min_replace_ratio:.0%} groups with "
-                    "different rewards (trainer.algorithm.dynamic_sampling): the prompts are too easy, too hard, or the "
+                    f"{self._rejected_in_a_row} batches in a row had fewer than {self._min_replace_ratio:.0%} "
+                    f"groups with "
+                    "different rewards (trainer.algorithm.dynamic_sampling): the prompts are too easy, too hard, or "
+                    "the "
                     "reward is constant"
                 )
             return None

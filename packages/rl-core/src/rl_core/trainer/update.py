@@ -51,7 +51,8 @@ class UpdateSettings:
 
 
 class PolicyUpdate:
-    """Turns batches into optimizer steps; holds what moves between them: the KL coefficient and the skipped steps in a row."""
+    """Turns batches into optimizer steps; holds what moves between them: the KL coefficient and the skipped steps in
+    a row."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class PolicyUpdate:
         metrics: dict[str, tuple[float, float]] = {}
         if settings.kl_in_reward is not None:
             batch, kl = with_kl_in_reward(batch, coef=self.kl_coef, estimator=settings.kl_in_reward)
-            metrics |= kl | {"policy/kl_coef": (self.kl_coef, 1.0)}
+            metrics |= {**kl, "policy/kl_coef": (self.kl_coef, 1.0)}
             if settings.adaptive_kl is not None:
                 total, weight = kl["policy/kl"]
                 observed = total / max(weight, 1.0)
@@ -97,7 +98,7 @@ class PolicyUpdate:
             batch = with_normalized_advantages(batch)
         if settings.correction_params is not None:
             batch, correction = with_off_policy_correction(batch, settings.correction_params)
-            metrics |= correction
+            metrics |= {**correction}
         return batch, metrics
 
     async def train(self, batch: Batch, step: int) -> Metrics:
@@ -116,7 +117,8 @@ class PolicyUpdate:
         return add_metrics(parts)
 
     def _for_workers(self, mini_batch: Batch, seed: int) -> Batch:
-        """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is sent."""
+        """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
+        sent."""
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
@@ -127,11 +129,15 @@ class PolicyUpdate:
         self.nonfinite_steps = self.nonfinite_steps + 1 if result.skipped else 0
         if self.nonfinite_steps >= limit:
             raise NonFiniteError(
-                f"step {step}: {self.nonfinite_steps} optimizer steps in a row had a loss or gradient that is not finite "
+                f"step {step}: {self.nonfinite_steps} optimizer steps in a row had a loss or gradient that is not "
+                f"finite "
                 "(trainer.max_consecutive_nonfinite_steps) and were skipped. Lower the learning rate, or look at "
                 "rollout/logprob_diff_max and the rewards of the last steps"
             )
-        metrics = {"policy/skipped_steps": (float(result.skipped), 1.0), "policy/learning_rate": (result.learning_rate, 1.0)}
+        metrics = {
+            "policy/skipped_steps": (float(result.skipped), 1.0),
+            "policy/learning_rate": (result.learning_rate, 1.0),
+        }
         return metrics if result.skipped else {**metrics, "policy/grad_norm": (result.grad_norm, 1.0)}
 
 

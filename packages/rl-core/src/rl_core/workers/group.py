@@ -154,7 +154,7 @@ class WorkerGroup:
             await self._ranks.call("save_model", directory)
 
     async def offload(self) -> None:
-        """Clears the devices of `Offloadable` workers, also of groups that share them; a call brings back what it needs."""
+        """Clears the devices of `Offloadable` workers, also of neighbours; a call brings back what it needs."""
         await self._devices.clear()
 
     async def close(self) -> None:
@@ -186,8 +186,8 @@ class WorkerGroup:
 def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[int, int]) -> None:
     if shape != other:
         raise ConfigError(
-            f"{spec.role}: {shape[0]} nodes × {shape[1]} ranks cannot share the devices of {other[0]} nodes × {other[1]} "
-            "ranks: give both the same numbers in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
+            f"{spec.role}: {shape[0]} nodes × {shape[1]} ranks cannot share the devices of {other[0]} × {other[1]}: "
+            "give both the same numbers in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
         )
 
 

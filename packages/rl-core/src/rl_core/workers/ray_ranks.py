@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _CPUS = 1 / 16
 """CPU resource of a rank; a machine of two cores takes 32 ranks."""
 _SETTLE_S = 3.0
-"""After the first failure the others have so long: a rank that lost its peer may say so before Ray says the peer died."""
+"""After a failure the others have so long: a rank that lost its peer may say so before Ray says that the peer died."""
 _ASK_S = 2.0
 """How long a rank that missed the deadline has to say what it is doing."""
 
@@ -100,8 +100,9 @@ class RayRank:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
+        node_id = ray.get_runtime_context().get_node_id()
         return Place(
-            node=ray.util.get_node_ip_address(),
+            node=_address_of(node_id),
             pid=os.getpid(),
             free_port=port,
             gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -160,6 +161,11 @@ class RayRank:
             return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
         finally:
             self._call = ("nothing", 0.0, 0)
+
+
+def _address_of(node_id: str) -> str:
+    """As Ray was told: a machine may have another address on the network."""
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def _with_arrays(result: Any) -> Any:
@@ -251,8 +257,8 @@ class _Placement:
             remove_placement_group(group)
             raise DeadlineError(
                 f"{role}: waited {timeout_s:g} s (trainer.worker_timeout_s) for {num_nodes} nodes with "
-                f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other groups "
-                "or jobs hold the rest"
+                f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other "
+                "groups or jobs hold the rest"
             )
         return cls(group, shape, has_gpus)
 
@@ -271,9 +277,9 @@ def _require_room(role: str, num_nodes: int, bundle: Mapping[str, float]) -> Non
     if len(fitting) < num_nodes:
         have = "; ".join(_described(node) for node in nodes)
         raise ConfigError(
-            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one GPU "
-            f"or, without GPUs, {_CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add nodes "
-            "with `ray start`"
+            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one "
+            f"GPU or, without GPUs, {_CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add "
+            "nodes with `ray start`"
         )
 
 
@@ -347,7 +353,7 @@ class RayRanks:
     async def call_on_parts(
         self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """See `Ranks.call_on_parts`. A part is put into the object store once; its replica's ranks all read it there."""
+        """See `Ranks.call_on_parts`. A part is put into the object store once; all its replica's ranks read that."""
         self._require_alive(method)
         sent = await asyncio.to_thread(_put, batch, parts)
         calls = []
@@ -404,12 +410,12 @@ class RayRanks:
             return [answers[rank] for rank in range(len(refs))]
         silent = [rank for rank in range(len(refs)) if rank not in answers]
         error = self._error_of(phase, failures, silent) if failures else await self._missed_deadline(phase, silent)
-        if not all(failures.get(rank) and failures[rank].user_error for rank in range(len(refs))):
+        if not self._all_agree(failures):
             self._end(str(error).partition("\n")[0])
         raise error
 
     async def _answers(self, refs: Sequence[Awaitable[Any]]) -> dict[int, Any]:
-        """Answers by rank, in the order in which they came: all, or those until the deadline or soon after a failure."""
+        """Answers by rank, as they came: all, or those until the deadline or soon after a failure."""
         tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
         clock = asyncio.get_running_loop().time
         deadline, has_failed = clock() + self._timeout_s, False
@@ -430,9 +436,15 @@ class RayRanks:
                 task.cancel()
         return answers
 
+    def _all_agree(self, failures: Mapping[int, Failure]) -> bool:
+        """Every rank found a mistake of the user: nobody waits for anybody, and the ranks can go on."""
+        return len(failures) == len(self._actors) and all(failure.user_error for failure in failures.values())
+
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
         """One error: of a rank that died before one that raised (it may only have lost its peer), else of the first."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
+        if self._all_agree(failures):
+            rank = 0
         failure = failures[rank]
         others = [f"{self._name(other)}: {failures[other].summary}" for other in failures if other != rank]
         others += [f"{self._name(other)}: no answer" for other in silent]

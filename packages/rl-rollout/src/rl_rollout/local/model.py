@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
@@ -36,7 +38,10 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
     try:
         config = AutoConfig.from_pretrained(path)
         _require_servable(path, config)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype), **model_kwargs)
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=getattr(torch, dtype), **model_kwargs
+            )
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError) as error:
@@ -45,6 +50,18 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    # transformers draws a bar for every model it reads, across the run's own display.
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _require_servable(path: str, config: Any) -> None:

@@ -1,0 +1,161 @@
+"""What it costs to send a batch to the ranks: bytes against the batch's own, time against a plain copy, in one run.
+
+512 sequences of 4096 tokens with the columns of a training step go to 8 ranks, once as 8 data-parallel ranks and once as
+4 replicas of 2 ranks, which read the same part. The ranks are real Ray actors whose worker does nothing.
+
+    copy      numpy copies the batch's arrays into memory that is already mapped: the least any transfer can cost
+    gather    the sequences of each part are put together
+    put       gather, and into the object store
+    dispatch  the whole call, until all ranks have answered
+
+Run: python benchmarks/dispatch.py [--sequences 512] [--tokens 4096] [--ranks 8] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from ray.experimental import get_local_object_locations
+
+from rl_core.batch import Batch
+from rl_core.interfaces import CONTRACT_VERSION, ModelConfig, RankInfo, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_core.workers.ray_ranks import _put
+from rl_core.workers.wire import num_bytes, to_arrays
+
+
+class NothingWorker:
+    """Receives a part and says how many tokens it has."""
+
+    def receive(self, batch: Batch, plan: Sequence[Sequence[int]]) -> int:
+        return batch.num_tokens
+
+    def close(self) -> None:
+        pass
+
+
+@attrs.frozen
+class NothingBackend:
+    """`tensor` ranks share a part."""
+
+    tensor: int
+    name: str = "nothing"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = ""
+    options_class: type = object
+
+    def mesh(self, options: Any, world_size: int) -> Mesh:
+        return Mesh(world_size=world_size, tensor=self.tensor)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        pass
+
+    def needs_own_process(self) -> bool:
+        return True
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Any:
+        return NothingWorker()
+
+
+async def main() -> None:
+    """Prints bytes, milliseconds and ratios."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    batch = make_batch(arguments.sequences, arguments.tokens)
+    print(f"{batch.num_sequences} sequences × {arguments.tokens} tokens, {num_bytes(batch) / 1e6:.1f} MB")
+    for tensor in (1, 2):
+        await measure(batch, tensor, ranks=arguments.ranks, rounds=arguments.rounds)
+
+
+async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None:
+    """One arrangement of the ranks."""
+    spec = WorkerSpec(
+        role="policy",
+        model=ModelConfig(),
+        optimizer=None,
+        options=None,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        logprobs_chunk_size=1,
+        total_optimizer_steps=None,
+        seed=0,
+        num_threads=1,
+    )
+    group = await WorkerGroup.launch(NothingBackend(tensor), spec, ranks_per_node=ranks, timeout_s=300)
+    try:
+        parts = group._parts(batch, MicroBatchLimits(max_sequences=8))
+        refs = _put(batch, parts)
+        sent = sum(location["object_size"] for location in get_local_object_locations(refs).values())
+        del refs
+        print(
+            f"\n{ranks // tensor} replicas of {tensor}: {sent / 1e6:.1f} MB sent, {sent / num_bytes(batch):.4f} of the batch"
+        )
+        seconds: dict[str, list[float]] = {}
+        copy = copier(batch)
+        for i in range(rounds + 1):
+            times = {
+                "copy": timed(copy),
+                "gather": timed(lambda: [batch.select(torch.from_numpy(part.sent)) for part in parts]),
+                "put": timed(lambda: _put(batch, parts)),
+            }
+            start = time.perf_counter()
+            received = await group._ranks.call_on_parts("receive", batch, parts)
+            times["dispatch"] = time.perf_counter() - start
+            assert sum(tokens for tokens in received if tokens is not None) == batch.num_tokens
+            for name, value in times.items():
+                seconds.setdefault(name, []).extend([value] * (i > 0))
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        for name, value in medians.items():
+            print(f"{name:10} {value * 1e3:8.1f} ms   {value / medians['copy']:5.2f}x of a copy")
+    finally:
+        await group.close()
+
+
+def make_batch(num_sequences: int, num_tokens: int) -> Batch:
+    """The columns that PPO's clipped loss is sent."""
+    total = num_sequences * num_tokens
+    offsets = torch.arange(0, total + 1, num_tokens)
+    columns = {name: torch.rand(total) for name in ("old_logprobs", "advantages", "loss_weights")}
+    columns |= {"tokens": torch.arange(total), "loss_mask": torch.ones(total, dtype=torch.bool)}
+    return Batch(offsets, columns)
+
+
+def copier(batch: Batch) -> Callable[[], None]:
+    """Copies all arrays of the batch."""
+    arrays = to_arrays(batch)
+    targets = {name: np.array(values) for name, values in arrays.items()}
+
+    def copy() -> None:
+        for name, values in arrays.items():
+            np.copyto(targets[name], values)
+
+    return copy
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

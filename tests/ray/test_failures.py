@@ -1,0 +1,147 @@
+"""A rank that dies, raises or hangs: one error, in time, and nothing left behind. All of it with real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from rl_core.errors import CheckpointError, DeadlineError, WorkerError
+from rl_core.interfaces import LossSpec
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+from tests.ray.conftest import running
+from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.test_dispatch import batch_of
+
+PHASES = ("start", "forward", "backward", "optim_step", "save_state")
+METHOD = {"backward": "forward_backward"}
+"""What the group was asked for when the fault came."""
+LIMITS = MicroBatchLimits(max_sequences=1)
+SLEEP = "86399"
+"""Argument of the child processes, by which they are found again."""
+
+
+async def use(directory: Path, *, timeout_s: float = 60, ranks: int = 2, **options: Any) -> None:
+    """One step with everything in it. Notes on an error how long after the call that failed it came."""
+    group, started = None, time.monotonic()
+    try:
+        group = await WorkerGroup.launch(
+            GlooBackend(), spec_of(children=SLEEP, **options), ranks_per_node=ranks, timeout_s=timeout_s
+        )
+        batch = batch_of([3, 4, 5])
+        for call in (
+            lambda: group.forward(batch, LIMITS, temperature=1.0),
+            lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0),
+            lambda: group.optim_step(),
+            lambda: group.save_state(directory),
+        ):
+            started = time.monotonic()
+            await call()
+    except Exception as error:
+        error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    finally:
+        if group is not None:
+            await group.close()
+
+
+async def require_nothing_left() -> None:
+    """No rank, no child of a rank, no placement group; processes get five seconds to end."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (running("ray::RayRank") or running(f"sleep {SLEEP}")):
+        await asyncio.sleep(0.05)
+    assert not running("ray::RayRank")
+    assert not running(f"sleep {SLEEP}")
+    table = ray.util.placement_group_table()
+    assert {group["state"] for group in table.values()} <= {"REMOVED"}
+
+
+def faults(seed: int) -> tuple[str, int]:
+    """A phase and a rank."""
+    choice = random.Random(seed)
+    return choice.choice(PHASES[1:]), choice.randrange(2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [faults(int(os.environ.get("SEED", "0")))]
+    + [pytest.param(phase, rank, marks=pytest.mark.soak) for phase in PHASES for rank in (0, 1)],
+)
+async def test_a_rank_killed_in_any_phase_ends_the_call_with_one_error_that_names_it(tmp_path, phase, rank):
+    method = METHOD.get(phase, phase)
+    with pytest.raises(
+        WorkerError, match=rf"^policy rank {rank} of 2 \(node [0-9.]+, pid \d+\) died in {method}: "
+    ) as raised:
+        await use(tmp_path, phase=phase, rank=rank, fault="kill")
+    if phase != "start":
+        assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
+    await require_nothing_left()
+
+
+async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_wait_for_it(tmp_path):
+    with pytest.raises(WorkerError) as raised:
+        await use(tmp_path, phase="backward", rank=1, fault="raise")
+    message = str(raised.value)
+    assert message.startswith("policy rank 1 of 2 (node 127.0.0.1, pid ")
+    assert "failed in forward_backward: ValueError: told to fail in backward" in message
+    assert 'self._fail_in("backward")' in message, "the traceback is the rank's own"
+    assert "Other ranks: policy rank 0 of 2" in message
+    assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
+    await require_nothing_left()
+
+
+@pytest.mark.parametrize("fault", ["hang", pytest.param("stop", marks=pytest.mark.soak)])
+async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_what_it_does(tmp_path, fault):
+    with pytest.raises(DeadlineError) as raised:
+        await use(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=30, delay_s=0.0)
+    message = str(raised.value)
+    assert "2 of 2 ranks did not finish optim_step within 30 s (trainer.worker_timeout_s)" in message
+    assert "policy rank 0 of 2 (node 127.0.0.1, pid " in message
+    assert "in all_reduce" in message, "rank 0 waits for rank 1"
+    assert ("in _fail_in (gloo_backend.py" if fault == "hang" else "does not say") in message
+    assert 30 <= raised.value.seconds < 40  # pyright: ignore[reportAttributeAccessIssue]
+    await require_nothing_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", ["raise", "exit", "user"])
+async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
+    expected = CheckpointError if fault == "user" else WorkerError
+    with pytest.raises(expected) as raised:
+        await use(tmp_path, phase=phase, rank=1, fault=fault)
+    assert "policy rank 1 of 2" in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    await require_nothing_left()
+
+
+async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(children=SLEEP), ranks_per_node=2, timeout_s=60)
+    (pid,) = [answer["pid"] for answer in await group._ranks.call("describe") if answer["RANK"] == "1"]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="policy rank 1 of 2 .* died in optim_step"):
+        await group.optim_step()
+    with pytest.raises(WorkerError, match="asked to save_state, but the ranks have ended: policy rank 1 of 2"):
+        await group.save_state(tmp_path)
+    await group.close()
+    await group.close()
+    await require_nothing_left()
+
+
+async def test_a_cancelled_call_does_not_keep_the_group_from_closing_at_once():
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(delay_s=600), ranks_per_node=2, timeout_s=60)
+    call = asyncio.create_task(group.forward(batch_of([3, 4]), LIMITS, temperature=1.0))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    started = time.monotonic()
+    await group.close()
+    assert time.monotonic() - started < 5
+    await require_nothing_left()
