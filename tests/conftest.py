@@ -14,6 +14,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Ray otherwise switches token authentication on and writes a token into the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# Ray then listens on loopback alone, on Linux too.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)

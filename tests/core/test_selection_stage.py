@@ -8,7 +8,7 @@ from rl_core.errors import GenerationError
 from rl_core.interfaces import StopReason, Trajectory, TrajectoryStep
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.collate import collate
-from rl_core.trainer.selection import Selection
+from rl_core.trainer.selection import Selection, has_zero_variance
 
 
 def trajectory(group: int, reward: float, stop_reason: StopReason = "stop") -> Trajectory:
@@ -39,27 +39,37 @@ def selection(
         max_rejected_batches=2,
         mask_zero_variance=mask_zero_variance,
         mask_overlong=mask_overlong,
+        seed=0,
     )
 
 
-def test_groups_without_a_signal_are_replaced_by_useful_ones_in_turn_as_groups_of_their_own():
+def rewards(group: FinishedGroup) -> list[float]:
+    return [trajectory.reward for trajectory in group.trajectories]
+
+
+def test_groups_without_a_signal_are_replaced_by_copies_of_useful_ones():
     stage = selection(min_replace_ratio=0.3)
-    chosen = stage.chosen(
-        [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 0), finished(4, 0, 0), finished(5, 0, 0)]
-    )
+    groups = [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 0), finished(4, 0, 0), finished(5, 0, 0)]
+    chosen = stage.chosen(groups)
     assert chosen is not None
-    assert [group.group_id for group in chosen] == [1, -1, 3, -2, -3]
-    assert [[t.reward for t in group.trajectories] for group in chosen] == [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1]]
-    assert {t.group_id for t in chosen[1].trajectories} == {-1}
-    assert stage.lap() == {"selection/replaced_groups": 3.0}
+    assert [group.group_id for group in chosen] == [1, 2, 3, 4, 5]
+    assert [rewards(chosen[0]), rewards(chosen[2])] == [[0, 1], [1, 0]]
+    copies = [rewards(group) for group in (chosen[1], chosen[3], chosen[4])]
+    assert all(copy in ([0, 1], [1, 0]) for copy in copies)
+    assert copies[0] != copies[1], "dealt out in turn: both are copied before one is copied again"
+    assert {trajectory.group_id for trajectory in chosen[1].trajectories} == {2}
+    assert stage.lap()["selection/replaced_groups"] == (3.0, 5.0)
     assert stage.lap() == {}
+    assert [rewards(group) for group in selection(min_replace_ratio=0.3).chosen(groups) or []] == [
+        rewards(group) for group in chosen
+    ]
 
 
 def test_a_batch_with_too_little_signal_is_given_up_and_too_many_in_a_row_stop_the_run():
     stage = selection(min_replace_ratio=0.5)
     poor = [finished(1, 0, 1), finished(2, 1, 1), finished(3, 1, 1)]
     assert stage.chosen(poor) is None
-    with pytest.raises(GenerationError, match="2 batches in a row"):
+    with pytest.raises(GenerationError, match="2 batches of 3 groups in a row"):
         stage.chosen(poor)
 
 
@@ -69,10 +79,17 @@ def test_masked_samples_stay_sampled_and_are_counted():
     batch = stage.masked(collate(trajectories), trajectories)
     assert batch["sampled"].tolist() == [False, True] * 4
     assert batch["loss_mask"].tolist() == [False, False, False, False, False, True, False, False]
-    assert stage.lap() == {"selection/masked_overlong": 1.0, "selection/masked_zero_variance": 1.0}
+    metrics = stage.lap()
+    assert metrics["selection/overlong_sequences"] == (1.0, 4.0)
+    assert metrics["selection/zero_variance_groups"] == (1.0, 2.0)
 
 
 def test_without_rules_nothing_changes():
     trajectories = [trajectory(1, 1), trajectory(1, 1)]
     batch = collate(trajectories)
     assert selection().masked(batch, trajectories) is batch
+
+
+def test_a_group_of_one_has_no_signal():
+    assert has_zero_variance([trajectory(1, 1)])
+    assert not has_zero_variance([trajectory(1, 1), trajectory(1, 0)])

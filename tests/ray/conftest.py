@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import ray
-from rl_core.workers import WorkerGroup
 
+# First: it makes Ray listen on loopback alone, which Ray reads when it is imported.
+from rl_core.workers import WorkerGroup
 from tests.ray.gloo_backend import GlooBackend, spec_of
 
 
@@ -22,7 +23,6 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=200 * 2**20,
-        _node_ip_address="127.0.0.1",
     )
     yield
     ray.shutdown()

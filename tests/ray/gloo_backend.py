@@ -1,7 +1,7 @@
-"""A backend of a few lines that really runs in several processes: its ranks add up over gloo, and fail where they are told.
+"""A small backend that really runs in several processes: its ranks add up over gloo, and fail where they are told.
 
-The model is one weight. Forward says `tokens · weight + temperature` as log-probs and the rank's number as entropies; the
-gradient is the sum of `loss_weights · tokens` over all ranks; a step subtracts it.
+The model is one weight. Forward says `tokens · weight + temperature` as log-probs and the rank's number as entropies;
+the gradient is the sum of `loss_weights · tokens` over all ranks; a step subtracts it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -185,7 +186,7 @@ class GlooWorker:
             "threads": torch.get_num_threads(),
             "same_thread": threading.get_ident() == self.thread,
             "is_on_device": self.is_on_device,
-            "node": os.environ.get("RAY_NODE_ID"),
+            "node": ray.get_runtime_context().get_node_id(),
         }
 
     def memory_of(self, batch: Batch, plan: Plan) -> str:

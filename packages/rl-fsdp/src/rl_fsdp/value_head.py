@@ -1,0 +1,45 @@
+"""A critic: a Hugging Face base model with a linear head that gives one value per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl_core.errors import ConfigError
+from rl_fsdp.hidden_states import predicting_states
+from rl_fsdp.micro_batch import ModelInput
+
+HEAD_FILE = "value_head.safetensors"
+"""Beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
+
+
+class ValueScorer(nn.Module):
+    """The value of the state in which each token is chosen: predicted from the tokens before it, as its log-prob is.
+
+    The head starts at zero, so the first advantages are the plain returns and the first optimizer step moves the head
+    only; nothing about it is random.
+    """
+
+    score_names = ("values",)
+
+    def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model = model.eval()
+        self.compute_dtype = compute_dtype
+        parameter = next(model.parameters())
+        dtype = torch.promote_types(torch.float32, parameter.dtype)
+        size = model.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(size, 1, device=parameter.device, dtype=dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor]:
+        """Values [S], float32 (float64 for a float64 model) of a micro-batch; a value knows no temperature."""
+        hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
+        values_S = self.value_head(hidden_SH.to(self.value_head.weight.dtype)).squeeze(-1)
+        return (values_S.to(torch.promote_types(torch.float32, values_S.dtype)),)

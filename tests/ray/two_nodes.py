@@ -1,0 +1,58 @@
+"""Run by test_two_nodes.py in a process of its own: a group over two Ray nodes, joined as a user joins them.
+
+The nodes are two raylets on this machine, so a rank's node is told from Ray's node id, not from its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+from ray.cluster_utils import Cluster
+
+from rl_core.errors import ConfigError, WorkerError
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.test_dispatch import batch_of
+
+LIMITS = MicroBatchLimits(max_sequences=1)
+
+
+async def main() -> None:
+    """Prints what was seen as one line of JSON."""
+    small_store = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=small_store)
+    second = cluster.add_node(**small_store)
+    cluster.wait_for_nodes()
+    os.environ["RAY_ADDRESS"] = cluster.address
+    seen: dict[str, object] = {}
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=2, ranks_per_node=2, timeout_s=60)
+    try:
+        batch = batch_of([3, 5, 2, 7, 4, 6])
+        scores = await group.forward(batch, LIMITS, temperature=0.5)
+        seen["scores_are_right"] = bool((scores["logprobs"] == batch["tokens"] + 0.5).all())
+        ranks = await group._ranks.call("describe")
+        seen["nodes"] = ["second" if rank["node"] == second.node_id else "first" for rank in ranks]
+        seen["local_ranks"] = [rank["LOCAL_RANK"] for rank in ranks]
+        try:
+            await WorkerGroup.launch(GlooBackend(), spec_of(), num_nodes=3, ranks_per_node=1, timeout_s=60)
+        except ConfigError as error:
+            seen["three_nodes"] = str(error)
+        started = asyncio.get_running_loop().time()
+        call = asyncio.create_task(group.forward(batch_of([3, 4]), LIMITS, temperature=0.5))
+        cluster.remove_node(second, allow_graceful=False)
+        try:
+            await call
+            await group.forward(batch, LIMITS, temperature=0.5)
+        except WorkerError as error:
+            seen["lost_node"] = str(error)
+            seen["lost_node_seconds"] = asyncio.get_running_loop().time() - started
+    finally:
+        await group.close()
+        cluster.shutdown()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
