@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -110,3 +111,24 @@ def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: P
     assert train_in_child(small_run(tmp_path / "run", trainer__seed=1)) == 0
     with pytest.raises(AssertionError):
         require_same_run(tmp_path / "run", expected)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(
+    seed: int, small_run: BuildConfig, expected: Path, tmp_path: Path
+):
+    """SIGKILL at a random moment of every attempt, also within a save, until the run is through."""
+    rng = random.Random(seed)
+    config = small_run(tmp_path / "run", trainer__ckpt_interval=1)
+    for _ in range(40):
+        process = multiprocessing.get_context("fork").Process(target=run_training, args=(config,))
+        process.start()
+        process.join(rng.uniform(0.6, 2.5))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        if process.exitcode == 0:
+            break
+    assert process.exitcode == 0
+    require_same_run(tmp_path / "run", expected)

@@ -1,0 +1,56 @@
+"""What the documentation shows runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core.interfaces import Action, Environment, Recipe
+from rl_core.trainer.advantages import load_estimator
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    """The names that the Python blocks of docs/plugins.md define, run one after the other."""
+    names: dict[str, Any] = {"__name__": "shown"}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "plugins.md").read_text(), flags=re.DOTALL):
+        exec(compile(block, "docs/plugins.md", "exec"), names)
+    return names
+
+
+async def test_the_environment_plays_an_episode(shown: dict[str, Any]):
+    environment = shown["RiddleEnvironment"]({"prompt": "?", "answer": "piano"}, {})
+    assert isinstance(environment, Environment)
+    assert await environment.reset() == "?"
+    assert (await environment.step(Action(text="a piano", tokens=(), stop_reason="stop"))).reward == 1.0
+
+
+def test_the_environment_passes_its_suite(shown: dict[str, Any]):
+    suite = shown["TestRiddles"]()
+    checks = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(checks) >= 5
+    for check in checks:
+        getattr(suite, check)()
+
+
+def test_the_estimator_is_accepted_by_a_run(shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.examples.environments.shown_estimator", shown["best_of_group_advantages"], raising=False)
+    path = "tests.examples.environments:shown_estimator"
+    estimator = load_estimator(path, {"scale": 2.0}, has_critic=False)
+    assert estimator(torch.tensor([1.0, 0.0]), torch.tensor([3, 3]), scale=2.0).tolist() == [1.0, -1.0]
+
+
+def test_the_recipe_is_one(shown: dict[str, Any]):
+    assert isinstance(shown["recipe"], Recipe)
+
+
+def test_the_callback_stops_a_solved_run(shown: dict[str, Any]):
+    callback = shown["StopWhenSolved"]()
+    assert callback.on_step_end(3, {"eval/accuracy": 0.94}) is None
+    assert callback.on_step_end(3, {"eval/accuracy": 0.96}).stop
