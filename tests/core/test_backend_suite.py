@@ -4,71 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
 
-from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, OptimizerConfig, RankInfo, WorkerSpec
-from rl_core.layout.mesh import Mesh
-from rl_core.testing.backend import BackendConformance, Variant, checks, make_case
-from rl_core.testing.reference_worker import ReferenceWorker
+from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
+from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
+from rl_core.testing.cases import LIMITS
 from rl_core.weights import pack_buckets
-
-
-@attrs.frozen
-class NoOptions:
-    """No options."""
-
-
-@attrs.frozen(kw_only=True)
-class PlainBackend:
-    """A backend around a worker class."""
-
-    worker_class: Callable[[WorkerSpec], ReferenceWorker]
-    name: str = "plain"
-    contract_version: int = CONTRACT_VERSION
-    config_section: str = "plain_config"
-    options_class: type = NoOptions
-
-    def mesh(self, options: NoOptions, world_size: int) -> Mesh:
-        return Mesh(world_size=world_size)
-
-    def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        if not (Path(spec.model.path or "") / "config.json").exists():
-            raise ConfigError(f"{spec.model.path}: no model")
-
-    def needs_own_process(self) -> bool:
-        return False
-
-    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> ReferenceWorker:
-        return self.worker_class(spec)
-
-
-class PlainWorker(ReferenceWorker):
-    """The reference with the metrics that the suite asks for."""
-
-    def forward_backward(self, batch, plan, loss, *, temperature):
-        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
-        scores = self.forward(batch, plan, temperature=temperature)
-        mask_T = batch["loss_mask"]
-        if "old_logprobs" not in batch:
-            return metrics
-        ratio_T = (scores["logprobs"] - batch["old_logprobs"])[mask_T].exp()
-        count = float(mask_T.sum())
-        return {
-            **metrics,
-            "entropy": (scores["entropies"][mask_T].sum().item(), count),
-            "ratio": (ratio_T.sum().item(), count),
-        }
+from tests.core import plain_backend as plain
+from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker
 
 
 class TestReferenceWorker(BackendConformance):
     backend = PlainBackend(worker_class=PlainWorker)
     options = NoOptions()
-    variants = (Variant(), Variant(tie_word_embeddings=False))
+    variants = (Variant(), Variant(checkpoint={"tie_word_embeddings": False}), Variant(world_size=2))
+
+
+class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
+    backend = PlainBackend(worker_class=OffloadableWorker, name="plain_offloadable")
+    options = NoOptions()
+    variants = (Variant(world_size=2),)
+    left_out: ClassVar = {
+        name: "as above" for name in checks() if name != "test_offloading_between_all_phases_changes_nothing"
+    }
 
 
 class IgnoresTemperature(PlainWorker):
@@ -138,10 +100,10 @@ class StepsOnNan(PlainWorker):
 
 def with_optimizer(**changes: Any) -> type[PlainWorker]:
     class Changed(PlainWorker):
-        def __init__(self, spec: WorkerSpec):
+        def __init__(self, spec: WorkerSpec, rank: RankInfo):
             if spec.optimizer is not None:
                 spec = attrs.evolve(spec, optimizer=attrs.evolve(spec.optimizer, **changes))
-            super().__init__(spec)
+            super().__init__(spec, rank)
 
     return Changed
 
@@ -154,8 +116,8 @@ class ReportsTheClippedNorm(PlainWorker):
 
 
 class ExportsOldWeights(PlainWorker):
-    def __init__(self, spec):
-        super().__init__(spec)
+    def __init__(self, spec, rank):
+        super().__init__(spec, rank)
         self.first = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
 
     def export_weights(self, max_bucket_bytes):
@@ -202,67 +164,102 @@ class SavesNoTokenizer(PlainWorker):
         self.model.save_pretrained(directory)
 
 
-FAULTS: dict[type[ReferenceWorker], str] = {
-    IgnoresTemperature: "test_logprobs_and_entropies_of_the_stream",
-    ScoresOneTokenLate: "test_logprobs_and_entropies_of_the_stream",
-    TrainsAtAnotherTemperature: "test_loss_and_every_gradient",
-    WeighsOneTokenWrong: "test_loss_and_every_gradient",
-    LeavesOneTokenOut: "test_loss_and_every_gradient",
-    AveragesOverMicroBatches: "test_micro_batches_and_calls_only_add_up",
-    LooksIntoTheNextSequence: "test_logprobs_and_entropies_of_the_stream",
-    ReadsOutsideTheMask: "test_what_stands_outside_the_loss_mask_does_not_matter",
-    KeepsItsGradients: "test_an_optimizer_step_clears_the_gradients",
-    StepsOnNan: "test_a_gradient_that_is_not_finite_skips_step_and_schedule",
-    with_optimizer(max_grad_norm=0.0): "test_three_optimizer_steps",
-    with_optimizer(weight_decay=0.0): "test_three_optimizer_steps",
-    with_optimizer(adam_betas=(0.9, 0.999)): "test_three_optimizer_steps",
-    with_optimizer(num_warmup_steps=0): "test_three_optimizer_steps",
-    ReportsTheClippedNorm: "test_the_gradient_is_clipped_by_its_global_norm",
-    ExportsOldWeights: "test_three_optimizer_steps",
-    ExportsWithAPrefix: "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
-    ExportsOneBucket: "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
-    ForgetsTheOptimizer: "test_saved_state_continues_exactly",
-    ForgetsTheSchedule: "test_saved_state_continues_exactly",
-    IgnoresACutOffFile: "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error",
-    SavesNoTokenizer: "test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer",
-}
+ONE, TWO = Variant(), Variant(world_size=2)
+FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
+    (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (ScoresOneTokenLate, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (LooksIntoTheNextSequence, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (plain.ReturnsScoresInThePlansOrder, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (plain.ReturnsScoresInThePlansOrder, TWO, "test_logprobs_and_entropies_of_the_stream"),
+    (TrainsAtAnotherTemperature, ONE, "test_loss_and_every_gradient"),
+    (WeighsOneTokenWrong, ONE, "test_loss_and_every_gradient"),
+    (LeavesOneTokenOut, ONE, "test_loss_and_every_gradient"),
+    (LeavesOneTokenOut, ONE, "test_metrics_are_averages_over_the_trained_tokens"),
+    (plain.AveragesOverRanks, TWO, "test_loss_and_every_gradient"),
+    (plain.AveragesOverRanks, TWO, "test_the_cross_entropy_loss"),
+    (plain.DropsARank, TWO, "test_loss_and_every_gradient"),
+    (plain.ReportsTheWholeLossOnEveryRank, TWO, "test_loss_and_every_gradient"),
+    (plain.CountsMetricsOnEveryRank, TWO, "test_metrics_are_averages_over_the_trained_tokens"),
+    (AveragesOverMicroBatches, ONE, "test_micro_batches_and_calls_only_add_up"),
+    (ReadsOutsideTheMask, ONE, "test_what_stands_outside_the_loss_mask_does_not_matter"),
+    (KeepsItsGradients, ONE, "test_an_optimizer_step_clears_the_gradients"),
+    (StepsOnNan, ONE, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
+    (plain.SkipsAlone, TWO, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
+    (with_optimizer(max_grad_norm=0.0), ONE, "test_three_optimizer_steps"),
+    (with_optimizer(weight_decay=0.0), ONE, "test_three_optimizer_steps"),
+    (with_optimizer(adam_betas=(0.9, 0.999)), ONE, "test_three_optimizer_steps"),
+    (with_optimizer(num_warmup_steps=0), ONE, "test_three_optimizer_steps"),
+    (plain.OneRankKeepsItsWeights, TWO, "test_three_optimizer_steps"),
+    (plain.EachRankExportsItsOwn, TWO, "test_three_optimizer_steps"),
+    (ReportsTheClippedNorm, ONE, "test_the_gradient_is_clipped_by_its_global_norm"),
+    (plain.ClipsByItsOwnNorm, TWO, "test_the_gradient_is_clipped_by_its_global_norm"),
+    (plain.LosesTheOffloadedOptimizer, ONE, "test_offloading_between_all_phases_changes_nothing"),
+    (plain.LosesTheOffloadedWeightsPrecision, TWO, "test_offloading_between_all_phases_changes_nothing"),
+    (ExportsOldWeights, ONE, "test_three_optimizer_steps"),
+    (ExportsWithAPrefix, ONE, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
+    (ExportsOneBucket, ONE, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
+    (plain.ExportsItsShardOnly, TWO, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
+    (ForgetsTheOptimizer, ONE, "test_saved_state_continues_exactly"),
+    (ForgetsTheSchedule, ONE, "test_saved_state_continues_exactly"),
+    (IgnoresACutOffFile, ONE, "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error"),
+    (SavesNoTokenizer, ONE, "test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer"),
+]
+FOUND = (AssertionError, pytest.fail.Exception, OSError, ValueError, RuntimeError)
 
 
-@pytest.mark.parametrize(
-    ("worker_class", "check"), FAULTS.items(), ids=[f"{w.__name__}-{i}" for i, w in enumerate(FAULTS)]
-)
-def test_the_suite_finds_a_wrong_worker(worker_class: type[ReferenceWorker], check: str, tmp_path: Path):
+def suite_of(worker_class: Callable[[WorkerSpec, RankInfo], Worker]) -> BackendConformance:
     class Suite(BackendConformance):
         backend = PlainBackend(worker_class=worker_class)
         options = NoOptions()
 
-    with pytest.raises((AssertionError, pytest.fail.Exception, OSError, ValueError)):
-        getattr(Suite(), check)(make_case(tmp_path, NoOptions(), Variant()))
+    return Suite()
+
+
+def run_check(worker_class: Callable[[WorkerSpec, RankInfo], Worker], variant: Variant, check: str, folder: Path):
+    suite = suite_of(worker_class)
+    with open_case(suite.backend, suite.options, variant, folder) as case:
+        getattr(suite, check)(case)
+
+
+@pytest.mark.parametrize(
+    ("worker_class", "variant", "check"), FAULTS, ids=[f"{fault[0].__name__}-{i}" for i, fault in enumerate(FAULTS)]
+)
+def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: str, tmp_path: Path):
+    with pytest.raises(FOUND):
+        run_check(worker_class, variant, check, tmp_path)
+
+
+def test_the_suite_finds_a_worker_that_resumes_at_its_own_world_size_only(tmp_path: Path):
+    suite = suite_of(plain.ReadsTheFileOfItsRank)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    with (
+        open_case(suite.backend, suite.options, ONE, tmp_path / "one") as case,
+        open_case(suite.backend, suite.options, TWO, tmp_path / "two") as other,
+        pytest.raises(FOUND),
+    ):
+        suite.check_resumed(case, other)
 
 
 def test_every_check_that_compares_numbers_has_a_wrong_worker():
     without = {
         "test_it_is_a_backend_of_this_contract": "isinstance proves it",
         "test_a_missing_model_is_a_configuration_error": "no number",
-        "test_scoring_needs_tokens_only_and_leaves_no_gradient": "a column that is read raises",
-        "test_the_cross_entropy_loss": "the loss's own formula; gradients are compared as elsewhere",
-        "test_metrics_are_averages_over_the_trained_tokens": "LeavesOneTokenOut changes their weight, seen below",
+        "test_scoring_leaves_no_gradient": "no number",
         "test_a_reference_model_scores_and_does_not_train": "scores are compared as elsewhere",
+        "test_state_saved_at_one_world_size_continues_at_another": "has a test of its own, above",
     }
-    assert set(checks()) == set(FAULTS.values()) | set(without)
+    assert set(checks()) == {check for _, _, check in FAULTS} | set(without)
 
 
-def test_a_token_left_out_shows_in_the_metrics(tmp_path: Path):
-    class Suite(BackendConformance):
-        backend = PlainBackend(worker_class=LeavesOneTokenOut)
-        options = NoOptions()
-
-    with pytest.raises(AssertionError, match="weighs"):
-        Suite().test_metrics_are_averages_over_the_trained_tokens(make_case(tmp_path, NoOptions(), Variant()))
+def test_a_check_is_left_out_by_its_name_and_with_a_reason_only():
+    for left_out in ({"test_of_nothing": "a reason"}, {checks()[0]: " "}):
+        with pytest.raises(TypeError, match="left_out"):
+            type("Suite", (BackendConformance,), {"left_out": left_out})
 
 
 def test_a_worker_that_attends_over_a_whole_micro_batch_differs_by_far_more_than_the_tolerance(tmp_path: Path):
-    case = make_case(tmp_path, NoOptions(), Variant())
-    wrong = LooksIntoTheNextSequence(case.spec).forward(case.batch, ((0, 1), (2, 3), (4, 5), (6, 7)), temperature=1.0)
-    right = case.reference.forward(case.batch, case.plan, temperature=1.0)
+    with open_case(PlainBackend(worker_class=LooksIntoTheNextSequence), NoOptions(), ONE, tmp_path) as case:
+        wrong = case.start().forward(case.batch, LIMITS, temperature=1.0)
+        right = expected_scores(case.reference, case.batch)
     assert (wrong["logprobs"] - right["logprobs"]).abs().max() > 0.1

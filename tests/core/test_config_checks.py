@@ -112,7 +112,10 @@ def test_the_defaults_pass():
         ("trainer.max_training_steps=0", "trainer.max_training_steps: 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
-        ("trainer.placement.policy_num_gpus_per_node=2", "one rank; several ranks come with Ray launch"),
+        (
+            "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
+            "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave those two out, or",
+        ),
         ("trainer.max_tokens_per_microbatch=100", "cannot hold the longest sequence.*give at least 1536, or -1"),
         ("trainer.max_tokens_per_microbatch=0", "cannot hold the longest sequence"),
         ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "switch one off"),

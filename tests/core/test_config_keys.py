@@ -26,6 +26,9 @@ DOCUMENTED = [
     "trainer.micro_forward_batch_size_per_gpu=32",
     "trainer.placement.colocate_all=false",
     "trainer.placement.policy_num_gpus_per_node=1",
+    "trainer.critic.optimizer_config.lr=5.0e-6",
+    "trainer.critic_mini_batch_size=256",
+    "trainer.policy.model.lora.rank=32",
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0",
     "generator.inference_engine.num_engines=8",
     "generator.inference_engine.backend=vllm",
@@ -60,7 +63,7 @@ def test_other_spellings_of_values_are_accepted():
         ("generator.max_turns=5", r"generator\.max_turns: not supported by this version: episodes have one turn"),
         ("generator.step_wise_trajectories=true", r"not supported by this version"),
         ("generator.inference_engine.tensor_parallel_size=2", r"one device"),
-        ("trainer.critic.model.path=x", r"there is no critic"),
+        ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
     ],
 )
 def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):

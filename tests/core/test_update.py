@@ -9,12 +9,14 @@ import attrs
 import pytest
 import torch
 
-from rl_core.algorithms.advantages import gae_advantages, grpo_advantages, reinforce_plus_plus_advantages
+from rl_core.algorithms.advantages import grpo_advantages, reinforce_plus_plus_advantages
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, NonFiniteError
 from rl_core.interfaces import LossSpec, OptimizerStep
 from rl_core.trainer.advantages import load_estimator, with_advantages, with_loss_weights, with_off_policy_correction
-from rl_core.trainer.update import PolicyUpdate, UpdateSettings, mini_batches, rollout_agreement
+from rl_core.trainer.model_update import ModelUpdateSettings, mini_batches
+from rl_core.trainer.models import Models
+from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement
 from rl_core.workers import MicroBatchLimits
 
 
@@ -66,28 +68,39 @@ class FakeGroup:
 
 def settings(**changes: Any) -> UpdateSettings:
     base = UpdateSettings(
-        loss=LossSpec(name="rl_core.algorithms.losses:ppo_clip_loss"),
+        policy=policy_settings(),
+        critic=None,
         estimator=grpo_advantages,
         estimator_params={"grpo_norm_by_std": False},
-        reduction="token_mean",
-        reduction_params={},
         correction_params=None,
         kl_in_reward=None,
         adaptive_kl=None,
         normalize_advantages=False,
+        temperature=1.0,
+        forward_limits=MicroBatchLimits(max_sequences=4),
+    )
+    return attrs.evolve(base, **changes)
+
+
+def policy_settings(**changes: Any) -> ModelUpdateSettings:
+    base = ModelUpdateSettings(
+        name="policy",
+        loss=LossSpec(name="rl_core.algorithms.losses:ppo_clip_loss"),
+        reduction="token_mean",
+        reduction_params={},
         groups_per_mini_batch=2,
         epochs=1,
         temperature=1.0,
-        train_limits=MicroBatchLimits(max_sequences=4),
-        forward_limits=MicroBatchLimits(max_sequences=4),
+        limits=MicroBatchLimits(max_sequences=4),
         max_nonfinite_steps=2,
         seed=0,
     )
     return attrs.evolve(base, **changes)
 
 
-def update_with(group: FakeGroup, reference: FakeGroup | None = None, **changes: Any) -> PolicyUpdate:
-    return PolicyUpdate(settings(**changes), group, reference, kl_coef=0.1)  # pyright: ignore[reportArgumentType]
+def update_with(group: FakeGroup, reference: FakeGroup | None = None, **changes: Any) -> BatchUpdate:
+    models: Any = Models(policy=group, reference=reference)  # pyright: ignore[reportArgumentType]
+    return BatchUpdate(settings(**changes), models, kl_coef=0.1)
 
 
 def test_an_outcome_advantage_goes_to_every_sampled_token_and_to_no_other():
@@ -108,15 +121,9 @@ def test_a_token_estimator_gives_advantages_and_returns():
     assert batch["returns"].tolist() == [0.0, 0.5, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_an_estimator_that_needs_a_critic_is_refused_before_the_run():
-    with pytest.raises(ConfigError, match="needs a critic's values"):
-        load_estimator("rl_core.algorithms.advantages:gae_advantages", {}, has_critic=False)
-    assert load_estimator("rl_core.algorithms.advantages:gae_advantages", {}, has_critic=True) is gae_advantages
-
-
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
     with pytest.raises(ConfigError, match="parameter 'greedy_scores_N'; a training run provides scores_N"):
-        load_estimator("rl_core.algorithms.advantages:remax_advantages", {}, has_critic=False)
+        load_estimator("rl_core.algorithms.advantages:remax_advantages", {})
 
 
 def test_mini_batches_are_whole_groups_in_the_order_of_the_batch():
@@ -170,7 +177,7 @@ async def test_skipped_steps_in_a_row_stop_the_run_and_a_good_one_resets_the_cou
     metrics = await update.train(batch, step=1)
     assert metrics["policy/skipped_steps"] == (1.0, 2.0)
     assert metrics["policy/grad_norm"] == (1.0, 1.0)
-    with pytest.raises(NonFiniteError, match="step 2: 2 optimizer steps in a row"):
+    with pytest.raises(NonFiniteError, match="step 2: 2 optimizer steps of the policy in a row"):
         await update.train(batch, step=2)
 
 

@@ -42,7 +42,7 @@ def test_the_environment_passes_its_suite(shown: dict[str, Any]):
 def test_the_estimator_is_accepted_by_a_run(shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.examples.environments.shown_estimator", shown["best_of_group_advantages"], raising=False)
     path = "tests.examples.environments:shown_estimator"
-    estimator = load_estimator(path, {"scale": 2.0}, has_critic=False)
+    estimator = load_estimator(path, {"scale": 2.0})
     assert estimator(torch.tensor([1.0, 0.0]), torch.tensor([3, 3]), scale=2.0).tolist() == [1.0, -1.0]
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
-# First: it makes Ray listen on loopback alone, which Ray reads when it is imported.
 from rl_core.workers import WorkerGroup
 from tests.ray.gloo_backend import GlooBackend, spec_of
+
+SLEEP_S = str(10_000_000 + os.getpid())
+"""Argument of the ranks' child processes: nobody else's have it."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,22 +31,46 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[WorkerGroup]:
+@pytest.fixture(scope="session")
+def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
     """Two data ranks × two pipeline stages: ranks 0 and 1 are the first stage and hold no results."""
     group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=60))
     yield group
     asyncio.run(group.close())
 
 
-def running(command: str) -> list[int]:
-    """Process ids of this machine whose command line contains `command`; a rank is called `ray::RayRank`."""
+def placements() -> list[str]:
+    """The ids of the placement groups that hold resources."""
+    table = ray.util.placement_group_table()
+    return [placement for placement, group in table.items() if group["state"] == "CREATED"]
+
+
+def ranks_running() -> list[int]:
+    """Process ids of the ranks that this process's Ray started."""
+    return [pid for pid in _running("ray::RayRank") if os.getpid() in _ancestors(pid)]
+
+
+def children_running() -> list[int]:
+    """Process ids of what the ranks started, also of those whose rank is gone."""
+    return _running(f"sleep {SLEEP_S}")
+
+
+def _running(command: str) -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if command in _read(entry / "cmdline")]
+
+
+def _ancestors(pid: int) -> list[int]:
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode() if entry.name.isdigit() else ""
-        except OSError:
-            continue
-        if command in line:
-            found.append(int(entry.name))
+    while pid > 1:
+        # The parent is the second field after the command, which stands in brackets and may hold anything.
+        fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+        pid = int(fields[1]) if fields else 0
+        found.append(pid)
     return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""

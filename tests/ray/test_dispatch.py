@@ -97,4 +97,4 @@ async def test_nothing_of_a_dispatched_batch_stays_in_the_object_store(four_rank
     for _ in range(30):
         await four_ranks.forward(batch, limits, temperature=1.0)
     after = ray.available_resources().get("object_store_memory", 0)
-    assert before - after < 2**20
+    assert before - after < 3 * batch.num_tokens * 8, "at most what the last calls hold, not thirty"

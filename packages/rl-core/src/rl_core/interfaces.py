@@ -53,7 +53,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0 switches clipping off."""
     num_warmup_steps: int = 0
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps of warm-up: step i, counted from 0, runs at lr · (i + 1) / num_warmup_steps."""
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Shape after the warm-up; `linear` and `cosine` fall to 0 at the run's last optimizer step."""
     offload_after_step: bool = True

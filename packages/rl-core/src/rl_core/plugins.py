@@ -131,6 +131,12 @@ def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def positional_parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of what a function takes by position, in its order: the columns it reads."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
+
+
 def import_object(path: str, where: str = "") -> Any:
     """The object at `package.module:object`; `where` opens the message of the PluginError when it is not there."""
     module_name, _, attribute = path.partition(":")

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from rl_core.config import Config
-from rl_core.interfaces import Recipe
+from rl_core.interfaces import ModelConfig, Recipe
 
 _DIRECTORY = "runs/arithmetic"
 
@@ -70,7 +70,7 @@ def prepare(config: Config) -> None:
     if not directory.exists():
         untrained = directory.with_name(directory.name + ".untrained")
         write_model(untrained, seed=config.trainer.seed)
-        model = attrs.evolve(config.trainer.policy.model, path=str(untrained))
+        model = ModelConfig(path=str(untrained))  # without adapters: the start is the same whatever trains it further
         policy = attrs.evolve(config.trainer.policy, model=model)
         start = attrs.evolve(config, trainer=attrs.evolve(config.trainer, policy=policy))
         rows = read_rows([train], key="data.train_data")

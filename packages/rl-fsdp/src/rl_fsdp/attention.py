@@ -2,7 +2,8 @@
 
 The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA
 over rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the
-right is never seen by a real token, so `is_causal` is exact and needs no mask tensor.
+right is never seen by a real token, so `is_causal` is exact and needs no mask tensor. Under Ulysses a rank's tokens are
+first traded for its heads of whole sequences (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rl_core.errors import ConfigError
+from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.ulysses import heads_for_tokens, tokens_for_heads
 
 PACKED_ATTENTION = "rl_fsdp_packed"
 _SHORT = 32
@@ -37,9 +40,13 @@ class PackedSequences:
     num_cells: int
     cell_T: Tensor | None
     """int64 [T], the cell of each token; None where cell t is token t."""
+    ulysses: UlyssesGroup | None = None
+    """Where it is given, the model's tensors hold this rank's slice of every row only."""
 
     @classmethod
-    def of_lengths(cls, lengths_N: Tensor, device: torch.device) -> PackedSequences:
+    def of_lengths(
+        cls, lengths_N: Tensor, device: torch.device, *, ulysses: UlyssesGroup | None = None
+    ) -> PackedSequences:
         """Groups sequences by length (int64 [N], on the CPU)."""
         lengths = lengths_N.numpy()
         size_class = np.ceil(np.log(np.maximum(lengths, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
@@ -60,6 +67,7 @@ class PackedSequences:
             rectangles=tuple(zip(rows.tolist(), widths.tolist(), strict=True)),
             num_cells=int(first_cell[-1]),
             cell_T=None if is_identity else torch.from_numpy(cell_T).to(device),
+            ulysses=ulysses,
         )
 
 
@@ -116,7 +124,8 @@ def packed_attention(
 
     Args:
         module: the calling attention layer.
-        query, key, value: [1, heads, T, D]; key and value may have fewer heads, each shared by a group of query heads.
+        query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed); key and value may have fewer
+            heads, each shared by a group of query heads.
         attention_mask: None, as transformers passes for an attention without a mask function.
         scaling: factor of query · key; None is D ** −0.5.
         sliding_window: tokens each token sees, itself included; None sees all before it.
@@ -124,7 +133,7 @@ def packed_attention(
         others: what transformers passes to every attention function, unused here.
 
     Returns:
-        [1, T, heads, D].
+        [B, L, heads, D].
 
     Raises:
         ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term not implemented here.
@@ -135,13 +144,20 @@ def packed_attention(
         raise ConfigError(
             f"{type(module).__name__} {fault}, so its sequences cannot be packed: set trainer.use_sample_packing=false"
         )
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    ulysses, num_rows = packed_sequences.ulysses, query.shape[0]
+    if ulysses is not None:
+        query, key, value = (heads_for_tokens(tensor, ulysses) for tensor in (query, key, value))
+    query_THD, key_TKD, value_TKD = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if sliding_window is not None and sliding_window >= packed_sequences.max_length:
         sliding_window = None
     attend = (
         _varlen_attention if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _rectangle_attention
     )
-    return attend(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)[None], None
+    output_THD = attend(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)
+    output_BLHD = output_THD.unflatten(0, (num_rows, -1))
+    if ulysses is not None:
+        output_BLHD = tokens_for_heads(output_BLHD.transpose(1, 2), ulysses).transpose(1, 2)
+    return output_BLHD, None
 
 
 def _rectangle_attention(

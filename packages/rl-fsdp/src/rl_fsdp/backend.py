@@ -2,60 +2,82 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
 
 SECTIONS = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
+LORA_INIT_METHODS = ("kaiming", "gaussian")
+
+
+@attrs.frozen(kw_only=True)
+class MixedPrecision:
+    """Dtypes between ranks when `trainer.bf16` is set; in a float32 run all is float32."""
+
+    param_dtype: Literal["bf16", "fp32"] = "bf16"
+    """In which parameters are gathered and computed with."""
+    reduce_dtype: Literal["bf16", "fp32"] = "fp32"
+    """In which gradients are summed over the ranks."""
 
 
 @attrs.frozen(kw_only=True)
 class FsdpOptions:
-    """`fsdp_config`"""
+    """`fsdp_config`. One rank shards nothing: there only `cpu_offload` has a meaning, on an accelerator."""
 
+    fsdp_size: int = -1
+    """Ranks that share one copy of the parameters (hybrid sharding: the copies split the batch); -1 for all ranks."""
+    sequence_parallel_size: int = 1
+    """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
+    reshard_after_forward: bool = True
+    """Let a layer's parameters go between forward and backward; false gathers once and needs memory for all."""
+    mixed_precision: MixedPrecision = MixedPrecision()
+    """Dtypes of what travels between ranks."""
     cpu_offload: bool = False
-    """Keep the parameters in CPU memory between uses. On a machine without accelerators they are there anyway."""
+    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied for its use."""
 
 
 @attrs.frozen(kw_only=True)
 class FsdpBackend:
-    """Trains any Hugging Face causal language model."""
+    """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one."""
 
     name: str = "fsdp"
     contract_version: int = CONTRACT_VERSION
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
+    is_fsdp1: bool = False
+    """FSDP1: flat parameters, for those who depend on it; `fsdp` does all that it does and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
-        """All ranks are data parallel."""
+        """Ulysses ranks are neighbours; the rest is data parallel, however parameters are sharded."""
         from rl_core.layout.mesh import Mesh
 
-        _require_one_rank(self.name, world_size)
-        return Mesh(world_size=world_size)
+        size = options.fsdp_size
+        if size != -1 and (size < 1 or world_size % size):
+            fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ConfigError(
+                f"{self.config_section}.fsdp_size: {size} does not divide {world_size} ranks; choose -1 or one of "
+                f"{fitting}"
+            )
+        return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
         """Raises ConfigError for what cannot be trained; reads no model file."""
         section = SECTIONS[spec.role]
-        _require_one_rank(f"{section}: strategy {self.name!r}", world_size)
-        if spec.role == "critic":
-            raise ConfigError(
-                f"{section}: this version of {self.name!r} has no value head; use an estimator without one (grpo, rloo)"
-            )
+        self.mesh(spec.options, world_size)
         if spec.model.path is None:
             raise ConfigError(
                 f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
             )
         if spec.model.lora.rank > 0:
-            raise ConfigError(
-                f"{section}.model.lora.rank: {spec.model.lora.rank} was given; this version of {self.name!r}"
-                " trains all weights (rank 0)"
-            )
+            _validate_lora(spec.model.lora, f"{section}.model.lora")
+        if self.is_fsdp1:
+            _validate_fsdp1(spec, section)
         if spec.logprobs_chunk_size < 1:
             raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
         if spec.optimizer is not None:
@@ -70,14 +92,36 @@ class FsdpBackend:
         from rl_fsdp.worker import FsdpWorker
 
         self.validate(spec, rank.world_size)
-        return FsdpWorker(spec, rank)
+        return FsdpWorker(spec, rank, "fsdp1" if self.is_fsdp1 else "fsdp2")
 
 
-def _require_one_rank(where: str, world_size: int) -> None:
-    if world_size != 1:
+def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
+    refused = {
+        "fsdp_config.cpu_offload": spec.options.cpu_offload
+        and spec.optimizer is not None
+        and "FSDP1 cannot add up the gradients of several micro-batches on the CPU",
+        "fsdp_config.fsdp_size": spec.options.fsdp_size == 1 and "FSDP1 does not sum gradients over unsharded copies",
+        "model.lora.rank": spec.model.lora.rank > 0 and "FSDP1 cannot merge adapters into flat parameters",
+        "model": spec.role == "critic" and "FSDP1 is not offered for a critic",
+    }
+    for key, reason in refused.items():
+        if reason:
+            raise ConfigError(f"{section}.{key}: {reason}; set trainer.strategy=fsdp (FSDP2)")
+
+
+def _validate_lora(lora: LoraConfig, where: str) -> None:
+    if lora.dropout > 0:
         raise ConfigError(
-            f"{where}: {world_size} ranks were asked for, this version trains on one rank: set their number to 1"
+            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
+            "results would depend on how the batch is split: set it to 0"
         )
+    if lora.init_method not in LORA_INIT_METHODS:
+        raise ConfigError(
+            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}, which "
+            "leave the model's own weights as they are"
+        )
+    if lora.alpha <= 0:
+        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
 
 
 def _validate_schedule(spec: WorkerSpec, where: str) -> None:
@@ -98,3 +142,4 @@ def _validate_schedule(spec: WorkerSpec, where: str) -> None:
 
 
 fsdp = FsdpBackend()
+fsdp1 = FsdpBackend(name="fsdp1", is_fsdp1=True)

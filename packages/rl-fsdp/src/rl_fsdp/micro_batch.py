@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_fsdp.attention import PackedSequences
+from rl_core.layout.slices import even_slice, inverse_index, packed_layout, padded_layout
+from rl_fsdp.attention import PackedSequences, scatter_rows
+from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.ulysses import sum_over_ranks
 
 
 @attrs.frozen(eq=False)
@@ -16,13 +20,33 @@ class ModelInput:
 
     tokens_BL: Tensor
     positions_BL: Tensor | None
-    """None for a rectangle: every model then counts from 0 in each row."""
+    """None for a rectangle on one rank: every model then counts from 0 in each row."""
     packed: PackedSequences | None
-    """None for a rectangle, whose padding no real token sees: attention is causal and the padding is on the right."""
+    """None for a rectangle on one rank: its padding is on the right, and attention causal, so no real token sees it."""
     source_S: Tensor
     """int64, the cell (row-major) whose hidden state predicts score s."""
     target_S: Tensor
     """int64, the predicted token's id."""
+    slice: UlyssesSlice | None
+    """None: all scores of the micro-batch are made here."""
+
+    def whole(self, scores_S: Tensor) -> Tensor:
+        """The scores of the whole micro-batch, from those that this rank made."""
+        return scores_S if self.slice is None else self.slice.whole(scores_S)
+
+
+@attrs.frozen(eq=False)
+class UlyssesSlice:
+    """Which of a micro-batch's scores one rank of a group makes."""
+
+    index_S: Tensor
+    """int64, their places among the `num_scores`."""
+    num_scores: int
+    group: UlyssesGroup
+
+    def whole(self, scores_S: Tensor) -> Tensor:
+        """[num_scores], on every rank of the group. Their gradient goes to this rank's own ones only."""
+        return sum_over_ranks(scatter_rows(scores_S, self.index_S, self.num_scores), self.group)
 
 
 def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
@@ -32,7 +56,14 @@ def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
     return is_predicted_T.nonzero().squeeze(1)
 
 
-def model_input(batch: Batch, index_S: Tensor, *, use_sample_packing: bool, device: torch.device) -> ModelInput:
+def model_input(
+    batch: Batch,
+    index_S: Tensor,
+    *,
+    use_sample_packing: bool,
+    device: torch.device,
+    ulysses: UlyssesGroup | None = None,
+) -> ModelInput:
     """Lays out whole sequences for the model.
 
     Args:
@@ -40,20 +71,33 @@ def model_input(batch: Batch, index_S: Tensor, *, use_sample_packing: bool, devi
         index_S: stream indices of the tokens to score.
         use_sample_packing: one stream for all sequences; else one row for each.
         device: where the model is.
+        ulysses: the ranks that share it; each holds an even part of the cells of every row.
     """
-    lengths_N, tokens_T = batch.lengths, batch["tokens"]
-    positions_T = torch.arange(batch.num_tokens) - torch.repeat_interleave(batch.offsets[:-1], lengths_N)
+    multiple, sequences = ulysses.size if ulysses else 1, np.arange(batch.num_sequences)
     if use_sample_packing:
-        tokens_BL, positions_BL, cell_T = tokens_T[None], positions_T[None], torch.arange(batch.num_tokens)
+        layout = packed_layout(batch.offsets, sequences, total_multiple=multiple)
+        num_rows, lengths = 1, np.diff(layout.boundaries)
     else:
-        width = int(lengths_N.max())
-        cell_T = batch.sequence_index * width + positions_T
-        tokens_BL = tokens_T.new_zeros(batch.num_sequences * width).index_copy_(0, cell_T, tokens_T).view(-1, width)
-        positions_BL = None
+        layout = padded_layout(batch.offsets, sequences, width_multiple=multiple)
+        num_rows, lengths = batch.num_sequences, np.diff(layout.boundaries)
+    index_BL = torch.from_numpy(layout.index).view(num_rows, -1)
+    tokens_BL = torch.where(index_BL >= 0, batch["tokens"][index_BL.clamp(min=0)], 0)
+    positions_BL = torch.from_numpy(layout.position).view(num_rows, -1)
+    source_S = torch.from_numpy(inverse_index([layout.index], batch.num_tokens))[index_S - 1]
+    target_S, slice_ = batch["tokens"][index_S], None
+    if ulysses is not None:
+        columns = even_slice(index_BL.shape[1], ulysses.rank, ulysses.size)
+        row_S, column_S = source_S // index_BL.shape[1], source_S % index_BL.shape[1]
+        own_S = ((column_S >= columns.start) & (column_S < columns.stop)).nonzero().squeeze(1)
+        source_S = (row_S * (columns.stop - columns.start) + column_S - columns.start)[own_S]
+        tokens_BL, positions_BL, target_S = tokens_BL[:, columns], positions_BL[:, columns], target_S[own_S]
+        slice_ = UlyssesSlice(own_S.to(device), len(index_S), ulysses)
+    has_bounds = use_sample_packing or ulysses is not None
     return ModelInput(
         tokens_BL=tokens_BL.to(device),
-        positions_BL=None if positions_BL is None else positions_BL.to(device),
-        packed=PackedSequences.of_lengths(lengths_N, device) if use_sample_packing else None,
-        source_S=cell_T[index_S - 1].to(device),
-        target_S=tokens_T[index_S].to(device),
+        positions_BL=positions_BL.to(device) if has_bounds else None,
+        packed=PackedSequences.of_lengths(torch.from_numpy(lengths), device, ulysses=ulysses) if has_bounds else None,
+        source_S=source_S.to(device),
+        target_S=target_S.to(device),
+        slice=slice_,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -19,9 +18,14 @@ from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
-from rl_fsdp.attention import PACKED_ATTENTION, gather_rows
+from rl_fsdp.attention import PACKED_ATTENTION
 from rl_fsdp.backend import SECTIONS
+from rl_fsdp.hidden_states import autocast, predicting_states
+from rl_fsdp.lora import add_adapters
 from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
+from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.value_head import ValueScorer, load_head
+from rl_fsdp.weights import exported_weights, state_weights
 
 
 class TokenScorer(nn.Module):
@@ -30,6 +34,8 @@ class TokenScorer(nn.Module):
     The output layer's weight is used inside `forward`, so a sharding wrapper around this module gathers it too.
     The model stays in evaluation mode: dropout would make log-probs differ from those the engine sampled with.
     """
+
+    score_names = ("logprobs", "entropies")
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, compute_dtype: torch.dtype):
         super().__init__()
@@ -50,12 +56,7 @@ class TokenScorer(nn.Module):
         """
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
-        packing = {}
-        if inputs.packed is not None:
-            packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
-        with self.autocast():
-            hidden_BLH = self.model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
-        hidden_SH = gather_rows(hidden_BLH.flatten(0, 1), inputs.source_S).to(self.compute_dtype)
+        hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
         if self.hidden_scale != 1.0:
             hidden_SH = hidden_SH * self.hidden_scale
         logprobs_S, entropies_S = chunked_logprobs(
@@ -69,45 +70,65 @@ class TokenScorer(nn.Module):
         assert entropies_S is not None
         return logprobs_S, entropies_S
 
-    def autocast(self) -> torch.autocast:
-        """bfloat16 where that is computed in; else no casts."""
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)
-
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they have in the model's own code; a tied weight comes once."""
-        return self.model.named_parameters()
+        """The parameters that a state holds: all, or of a model with adapters these."""
+        return state_weights(self.model)
 
     def exported_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the names of a Hugging Face checkpoint, in `compute_dtype`; a tied weight comes once."""
-        for name, weight in self.named_weights():
-            yield from checkpoint_tensors(self.model, name, weight.detach().to(self.compute_dtype))
+        """The whole model under the names of a Hugging Face checkpoint, in `compute_dtype`."""
+        return exported_weights(self.model, self.compute_dtype)
 
 
-def load_scorer(spec: WorkerSpec, device: torch.device) -> TokenScorer:
-    """Loads the model of `spec`, for training or (without an optimizer) frozen.
+Scorer = TokenScorer | ValueScorer
+
+
+def load_scorer(spec: WorkerSpec, device: torch.device) -> Scorer:
+    """Loads the model of `spec`, for training or (without an optimizer) frozen; the critic's with a value head.
 
     Parameters are float32 where they are trained or computed with, else bfloat16; float64 throughout for a checkpoint
     stored in float64.
+
+    Args:
+        spec: what to load.
+        device: where to. On `meta` it has the same structure without memory, and nothing is checked.
 
     Raises:
         ConfigError: there is no such model, or its code cannot do what is asked.
     """
     path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
     assert path is not None
-    config = _load_config(path, where)
+    config, is_empty = _load_config(path, where), device.type == "meta"
     compute_dtype = torch.bfloat16 if spec.bf16 else torch.float64 if config.dtype == torch.float64 else torch.float32
+    is_critic, is_adapted = spec.role == "critic", spec.model.lora.rank > 0
+    dtype = torch.float32 if spec.bf16 and is_trained and not is_adapted else compute_dtype
     try:
-        with no_progress_bars():
-            dtype = torch.float32 if spec.bf16 and is_trained else compute_dtype
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        auto_class = AutoModel if is_critic else AutoModelForCausalLM
+        if is_empty:
+            with device:
+                model = auto_class.from_config(config, dtype=dtype)
+        else:
+            with no_progress_bars():
+                model = auto_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{where}.model.path: {path!r} cannot be loaded as a causal language model: {error}"
         ) from error
-    _require_linear_output(model, where)
-    nn.Module.to(model, device).requires_grad_(is_trained)
-    scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
-    _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
+    model.requires_grad_(is_trained)
+    if is_adapted:
+        add_adapters(model, spec.model.lora, path=path, seed=spec.seed, where=where)
+    nn.Module.to(model, device)
+    if is_empty and spec.use_sample_packing:
+        model.set_attn_implementation(PACKED_ATTENTION)
+    if is_critic:
+        scorer = ValueScorer(model, compute_dtype=compute_dtype)
+        if not is_empty:
+            load_head(scorer, path, where)
+            _require_same_states(model, compute_dtype, use_sample_packing=spec.use_sample_packing, where=where)
+    else:
+        scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
+        if not is_empty:
+            _require_linear_output(model, where)
+            _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
     if spec.gradient_checkpointing and is_trained:
         _recompute_layers(model, where)
     return scorer
@@ -123,11 +144,6 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
-
-
-def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as it stands in a checkpoint: transformers may hold several tensors (experts) as one."""
-    yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def _load_config(path: str, where: str) -> PretrainedConfig:
@@ -158,34 +174,86 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, *, use_sample_packing: bool, where: str) -> None:
-    """Proves on two short sequences that the scorer agrees with the model's own logits of each sequence alone.
+    """Proves that the scorer agrees with the model's own logits of each sequence alone.
 
-    It finds layers that look across packed sequences (state-space, convolution), attention that takes no bounds, and
-    output layers that are more than a matrix. Leaves the model with the attention that the scorer needs.
+    It finds, besides what `_require_agreement` names, output layers that are more than a matrix.
     """
-    model, name = scorer.model, type(scorer.model).__name__
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (7, 5)]
-    batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in sequences])
-    inputs = model_input(batch, predicted_tokens(batch), use_sample_packing=use_sample_packing, device=model.device)
+    _require_agreement(
+        scorer.model,
+        scorer.compute_dtype,
+        lambda inputs: scorer(inputs, temperature=1.0)[0],
+        partial(_own_logprobs, scorer.model),
+        use_sample_packing=use_sample_packing,
+        where=where,
+    )
+
+
+def _require_same_states(
+    model: PreTrainedModel, compute_dtype: torch.dtype, *, use_sample_packing: bool, where: str
+) -> None:
+    """Proves that the hidden states, which values are made of, are those of each sequence alone."""
+    _require_agreement(
+        model,
+        compute_dtype,
+        lambda inputs: predicting_states(model, inputs, compute_dtype),
+        lambda tokens_T: model(tokens_T[None].to(model.device), use_cache=False).last_hidden_state[0, :-1],
+        use_sample_packing=use_sample_packing,
+        where=where,
+    )
+
+
+def _require_agreement(
+    model: PreTrainedModel,
+    compute_dtype: torch.dtype,
+    as_trained: Callable[[ModelInput], Tensor],
+    alone: Callable[[Tensor], Tensor],
+    *,
+    use_sample_packing: bool,
+    where: str,
+) -> None:
+    """Compares what training computes of two short sequences with what the model's own code makes of each alone.
+
+    It finds layers that look across packed sequences (state-space, convolution) and attention that takes no bounds.
+    Leaves the model with the attention that training needs.
+    """
+    name, sequences = type(model).__name__, _two_token_sequences(model)
+    inputs = two_sequences(model, use_sample_packing=use_sample_packing, device=model.device)
     remedy = "set trainer.use_sample_packing=false" if use_sample_packing else "this backend cannot train it"
-    with torch.no_grad(), scorer.autocast():
-        expected_S = torch.cat([_own_logprobs(model, tokens_T) for tokens_T in sequences])
+    with torch.no_grad(), autocast(model, compute_dtype):
+        expected = torch.cat([alone(tokens_T) for tokens_T in sequences])
         if use_sample_packing:
             model.set_attn_implementation(PACKED_ATTENTION)
         try:
-            scores_S, _ = scorer(inputs, temperature=1.0)
+            found = as_trained(inputs)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{where}.model.path: {name} does not run as in training ({error}); {remedy}") from error
+    message = f"{where}.model.path: what {name} computes in training differs from its own scores"
+    require_close(found, expected, compute_dtype, message, remedy)
+
+
+def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, message: str, remedy: str) -> None:
+    """Raises ConfigError with both texts unless scores agree as far as `compute_dtype` lets them."""
     # Log-probs of a random model all lie near −log V: what tells one token from another is their spread.
-    spread = (expected_S - expected_S.mean()).norm().clamp(min=1e-3)
-    error = ((scores_S - expected_S).norm() / spread).item()
-    limit = 0.1 if scorer.compute_dtype == torch.bfloat16 else 1e-3
+    spread = (expected - expected.mean()).norm().clamp(min=1e-3)
+    error = ((found - expected).norm() / spread).item()
+    limit = 0.1 if compute_dtype == torch.bfloat16 else 1e-3
     if not error < limit:
-        raise ConfigError(
-            f"{where}.model.path: log-probs of {name} differ from its own logits by {error:.1e} (relative), "
-            f"expected below {limit:g}; {remedy}"
-        )
+        raise ConfigError(f"{message} by {error:.1e} (relative), expected below {limit:g}; {remedy}")
+
+
+def _two_token_sequences(model: PreTrainedModel) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (7, 5)]
+
+
+def two_sequences(
+    model: PreTrainedModel, *, use_sample_packing: bool, device: torch.device, ulysses: UlyssesGroup | None = None
+) -> ModelInput:
+    """Twelve tokens, the same on every rank, to try a model on."""
+    batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in _two_token_sequences(model)])
+    return model_input(
+        batch, predicted_tokens(batch), use_sample_packing=use_sample_packing, device=device, ulysses=ulysses
+    )
 
 
 def _own_logprobs(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from rl_core.errors import ConfigError
 from rl_fsdp.hidden_states import predicting_states
 from rl_fsdp.micro_batch import ModelInput
+from rl_fsdp.ranks import whole
+from rl_fsdp.weights import exported_weights, state_weights
 
 HEAD_FILE = "value_head.safetensors"
 """Beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
@@ -43,3 +45,38 @@ class ValueScorer(nn.Module):
         hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
         values_S = self.value_head(hidden_SH.to(self.value_head.weight.dtype)).squeeze(-1)
         return (values_S.to(torch.promote_types(torch.float32, values_S.dtype)),)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a state holds: the base model's (or its adapters') and the head's."""
+        yield from state_weights(self.model)
+        for name, weight in self.value_head.named_parameters():
+            yield f"value_head.{name}", weight
+
+    def exported_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The base model under the names of its own checkpoint, in `compute_dtype`; the head as it is computed with."""
+        yield from exported_weights(self.model, self.compute_dtype)
+        for name, weight in self.value_head.named_parameters():
+            yield f"value_head.{name}", whole(weight.detach())
+
+
+def save_head(scorer: ValueScorer, directory: Path, *, is_first: bool) -> None:
+    """Gathers the head on all ranks; rank 0 writes it beside the base model's files."""
+    head = {f"value_head.{name}": whole(weight.detach()) for name, weight in scorer.value_head.named_parameters()}
+    if is_first:
+        save_file(head, directory / HEAD_FILE, metadata={"format": "pt"})
+
+
+def load_head(scorer: ValueScorer, directory: str, where: str) -> None:
+    """Takes the head that `save_model` wrote, where the directory of the base model has one."""
+    file = Path(directory) / HEAD_FILE
+    if not file.is_file():
+        return
+    head = load_file(file)
+    expected = {f"value_head.{name}": weight for name, weight in scorer.value_head.named_parameters()}
+    for name in sorted(expected.keys() | head.keys()):
+        shapes = [list(weights[name].shape) if name in weights else "absent" for weights in (head, expected)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"{where}.model.path: {name} in {file} is {shapes[0]}, this model's is {shapes[1]}")
+    with torch.no_grad():
+        for name, weight in expected.items():
+            weight.copy_(head[name])

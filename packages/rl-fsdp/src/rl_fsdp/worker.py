@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoTokenizer
 
 from rl_core.algorithms.objective import sum_metrics
@@ -29,29 +28,48 @@ from rl_core.interfaces import (
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_fsdp.attention import scatter_rows
-from rl_fsdp.checkpoint import read_optimizer, read_weights, write_state
+from rl_fsdp.checkpoint import read_state, write_state
+from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
-from rl_fsdp.model import checkpoint_tensors, load_scorer, no_progress_bars
-from rl_fsdp.schedule import learning_rate
+from rl_fsdp.model import load_scorer
+from rl_fsdp.ranks import Ranks
+from rl_fsdp.saved_model import write_config, write_weights
+from rl_fsdp.shards import Shards, TensorShards
+from rl_fsdp.start import Generation, start_shards
+from rl_core.workers.schedule import learning_rate
+from rl_fsdp.value_head import ValueScorer, save_head
+from rl_fsdp.weights import persistent_buffers
+
+_CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
+"""What a score is to a loss."""
 
 
 class FsdpWorker:
-    """`Worker` and `Inspectable` of `rl_core.interfaces`, on one rank.
+    """`Worker`, `Offloadable` and `Inspectable` of `rl_core.interfaces`: one rank alone, or one of several.
 
+    Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
+    one that has no sequences left computes a shortest one again and leaves its result out.
     Nothing here is random (the model runs without dropout), so `spec.seed` has nothing to fix.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+    def __init__(self, spec: WorkerSpec, rank: RankInfo, generation: Generation = "fsdp2"):
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         self.spec = spec
-        self.device = torch.device("cuda", rank.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        self.scorer = load_scorer(spec, self.device)
+        self.device = _device(rank)
+        is_sharded = rank.world_size > 1 or (spec.options.cpu_offload and self.device.type != "cpu")
+        self.ranks = Ranks.join(rank, self.device, spec.options) if is_sharded else None
+        self.shards: Shards = (
+            TensorShards(load_scorer(spec, self.device))
+            if self.ranks is None
+            else start_shards(spec, self.ranks, generation)
+        )
+        self.scorer = self.shards.scorer
         self.steps_done = 0
         self.optimizer: torch.optim.AdamW | None = None
         if spec.optimizer is not None:
             self.optimizer = torch.optim.AdamW(
-                self.scorer.parameters(),
+                [parameter for parameter in self.scorer.parameters() if parameter.requires_grad],
                 lr=spec.optimizer.lr,
                 betas=spec.optimizer.adam_betas,
                 weight_decay=spec.optimizer.weight_decay,
@@ -59,36 +77,41 @@ class FsdpWorker:
             )
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, without gradient."""
-        scores = {name: torch.zeros(batch.num_tokens) for name in ("logprobs", "entropies")}
+        """Log-probs and entropies of the stream, or a critic's values, without gradient."""
+        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
         tokens = batch.without_columns(*(name for name in batch if name != "tokens"))
-        for sequences in _non_empty(plan):
-            micro_batch = tokens.select(sequences)
+        for sequences, micro_batch in self._micro_batches(tokens, plan):
             index_S = predicted_tokens(micro_batch)
             with torch.no_grad():
                 scores_S = self._score(micro_batch, index_S, temperature)
+            if not sequences:
+                continue
             stream_index_S = batch.token_index(torch.as_tensor(sequences))[index_S]
             for values_T, values_S in zip(scores.values(), scores_S, strict=True):
                 values_T[stream_index_S] = values_S.float().cpu()
-        return scores
+        if self.ranks is None:
+            return scores
+        self.shards.let_go()
+        return scores if self.ranks.returns_results else {}
 
     def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
         self._require_trained("forward_backward")
         objective = objective_from_spec(loss)
         parts = []
-        for sequences in _non_empty(plan):
-            micro_batch = batch.select(sequences)
+        for _, micro_batch in self._micro_batches(batch, plan):
             trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
-            logprobs_S, entropies_S = self._score(micro_batch, trained_S, temperature)
+            scores_S = self._score(micro_batch, trained_S, temperature)
             index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
             weighted_sum, metrics = objective(
                 {name: micro_batch[name].to(self.device) for name in objective.call_columns},
                 sequence_T=micro_batch.sequence_index.to(self.device),
-                logprobs_T=scatter_rows(logprobs_S, index_S, num_tokens),
-                entropies_T=scatter_rows(entropies_S, index_S, num_tokens),
+                **{
+                    _CURRENT[name]: scatter_rows(values_S, index_S, num_tokens)
+                    for name, values_S in zip(self.scorer.score_names, scores_S, strict=True)
+                },
             )
-            weighted_sum.backward()
+            self.shards.backward(weighted_sum)
             parts.append(metrics)
         totals = sum_metrics(parts)
         # Each part weighs its loss 1; that of the whole call is their sum, however many parts it was cut into.
@@ -98,16 +121,12 @@ class FsdpWorker:
         """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
         optimizer, config = self._require_trained("optim_step"), self.spec.optimizer
         assert config is not None
-        parameters = [p for p in self.scorer.parameters() if p.grad is not None]
-        if not parameters:
+        if all(parameter.grad is None for parameter in self.scorer.parameters()):
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        grad_norm = self.shards.clip(config.max_grad_norm)
         rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
-        grad_norm = norm.item()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
-            if config.max_grad_norm > 0:
-                clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
@@ -117,60 +136,100 @@ class FsdpWorker:
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
-        gradients = {}
-        for name, weight in self.scorer.named_weights():
-            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            gradients.update(checkpoint_tensors(self.scorer.model, name, gradient.detach().cpu().clone()))
-        return gradients
+        return self.shards.gradients()
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights in the dtype that is computed in, packed lazily."""
-        return pack_buckets(self.scorer.exported_weights(), max_bucket_bytes)
+        """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
+        if self._is_first:
+            yield from pack_buckets(self.shards.exported(), max_bucket_bytes)
+        else:
+            for _ in self.shards.exported():
+                pass
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`."""
         return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights and, of a trained model, optimizer and schedule."""
-        state = (
-            None if self.optimizer is None else {"adamw": self.optimizer.state_dict(), "steps_done": self.steps_done}
-        )
-        write_state(directory, dict(self.scorer.named_weights()), state)
+        """Writes weights and, of a trained model, optimizer and schedule; every rank its own shards."""
+        write_state(directory, self.shards.state(self.optimizer), steps_done=self.steps_done, ranks=self.ranks)
 
     def load_state(self, directory: Path) -> None:
-        """Reads what `save_state` wrote; all files are read before anything changes."""
-        weights = dict(self.scorer.named_weights())
-        saved_weights = read_weights(directory, weights)
-        state = None if self.optimizer is None else read_optimizer(directory)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(saved_weights[name])
-        if self.optimizer is not None and state is not None:
-            self.optimizer.load_state_dict(state["adamw"])
+        """Reads what `save_state` wrote, on any number of ranks; all is checked before anything changes."""
+        state = self.shards.state(self.optimizer)
+        steps_done = read_state(directory, state, ranks=self.ranks)
+        self.shards.take(state, self.optimizer)
+        if self.optimizer is not None:
             self.optimizer.zero_grad()
-            self.steps_done = state["steps_done"]
+            self.steps_done = steps_done
+            for moments in self.optimizer.state.values():
+                moments["step"].fill_(steps_done)
 
     def save_model(self, directory: Path) -> None:
-        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so."""
-        model, dtype = self.scorer.model, self.scorer.compute_dtype
-        weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
-        with no_progress_bars():
-            model.save_pretrained(directory, state_dict=weights)
-        config_file = directory / "config.json"
-        config = json.loads(config_file.read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        config_file.write_text(json.dumps(config, indent=2) + "\n")
-        self._tokenizer().save_pretrained(directory)
+        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so.
+
+        Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
+        """
+        scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
+        write_weights(
+            chain(self.shards.model_weights(), persistent_buffers(model).items()), directory, is_first=is_first
+        )
+        if is_first:
+            write_config(model, dtype, directory)
+            self._tokenizer().save_pretrained(directory)
+        if isinstance(scorer, ValueScorer):
+            save_head(scorer, directory, is_first=is_first)
+        if has_adapters(model):
+            save_adapters(model, directory / ADAPTER_FOLDER, is_first=is_first)
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves them (parameters with their gradients) to CPU memory; without an accelerator they are there."""
+        self._move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves them back."""
+        self._move(self.device, parameters=parameters, optimizer=optimizer)
 
     def close(self) -> None:
-        """Drops model and optimizer."""
+        """Drops model and optimizer, and leaves the other ranks."""
         self.optimizer = None
-        self.__dict__.pop("scorer", None)
+        if self.__dict__.pop("scorer", None) is not None and self.ranks is not None:
+            self.ranks.leave()
 
-    def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        inputs = model_input(micro_batch, index_S, use_sample_packing=self.spec.use_sample_packing, device=self.device)
-        return self.scorer(inputs, temperature=temperature)
+    def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        inputs = model_input(
+            micro_batch,
+            index_S,
+            use_sample_packing=self.spec.use_sample_packing,
+            device=self.device,
+            ulysses=None if self.ranks is None else self.ranks.ulysses,
+        )
+        return self.shards.score(inputs, temperature=temperature)
+
+    def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
+        """Each micro-batch's sequences, and what is computed: without any, one sequence of which no token is trained,
+        because the others wait for this rank in every layer. One rank alone waits for nobody and leaves it out."""
+        for sequences in plan:
+            if len(sequences):
+                yield list(sequences), batch.select(list(sequences))
+            elif self.ranks is not None:
+                shortest = batch.select([int(batch.lengths.argmin())])
+                untrained_T = torch.zeros(shortest.num_tokens, dtype=torch.bool)
+                yield [], shortest.with_columns(loss_mask=untrained_T) if "loss_mask" in shortest else shortest
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks is None or self.ranks.is_first
+
+    def _move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
+        if self.device.type == "cpu" or self.spec.options.cpu_offload:
+            return
+        if parameters:
+            self.shards.move(device)
+        if optimizer and self.optimizer is not None:
+            for moments in self.optimizer.state.values():
+                moments.update({name: tensor.to(device) for name, tensor in moments.items()})
+        torch.cuda.empty_cache()
 
     def _require_trained(self, call: str) -> torch.optim.AdamW:
         if self.optimizer is None:
@@ -185,6 +244,10 @@ class FsdpWorker:
             raise ConfigError(f"{path}: has no tokenizer that could be saved with the model: {error}") from error
 
 
-def _non_empty(plan: Plan) -> Iterator[list[int]]:
-    """Micro-batches that hold a sequence; the plan of a rank with few sequences ends with empty ones."""
-    return (list(sequences) for sequences in plan if len(sequences))
+def _device(rank: RankInfo) -> torch.device:
+    """The node's GPU of this rank; a rank that sees one GPU only takes that."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

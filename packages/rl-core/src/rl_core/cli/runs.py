@@ -99,9 +99,11 @@ def _check_ranks(config: configuration.Config) -> None:
     from rl_core.trainer.run import update_settings, worker_spec
 
     update_settings(config)
+    placement = config.trainer.placement
     for role in ("policy", "reference") if config.trainer.algorithm.needs_reference else ("policy",):
         backend, spec = worker_spec(config, role, total_optimizer_steps=None)
-        backend.validate(spec, config.trainer.placement.num_policy_ranks)
+        nodes, per_node = placement.ref_shape if role == "reference" else placement.policy_shape
+        backend.validate(spec, nodes * per_node)
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.config.checks import check, check_files, check_plugins, check_values
-    from rl_core.config.function_params import advantage_params, loss_params
+    from rl_core.config.function_params import advantage_params, loss_params, needs_critic
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
     from rl_core.config.resolving import RULES, dump_yaml, resolve
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_core.config.tree import (
         AlgorithmConfig,
         Config,
+        CriticConfig,
         DataConfig,
         DynamicSamplingConfig,
         EnvironmentConfig,
@@ -35,6 +36,7 @@ _MODULES = {
     "Config": "tree",
     "TrainerConfig": "tree",
     "PolicyConfig": "tree",
+    "CriticConfig": "tree",
     "RefConfig": "tree",
     "RefModelConfig": "tree",
     "PlacementConfig": "tree",
@@ -60,6 +62,7 @@ _MODULES = {
     "RULES": "resolving",
     "loss_params": "function_params",
     "advantage_params": "function_params",
+    "needs_critic": "function_params",
     "check": "checks",
     "check_values": "checks",
     "check_files": "checks",
@@ -70,6 +73,7 @@ __all__ = [
     "Config",
     "TrainerConfig",
     "PolicyConfig",
+    "CriticConfig",
     "RefConfig",
     "RefModelConfig",
     "PlacementConfig",
@@ -95,6 +99,7 @@ __all__ = [
     "RULES",
     "loss_params",
     "advantage_params",
+    "needs_critic",
     "check",
     "check_values",
     "check_files",

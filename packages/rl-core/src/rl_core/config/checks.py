@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
-from rl_core.config.function_params import loss_params, unread_params
+from rl_core.config.function_params import loss_params, needs_critic, unread_params
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
@@ -25,17 +25,28 @@ from rl_core.interfaces import LossSpec
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.placement.policy_num_nodes": (1, None),
     "trainer.placement.policy_num_gpus_per_node": (1, None),
-    "trainer.policy.optimizer_config.lr": (0, None),
-    "trainer.policy.optimizer_config.weight_decay": (0, None),
-    "trainer.policy.optimizer_config.max_grad_norm": (0, None),
-    "trainer.policy.optimizer_config.num_warmup_steps": (0, None),
-    "trainer.policy.model.lora.rank": (0, None),
-    "trainer.policy.model.lora.dropout": (0, 1),
+    "trainer.placement.ref_num_nodes": (1, None),
+    "trainer.placement.ref_num_gpus_per_node": (1, None),
+    "trainer.placement.critic_num_nodes": (1, None),
+    "trainer.placement.critic_num_gpus_per_node": (1, None),
+    **{
+        f"trainer.{model}.{key}": bounds
+        for model in ("policy", "critic")
+        for key, bounds in {
+            "optimizer_config.lr": (0, None),
+            "optimizer_config.weight_decay": (0, None),
+            "optimizer_config.max_grad_norm": (0, None),
+            "optimizer_config.num_warmup_steps": (0, None),
+            "model.lora.rank": (0, None),
+            "model.lora.dropout": (0, 1),
+        }.items()
+    },
     "trainer.algorithm.gamma": (0, 1),
     "trainer.algorithm.lambd": (0, 1),
     "trainer.algorithm.eps_clip_low": (0, 1),
     "trainer.algorithm.eps_clip_high": (0, None),
     "trainer.algorithm.clip_ratio_c": (1, None),
+    "trainer.algorithm.value_clip": (0, None),
     "trainer.algorithm.kl_loss_coef": (0, None),
     "trainer.algorithm.entropy_loss_coef": (0, None),
     "trainer.algorithm.kl_ctrl.horizon": (1, None),
@@ -45,6 +56,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_training_steps": (1, None),
     "trainer.train_batch_size": (1, None),
     "trainer.policy_mini_batch_size": (1, None),
+    "trainer.critic_mini_batch_size": (1, None),
     "trainer.update_epochs_per_batch": (1, None),
     "trainer.micro_train_batch_size_per_gpu": (1, None),
     "trainer.micro_forward_batch_size_per_gpu": (1, None),
@@ -122,6 +134,8 @@ def check_plugins(config: Config) -> None:
     for name in trainer.callbacks:
         plugins.import_object(name, "trainer.callbacks: ")
     _check_loss(config)
+    if needs_critic(config):
+        _check_critic(config)
     for name in unread_params(config):
         message = (
             f"trainer.algorithm.{name}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
@@ -139,6 +153,18 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(f"{key}: {name!r} trains a critic, not a policy; choose e.g. regular")
     if config.trainer.algorithm.off_policy_correction.is_active:
         _check_correction(config, objective.required_columns)
+
+
+def _check_critic(config: Config) -> None:
+    _divides_batch(config, "trainer.critic_mini_batch_size")
+    placement = config.trainer.placement
+    policy, critic = placement.policy_shape, placement.critic_shape
+    if placement.colocate_all and policy != critic:
+        raise ConfigError(
+            "trainer.placement: colocate_all=true needs as many critic ranks as policy ranks; the policy has "
+            f"{policy[0]} nodes × {policy[1]}, critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
+            f"{critic[1]}. Leave those two out, or set colocate_all=false"
+        )
 
 
 def _check_correction(config: Config, loss_columns: tuple[str, ...]) -> None:
@@ -193,27 +219,19 @@ def _sampling(config: Config) -> None:
         warnings.warn(message, ConfigWarning, stacklevel=2)
 
 
-def _ranks(config: Config) -> None:
-    num_ranks = config.trainer.placement.num_policy_ranks
-    if num_ranks != 1:
+def _placement(config: Config) -> None:
+    placement = config.trainer.placement
+    policy, reference = placement.policy_shape, placement.ref_shape
+    if config.trainer.algorithm.needs_reference and placement.colocate_policy_ref and policy != reference:
         raise ConfigError(
-            f"trainer.placement: policy_num_nodes × policy_num_gpus_per_node = {num_ranks} ranks; "
-            "this version trains with one rank; several ranks come with Ray launch. Set both to 1"
+            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
+            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
+            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
         )
 
 
 def _batch_sizes(config: Config) -> None:
-    batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
-    if mini > batch:
-        raise ConfigError(
-            f"trainer.policy_mini_batch_size: {mini} prompts are more than trainer.train_batch_size={batch}"
-        )
-    if batch % mini:
-        fitting = max(size for size in range(1, mini) if batch % size == 0)
-        raise ConfigError(
-            f"trainer.policy_mini_batch_size: {mini} does not divide trainer.train_batch_size={batch}; "
-            f"the nearest that does is {fitting}"
-        )
+    _divides_batch(config, "trainer.policy_mini_batch_size")
     budget, prompt = config.trainer.max_tokens_per_microbatch, config.trainer.max_prompt_length
     response = config.generator.sampling_params.max_generate_length
     if budget != -1 and budget < prompt + response:
@@ -221,6 +239,17 @@ def _batch_sizes(config: Config) -> None:
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
             f"trainer.max_prompt_length={prompt} + generator.sampling_params.max_generate_length={response}; "
             f"give at least {prompt + response}, or -1 to count sequences instead"
+        )
+
+
+def _divides_batch(config: Config, key: str) -> None:
+    batch, mini = config.trainer.train_batch_size, value_at(config, key)
+    if mini > batch:
+        raise ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}")
+    if batch % mini:
+        fitting = max(size for size in range(1, mini) if batch % size == 0)
+        raise ConfigError(
+            f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the nearest that does is {fitting}"
         )
 
 
@@ -282,7 +311,7 @@ def _resume(config: Config) -> None:
 _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
     _bounds,
     _sampling,
-    _ranks,
+    _placement,
     _batch_sizes,
     _groups,
     _kl,
@@ -310,6 +339,8 @@ def _models_exist(config: Config) -> None:
     _model_exists("trainer.policy.model.path", config.policy_model_path)
     if config.trainer.algorithm.needs_reference:
         _model_exists("trainer.ref.model.path", config.ref_model_path)
+    if config.critic_model_path != config.policy_model_path:
+        _model_exists("trainer.critic.model.path", config.critic_model_path)
 
 
 def _model_exists(key: str, path: str) -> None:

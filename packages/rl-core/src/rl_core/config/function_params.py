@@ -12,8 +12,8 @@ from rl_core.config.tree import AlgorithmConfig, Config
 
 LOSSES = "rl_core.policy_losses"
 ESTIMATORS = "rl_core.advantage_estimators"
-_FUNCTION_KEYS = ("grpo_norm_by_std", "gamma", "lambd", "eps_clip_low", "eps_clip_high", "clip_ratio_c")
-"""Keys of `trainer.algorithm` that nothing but such functions reads."""
+_FUNCTION_KEYS = ("grpo_norm_by_std", "gamma", "lambd", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "value_clip")
+"""Keys of `trainer.algorithm` that nothing but such functions and the critic reads."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
@@ -34,6 +34,13 @@ def advantage_params(config: Config) -> dict[str, Any]:
     )
 
 
+def needs_critic(config: Config) -> bool:
+    """The advantage estimator reads values: it has the positional parameter `values_T`."""
+    key, name = "trainer.algorithm.advantage_estimator", config.trainer.algorithm.advantage_estimator
+    estimator = plugins.load_function(ESTIMATORS, name, advantage_params(config), key=key)
+    return "values_T" in plugins.positional_parameters(estimator)
+
+
 def _params(group: str, name: str, explicit: Mapping[str, Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
     key = f"trainer.algorithm.{key}"
     function = plugins.load(group, name, key=key)
@@ -46,7 +53,7 @@ def _params(group: str, name: str, explicit: Mapping[str, Any], algorithm: Algor
 
 def unread_params(config: Config) -> list[str]:
     """Keys of `trainer.algorithm` that were changed for a function that does not read them."""
-    taken = {*loss_params(config), *advantage_params(config)}
+    taken = {*loss_params(config), *advantage_params(config), *(["value_clip"] if needs_critic(config) else [])}
     algorithm, defaults = config.trainer.algorithm, AlgorithmConfig()
     return [
         name for name in _FUNCTION_KEYS if name not in taken and getattr(algorithm, name) != getattr(defaults, name)

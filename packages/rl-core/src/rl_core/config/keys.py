@@ -53,26 +53,18 @@ class Unsupported:
     """With these values it asks for nothing that is missing: a warning, not an error."""
 
 
-_NO_CRITIC = Unsupported("there is no critic in this version; grpo and rloo need none")
 _ONE_ENGINE = Unsupported("the engine runs on one device in this version", (1, None))
 _MULTI_TURN = "episodes have one turn in this version"
-_ONE_RANK = "one rank; several ranks come with Ray launch"
+_ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
 
 UNSUPPORTED: dict[str, Unsupported] = {
     "deepspeed_config": Unsupported("there is no DeepSpeed backend yet; choose trainer.strategy=fsdp"),
-    "trainer.critic": _NO_CRITIC,
-    "trainer.critic_mini_batch_size": _NO_CRITIC,
-    "trainer.algorithm.value_clip": _NO_CRITIC,
-    "trainer.algorithm.value_head_prefix": _NO_CRITIC,
-    "trainer.placement.critic_num_nodes": _NO_CRITIC,
-    "trainer.placement.critic_num_gpus_per_node": _NO_CRITIC,
-    "trainer.placement.colocate_policy_ref": Unsupported("the reference shares the policy's ranks", (True,)),
-    "trainer.placement.ref_num_nodes": Unsupported(_ONE_RANK, (1,)),
-    "trainer.placement.ref_num_gpus_per_node": Unsupported(_ONE_RANK, (1,)),
+    "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
     "trainer.policy.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
     "trainer.ref.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
+    "trainer.critic.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
     "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK),
     "trainer.use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
     "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (False,)),
@@ -83,8 +75,11 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.policy.inference_only_init": Unsupported("a policy is trained", (False,)),
     "trainer.policy.model.fake_int4_qat": Unsupported("there is no quantisation-aware training"),
     "trainer.policy.model.lora.lora_sync_path": Unsupported("adapters are merged when weights are sent"),
+    "trainer.critic.model.lora.lora_sync_path": Unsupported("adapters are merged when weights are sent"),
     "trainer.policy.model.lora.max_loras": Unsupported("there is one adapter", (1,)),
+    "trainer.critic.model.lora.max_loras": Unsupported("there is one adapter", (1,)),
     "trainer.policy.model.lora.max_cpu_loras": Unsupported("there is one adapter", (None,)),
+    "trainer.critic.model.lora.max_cpu_loras": Unsupported("there is one adapter", (None,)),
     "trainer.ref.model.lora": Unsupported("the reference has no adapters"),
     "trainer.mtp": Unsupported("there is no multi-token prediction", (None,)),
     "trainer.mtp.enabled": Unsupported("there is no multi-token prediction", (False,)),

@@ -33,9 +33,9 @@ warning, and the last one counts.
 _BACKENDS = """\
 ## Backend sections
 
-`trainer.policy.<backend>_config` and `trainer.ref.<backend>_config` belong to the backend: `fsdp_config` is described
-in rl-fsdp. The section of an installed backend is loaded as exactly as the rest; that of another one is kept with a
-warning.
+`trainer.policy.<backend>_config`, and the same of `trainer.ref` and `trainer.critic`, belongs to the backend:
+`fsdp_config` is described in rl-fsdp. The section of an installed backend is loaded as exactly as the rest; that of
+another one is kept with a warning.
 """
 _DERIVED = """\
 ## Derived values
@@ -73,6 +73,14 @@ def _sections(cls: type, above: str) -> Iterator[str]:
 @cache
 def field_docs(cls: type) -> dict[str, str]:
     """Field name → the text under the field."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if attrs.has(base):
+            docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -37,6 +37,27 @@ RULES = (
     Rule("trainer.export_path", "<trainer.run_dir>/model", lambda c: str(c.run_dir / "model")),
     Rule("trainer.ref.model.path", "trainer.policy.model.path", lambda c: c.trainer.policy.model.path),
     Rule(
+        "trainer.placement.ref_num_nodes",
+        "trainer.placement.policy_num_nodes",
+        lambda c: c.trainer.placement.policy_num_nodes,
+    ),
+    Rule(
+        "trainer.placement.ref_num_gpus_per_node",
+        "trainer.placement.policy_num_gpus_per_node",
+        lambda c: c.trainer.placement.policy_num_gpus_per_node,
+    ),
+    Rule(
+        "trainer.placement.critic_num_nodes",
+        "trainer.placement.policy_num_nodes",
+        lambda c: c.trainer.placement.policy_num_nodes,
+    ),
+    Rule(
+        "trainer.placement.critic_num_gpus_per_node",
+        "trainer.placement.policy_num_gpus_per_node",
+        lambda c: c.trainer.placement.policy_num_gpus_per_node,
+    ),
+    Rule("trainer.critic.model.path", "trainer.policy.model.path", lambda c: c.trainer.policy.model.path),
+    Rule(
         "trainer.algorithm.temperature",
         "generator.sampling_params.temperature",
         lambda c: c.generator.sampling_params.temperature,
@@ -63,6 +84,7 @@ PATHS = (
     "trainer.run_name",
     "trainer.policy.model.path",
     "trainer.ref.model.path",
+    "trainer.critic.model.path",
     "trainer.resume_path",
     "trainer.run_dir",
     "trainer.ckpt_path",
@@ -86,7 +108,7 @@ def resolve(config: Config) -> Config:
         if value_at(config, rule.key) is None:
             config = with_value(config, rule.key, rule.value(config))
     backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
-    for key in ("trainer.policy.backend_sections", "trainer.ref.backend_sections"):
+    for key in (f"trainer.{model}.backend_sections" for model in ("policy", "ref", "critic")):
         sections = value_at(config, key)
         if backend.config_section not in sections:
             config = with_value(config, key, {**sections, backend.config_section: backend.options_class()})

@@ -52,6 +52,30 @@ class PolicyConfig:
 
 
 @attrs.frozen(kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """The policy's, with a higher rate: the value head is learned from nothing."""
+
+    lr: float = 5e-6
+    """Peak learning rate."""
+
+
+@attrs.frozen(kw_only=True)
+class CriticConfig:
+    """The critic: a model of values. There is one exactly when the advantage estimator reads values, as `gae` does."""
+
+    model: ModelConfig = attrs.field(factory=ModelConfig)
+    """Which model it starts from, and its adapters; its value head starts at zero unless the model has one."""
+    optimizer_config: CriticOptimizerConfig = attrs.field(factory=CriticOptimizerConfig)
+    """Optimizer and learning-rate schedule."""
+    backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
+    """Written as `trainer.critic.<backend>_config`, as for the policy."""
+
+    def options(self, section: str) -> Any:
+        """The options object of a backend, e.g. `options("fsdp_config")`."""
+        return _section_options(self.backend_sections, section)
+
+
+@attrs.frozen(kw_only=True)
 class RefModelConfig:
     """Which reference model."""
 
@@ -81,12 +105,40 @@ class PlacementConfig:
     """Machines of the policy."""
     policy_num_gpus_per_node: int = 1
     """GPUs (or ranks, on a CPU-only machine) of the policy on each."""
+    colocate_policy_ref: bool = True
+    """The reference stands on the policy's devices, and each leaves them while the other computes; else it has its
+    own."""
+    ref_num_nodes: int | None = None
+    """Machines of the reference; None: as the policy."""
+    ref_num_gpus_per_node: int | None = None
+    """GPUs (or ranks) of the reference on each; None: as the policy."""
+    critic_num_nodes: int | None = None
+    """Machines of the critic; None: as the policy."""
+    critic_num_gpus_per_node: int | None = None
+    """GPUs (or ranks) of the critic on each; None: as the policy."""
     colocate_all: bool = True
-    """Training and inference share the devices: whoever has nothing to do leaves them, if it can."""
+    """Training (the critic's too) and inference share the devices: whoever has nothing to do leaves them, if it can."""
 
     @property
-    def num_policy_ranks(self) -> int:
-        return self.policy_num_nodes * self.policy_num_gpus_per_node
+    def policy_shape(self) -> tuple[int, int]:
+        """Nodes of the policy, and ranks on each."""
+        return self.policy_num_nodes, self.policy_num_gpus_per_node
+
+    @property
+    def ref_shape(self) -> tuple[int, int]:
+        """Nodes of the reference, and ranks on each."""
+        return (
+            resolved("trainer.placement.ref_num_nodes", self.ref_num_nodes),
+            resolved("trainer.placement.ref_num_gpus_per_node", self.ref_num_gpus_per_node),
+        )
+
+    @property
+    def critic_shape(self) -> tuple[int, int]:
+        """Nodes of the critic, and ranks on each."""
+        return (
+            resolved("trainer.placement.critic_num_nodes", self.critic_num_nodes),
+            resolved("trainer.placement.critic_num_gpus_per_node", self.critic_num_gpus_per_node),
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +227,8 @@ class AlgorithmConfig:
     """Discount per token, of estimators that discount."""
     lambd: float = 1.0
     """λ of generalised advantage estimation, of estimators that use it."""
+    value_clip: float = 0.2
+    """The critic's prediction counts as moved by at most this in one update, in units of value."""
     advantage_batch_normalize: bool = False
     """Whiten the advantages over the trained tokens of the batch."""
     policy_loss_type: str = "regular"
@@ -233,6 +287,8 @@ class TrainerConfig:
     """The model that is trained."""
     ref: RefConfig = attrs.field(factory=RefConfig)
     """The reference model."""
+    critic: CriticConfig = attrs.field(factory=CriticConfig)
+    """The critic of estimators that need one."""
     placement: PlacementConfig = attrs.field(factory=PlacementConfig)
     """Where the ranks run."""
     algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
@@ -246,6 +302,8 @@ class TrainerConfig:
     """Prompts of a training batch, each sampled `generator.n_samples_per_prompt` times."""
     policy_mini_batch_size: int = 256
     """Prompts of one optimizer step; divides the batch."""
+    critic_mini_batch_size: int = 256
+    """Prompts of one optimizer step of the critic; divides the batch."""
     update_epochs_per_batch: int = 1
     """Passes over a training batch."""
     micro_train_batch_size_per_gpu: int = 1
@@ -500,6 +558,11 @@ class Config:
     def ref_model_path(self) -> str:
         """Directory or name of the reference model."""
         return resolved("trainer.ref.model.path", self.trainer.ref.model.path)
+
+    @property
+    def critic_model_path(self) -> str:
+        """Directory or name of the model that the critic starts from."""
+        return resolved("trainer.critic.model.path", self.trainer.critic.model.path)
 
     @property
     def temperature(self) -> float:

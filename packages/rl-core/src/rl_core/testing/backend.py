@@ -5,14 +5,18 @@ A plug-in's author writes
     class TestMyBackend(BackendConformance):
         backend = my_backend
         options = MyOptions()
+        variants = (*VARIANTS, Variant(world_size=2), Variant(world_size=2, options=MyOptions(shards=2)))
+        preload = ("my_package.worker",)
+        left_out = {"test_saved_state_continues_exactly": "its optimizer is an external service without state files"}
 
-and runs pytest. The suite makes its own tiny checkpoint and batch. Every number is compared with `ReferenceWorker`, in
-float32; tolerances stand in `Tolerances`, with their reasons. A test is left out by setting it to None, with a reason.
+and runs pytest: every check, on every variant, with ranks in processes of their own where there are several. The suite
+makes its own tiny checkpoint and batch. Every number is compared with `ReferenceWorker`, in float32; limits stand in
+`Tolerances`, with their reasons. With RL_PARITY_DIR set, what was measured is written there (`rl_core.testing.parity`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,23 +27,27 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, WorkerError
-from rl_core.interfaces import (
-    CONTRACT_VERSION,
-    Backend,
-    Inspectable,
-    LossSpec,
-    Manifest,
-    ModelConfig,
-    OptimizerConfig,
-    Plan,
-    RankInfo,
-    WeightBucket,
-    Worker,
-    WorkerSpec,
+from rl_core.interfaces import CONTRACT_VERSION, Backend, LossSpec, ModelConfig, OptimizerStep, Worker
+from rl_core.testing.cases import (
+    LIMITS,
+    LOSS,
+    OPTIMIZER,
+    STEPS,
+    TEMPERATURE,
+    VARIANTS,
+    Case,
+    Variant,
+    make_batch,
+    open_case,
 )
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.parity import Measurement, write_down
+from rl_core.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
-from rl_core.weights import tensor_record, unpack_bucket
+from rl_core.weights import unpack_bucket
+from rl_core.workers.group import MicroBatchLimits
+
+__all__ = ["BackendConformance", "Case", "Tolerances", "VARIANTS", "Variant", "make_batch", "open_case", "weights"]
 
 
 @attrs.frozen(kw_only=True)
@@ -47,11 +55,13 @@ class Tolerances:
     """Largest differences from the reference, some ten times what a correct float32 worker was seen to differ by."""
 
     logprob: float = 1e-5
-    """Absolute, log-probs and entropies: rounding of some 10 layers of sums, seen 1e-6."""
+    """Absolute, log-probs and entropies (the loss: relative): rounding of some 10 layers of sums, seen 1e-6."""
     gradient: float = 5e-6
     """L2 of the difference over L2 of the gradient, all parameters together: summation order, seen 3e-7."""
     gradient_of_one: float = 1e-4
     """The same for each parameter; one with a gradient below 1 % of the whole counts as 1 %."""
+    gradient_norm: float = 1e-4
+    """Relative, in each of three steps: the later ones are taken at weights that differ by `weight`."""
     weight: float = 1e-5
     """Absolute, after three AdamW steps at 1e-3: AdamW divides by the gradient's own size, so rounding of small
     gradients shows. Seen 8e-7 on one rank, 4e-6 sharded over two."""
@@ -59,206 +69,136 @@ class Tolerances:
     """As `weight`, for tied embeddings, whose two gradients are rounded before they are added. 8e-5 on two ranks."""
 
 
-@attrs.frozen(kw_only=True)
-class Variant:
-    """One way to run the same computation."""
-
-    use_sample_packing: bool = True
-    gradient_checkpointing: bool = False
-    tie_word_embeddings: bool = True
-
-    def __str__(self) -> str:
-        return "-".join(
-            [
-                "packed" if self.use_sample_packing else "padded",
-                "recomputed" if self.gradient_checkpointing else "stored",
-                "tied" if self.tie_word_embeddings else "untied",
-            ]
-        )
-
-
-VARIANTS = (
-    Variant(),
-    Variant(use_sample_packing=False),
-    Variant(gradient_checkpointing=True),
-    Variant(tie_word_embeddings=False),
-)
-TEMPERATURE = 0.7
-LOSS = LossSpec(name="ppo_clip", kl_coef=0.1, entropy_coef=0.05)
-OPTIMIZER = OptimizerConfig(lr=1e-3, adam_betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5, num_warmup_steps=2)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Case:
-    """What one test is given."""
-
-    spec: WorkerSpec
-    batch: Batch
-    plan: Plan
-    """Three micro-batches, in an order that is not the batch's."""
-    reference: ReferenceWorker
-    """Fresh: no gradient, no step."""
-    directory: Path
-    """Empty, for the test's files."""
-    is_tied: bool
-    """The output layer shares the input embedding."""
-
-
-def make_case(directory: Path, options: Any, variant: Variant) -> Case:
-    """Checkpoint, batch and reference, all seeded."""
-    checkpoint = make_checkpoint(directory / "model", tie_word_embeddings=variant.tie_word_embeddings)
-    spec = WorkerSpec(
-        role="policy",
-        model=ModelConfig(path=str(checkpoint)),
-        optimizer=OPTIMIZER,
-        options=options,
-        bf16=False,
-        gradient_checkpointing=variant.gradient_checkpointing,
-        use_sample_packing=variant.use_sample_packing,
-        logprobs_chunk_size=32,
-        total_optimizer_steps=None,
-        seed=0,
-    )
-    reference = ReferenceWorker(spec)
-    batch = make_batch(reference)
-    batch.save(directory / "batch.safetensors")
-    (directory / "files").mkdir()
-    return Case(
-        spec=spec,
-        batch=batch,
-        plan=((5, 0, 3), (1, 6), (4, 2, 7)),
-        reference=reference,
-        directory=directory / "files",
-        is_tied=variant.tie_word_embeddings,
-    )
-
-
-def make_batch(reference: ReferenceWorker) -> Batch:
-    """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
-
-    Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
-    loss mask must not matter and is made large.
-    """
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = reference.model.config.vocab_size
-    sequences = []
-    for i, length in enumerate((23, 61, 1, 40, 9, 33, 2, 40)):
-        position_T = torch.arange(length)
-        sampled_T = (position_T >= max(1, length // 3)) & (position_T % 11 != 7)
-        mask_T = sampled_T & (i != 4)
-        tokens_T = torch.randint(vocabulary, (length,), generator=generator)
-        with torch.no_grad():
-            logprobs_T, _ = reference.score(tokens_T, TEMPERATURE)
-        noise_T, ref_noise_T, advantages_T = 0.3 * torch.randn(3, length, generator=generator)
-        sequences.append(
-            {
-                "tokens": tokens_T,
-                "sampled": sampled_T,
-                "loss_mask": mask_T,
-                "old_logprobs": torch.where(mask_T, logprobs_T + noise_T, -50.0),
-                "ref_logprobs": torch.where(mask_T, logprobs_T + ref_noise_T, 50.0),
-                "advantages": torch.where(mask_T, 10 * advantages_T, 1e3),
-                "loss_weights": mask_T.float() / max(1, int(mask_T.sum())) / (i + 1),
-                "group_id": i // 2,
-            }
-        )
-    return Batch.from_sequences(sequences)
-
-
-class RecordingSender:
-    """A `WeightSender` that keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.bucket_bytes: list[int] = []
-
-    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Drains the buckets."""
-        for bucket in buckets:
-            self.bucket_bytes.append(bucket.data.numel())
-            for name, tensor in unpack_bucket(bucket):
-                assert name not in self.tensors, f"{name} was sent twice"
-                self.tensors[name] = tensor.clone()
-        return Manifest(version=version, tensors={name: tensor_record(t) for name, t in self.tensors.items()})
+MOVED = 1e-3
+"""What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
 
 
 class BackendConformance:
-    """Subclass it, set `backend` and `options`, run pytest. One rank, in the test's process."""
+    """Subclass it, set `backend` and `options`, run pytest."""
 
     backend: ClassVar[Backend]
     options: ClassVar[Any]
+    variants: ClassVar[Sequence[Variant]] = VARIANTS
+    """World sizes, options and fields of the specification to run every check with."""
+    resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
+    """State is saved by the first and loaded by the second. None: the first variants of all world sizes, each pair."""
+    left_out: ClassVar[Mapping[str, str]] = {}
+    """Checks that do not apply → why; they are shown as skipped with the reason."""
+    preload: ClassVar[Sequence[str]] = ()
+    """Modules that a worker imports: processes with several ranks start faster when they are imported once."""
     tolerances: ClassVar[Tolerances] = Tolerances()
-    variants: ClassVar[tuple[Variant, ...]] = VARIANTS
+    timeout_s: ClassVar[float] = 60.0
+    """Longest wait for the ranks to answer one call."""
+
+    def __init_subclass__(cls) -> None:
+        for name, reason in cls.left_out.items():
+            if name not in checks() or not reason.strip():
+                raise TypeError(f"{cls.__name__}.left_out: {name!r} must be one of the suite's checks, with a reason")
+        if hasattr(cls, "backend"):
+            PRELOADED.update(dict.fromkeys([type(cls.backend).__module__, *cls.preload]))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Every test once per variant."""
+        """Every check once per variant, or per pair of them."""
         if "variant" in metafunc.fixturenames:
             metafunc.parametrize("variant", self.variants, ids=str)
+        if "resumed" in metafunc.fixturenames:
+            none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
+            pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
+            metafunc.parametrize("resumed", pairs or [none])
+
+    @pytest.fixture(autouse=True)
+    def _left_out(self, request: pytest.FixtureRequest) -> None:
+        if request.function.__name__ in self.left_out:
+            pytest.skip(self.left_out[request.function.__name__])
 
     @pytest.fixture
-    def case(self, variant: Variant, tmp_path: Path) -> Case:
+    def case(self, variant: Variant, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         """A fresh case for each test."""
-        return make_case(tmp_path, self.options, variant)
+        with self._open(variant, tmp_path, tmp_path_factory) as case:
+            yield case
 
-    def start(self, spec: WorkerSpec) -> Worker:
-        """A worker, as a group would start it."""
-        self.backend.validate(spec, 1)
-        return self.backend.create_worker(spec, RankInfo())
+    def _open(self, variant: Variant, directory: Path, factory: pytest.TempPathFactory) -> Any:
+        directory.mkdir(exist_ok=True)
+        checkpoint = _checkpoint_of(variant, factory)
+        return open_case(
+            self.backend, self.options, variant, directory, checkpoint=checkpoint, timeout_s=self.timeout_s
+        )
+
+    @classmethod
+    def _resumes(cls) -> Sequence[tuple[Variant, Variant]]:
+        if cls.resumes is not None:
+            return cls.resumes
+        first = {}
+        for variant in cls.variants:
+            first.setdefault(variant.world_size, variant)
+        return [(a, b) for a in first.values() for b in first.values() if a is not b and a.checkpoint == b.checkpoint]
+
+    # --- the contract ---
 
     def test_it_is_a_backend_of_this_contract(self, case: Case) -> None:
         assert isinstance(self.backend, Backend)
         assert self.backend.contract_version == CONTRACT_VERSION
-        assert isinstance(self.options, self.backend.options_class)
-        assert self.backend.mesh(self.options, 1).world_size == 1
-        worker = self.start(case.spec)
-        assert isinstance(worker, Worker)
-        assert isinstance(worker, Inspectable)
-        worker.close()
-        worker.close()
+        assert isinstance(case.spec.options, self.backend.options_class)
+        assert self.backend.mesh(case.spec.options, case.world_size).world_size == case.world_size
+        group = case.start()
+        for rank, abilities in enumerate(group.call("abilities")):
+            assert {"Worker", "Inspectable"} <= abilities, f"rank {rank} is only {sorted(abilities)}"
+        group.close()
 
     def test_a_missing_model_is_a_configuration_error(self, case: Case) -> None:
         spec = attrs.evolve(case.spec, model=ModelConfig(path=str(case.directory / "nothing")))
         with pytest.raises(ConfigError, match="nothing"):
-            self.start(spec)
+            case.start(spec)
+
+    # --- scores ---
 
     def test_logprobs_and_entropies_of_the_stream(self, case: Case) -> None:
-        scores = self.start(case.spec).forward(case.batch, case.plan, temperature=TEMPERATURE)
-        expected = case.reference.forward(case.batch, case.plan, temperature=TEMPERATURE)
-        assert set(scores) == {"logprobs", "entropies"}
+        scores = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        expected = expected_scores(case.reference, case.batch)
+        assert set(scores) == {"logprobs", "entropies"}, f"forward returned {sorted(scores)}"
         for name, values_T in scores.items():
-            assert values_T.dtype == torch.float32
-            assert values_T.device.type == "cpu"
-            assert not values_T.requires_grad
+            assert values_T.dtype == torch.float32, f"{name} is {values_T.dtype}"
             assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
-            require_close(values_T, expected[name], self.tolerances.logprob, name)
+            quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
+            self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)
 
-    def test_scoring_needs_tokens_only_and_leaves_no_gradient(self, case: Case) -> None:
-        worker = self.start(case.spec)
-        tokens = Batch(case.batch.offsets, {"tokens": case.batch["tokens"]})
-        worker.forward(tokens, case.plan, temperature=TEMPERATURE)
-        assert not any(bool(gradient.any()) for gradient in gradients(worker).values())
+    def test_scoring_leaves_no_gradient(self, case: Case) -> None:
+        group = case.start()
+        group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        require_no_gradient(group.gradients())
+
+    def test_a_reference_model_scores_and_does_not_train(self, case: Case) -> None:
+        group = case.start(attrs.evolve(case.spec, role="reference", optimizer=None))
+        scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        expected = expected_scores(case.reference, case.batch)
+        require_close(scores["logprobs"], expected["logprobs"], self.tolerances.logprob, "logprobs")
+        with pytest.raises(WorkerError):
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+
+    # --- gradients ---
 
     def test_loss_and_every_gradient(self, case: Case) -> None:
-        worker = self.start(case.spec)
-        metrics = worker.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
-        expected = case.reference.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)["loss"][0]
-        assert all(weight > 0 for _, weight in metrics.values())
-        loss, weight = metrics["loss"]
-        assert weight == 1.0, f"loss weighs {weight}; a call weighs 1, however many micro-batches it had"
-        assert abs(loss - expected) <= self.tolerances.logprob * max(1.0, abs(expected)), (
-            f"loss {loss}, expected {expected}"
-        )
-        self.require_same_gradients(gradients(worker), case.reference.gradients())
+        group = case.start()
+        metrics = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        for rank, part in enumerate(group.ranks.last_results):
+            if group.mesh.returns_results(rank):
+                weight = part["loss"][1]
+                assert weight == 1.0, f"loss of rank {rank} weighs {weight}; a call weighs 1, whatever it was cut into"
+        assert all(weight >= 0 for _, weight in metrics.values())
+        expected = backward(case.reference, case.batch, LOSS)
+        error = abs(metrics["loss"][0] - expected) / max(1.0, abs(expected))
+        self.measure(case, "loss", error, self.tolerances.logprob, f"loss {metrics['loss'][0]}, expected {expected}")
+        self.require_same_gradients(case, group.gradients(), case.reference.gradients())
 
     def test_the_cross_entropy_loss(self, case: Case) -> None:
-        worker, loss = self.start(case.spec), LossSpec(name="cross_entropy")
-        worker.forward_backward(case.batch, case.plan, loss, temperature=1.0)
-        case.reference.forward_backward(case.batch, case.plan, loss, temperature=1.0)
-        self.require_same_gradients(gradients(worker), case.reference.gradients())
+        group, loss = case.start(), LossSpec(name="cross_entropy")
+        group.forward_backward(case.batch, LIMITS, loss, temperature=TEMPERATURE)
+        backward(case.reference, case.batch, loss)
+        self.require_same_gradients(case, group.gradients(), case.reference.gradients())
 
     def test_metrics_are_averages_over_the_trained_tokens(self, case: Case) -> None:
-        metrics = self.start(case.spec).forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
-        scores = case.reference.forward(case.batch, case.plan, temperature=TEMPERATURE)
+        metrics = case.start().forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        scores = expected_scores(case.reference, case.batch)
         mask_T = case.batch["loss_mask"]
         ratio_T = (scores["logprobs"] - case.batch["old_logprobs"])[mask_T].exp()
         for name, values_T in {"entropy": scores["entropies"][mask_T], "ratio": ratio_T}.items():
@@ -267,140 +207,229 @@ class BackendConformance:
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
     def test_micro_batches_and_calls_only_add_up(self, case: Case) -> None:
-        whole, parts = self.start(case.spec), self.start(case.spec)
-        whole.forward_backward(case.batch, [range(8)], LOSS, temperature=TEMPERATURE)
+        whole, parts = case.start(), case.start()
+        whole.forward_backward(case.batch, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
         for sequences in ([7, 2, 0], [1, 3, 4, 5, 6]):
-            part = case.batch.select(sequences)
-            parts.forward_backward(part, [[i] for i in range(part.num_sequences)], LOSS, temperature=TEMPERATURE)
-        self.require_same_gradients(gradients(parts), gradients(whole))
+            one_each = MicroBatchLimits(max_sequences=1)
+            parts.forward_backward(case.batch.select(sequences), one_each, LOSS, temperature=TEMPERATURE)
+        self.require_same_gradients(case, parts.gradients(), whole.gradients())
 
     def test_what_stands_outside_the_loss_mask_does_not_matter(self, case: Case) -> None:
-        workers = [self.start(case.spec), self.start(case.spec)]
+        group = case.start()
         mask_T = case.batch["loss_mask"]
         other = {
             name: torch.where(mask_T, case.batch[name], float("nan"))
             for name in ("old_logprobs", "ref_logprobs", "advantages", "loss_weights")
         }
-        for worker, batch in zip(workers, (case.batch, case.batch.with_columns(**other)), strict=True):
-            worker.forward_backward(batch, case.plan, LOSS, temperature=TEMPERATURE)
-        self.require_same_gradients(gradients(workers[1]), gradients(workers[0]))
+        group.forward_backward(case.batch.with_columns(**other), LIMITS, LOSS, temperature=TEMPERATURE)
+        backward(case.reference, case.batch, LOSS)
+        self.require_same_gradients(case, group.gradients(), case.reference.gradients())
+
+    # --- optimizer steps ---
 
     def test_three_optimizer_steps(self, case: Case) -> None:
-        worker, before = self.start(case.spec), weights(case.reference)
-        tolerance = self.tolerances.tied_weight if case.is_tied else self.tolerances.weight
-        for rate, micro_batch in zip((0.5e-3, 1e-3, 1e-3), case.plan, strict=True):
-            steps = []
-            for actor in (worker, case.reference):
-                actor.forward_backward(case.batch, [micro_batch], LOSS, temperature=TEMPERATURE)
-                steps.append(actor.optim_step())
-            assert steps[0].learning_rate == pytest.approx(rate), (
+        group, before = case.start(), weights(case.reference)
+        norms = []
+        for rate, batch in zip((0.5e-3, 1e-3, 1e-3), steps_of(case.batch), strict=True):
+            group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            backward(case.reference, batch, LOSS)
+            step, expected_step = group.optim_step(), case.reference.optim_step()
+            assert step.learning_rate == pytest.approx(rate), (
                 "num_warmup_steps=2: the steps are at 1/2, 2/2, 2/2 of the rate"
             )
-            assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-3)
-            assert not steps[0].skipped
-        after, expected = weights(worker), weights(case.reference)
-        moved = max((expected[name] - before[name]).abs().max().item() for name in before)
-        assert moved >= 1e-3, f"the weights moved by {moved:.1e} only: this test would see nothing"
-        assert set(after) == set(expected)
-        for name, weight in expected.items():
-            require_close(after[name], weight, tolerance, f"{name} after three steps")
+            assert not step.skipped
+            norms.append(abs(step.grad_norm / expected_step.grad_norm - 1.0))
+        self.measure(case, "gradient norm", max(norms), self.tolerances.gradient_norm, "gradient norms differ")
+        expected = weights(case.reference)
+        moved = largest_difference(expected, before)
+        assert moved >= MOVED, f"the weights moved by {moved:.1e} only: this test would see nothing"
+        self.require_close(case, "weights", group.weights(), expected, self._weight_tolerance(case))
+        halved = case.new_reference()
+        for batch in steps_of(case.batch):
+            backward(halved, batch.select(range((batch.num_sequences + 1) // 2)), LOSS)
+            halved.optim_step()
+        control = largest_difference(weights(halved), expected)
+        self.measure(case, "half the batch", control, MOVED, "half the batch gives the same weights", at_least=True)
+
+    def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
+        group = case.start()
+        if not group.ranks.can_offload:
+            pytest.skip("the worker is not Offloadable, which is an ability that a backend may have or not")
+        for batch in steps_of(case.batch):
+            group.call("offload", parameters=True, optimizer=True)
+            group.call("onload", parameters=True, optimizer=False)
+            group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            group.call("onload", parameters=False, optimizer=True)
+            group.optim_step()
+            backward(case.reference, batch, LOSS)
+            case.reference.optim_step()
+        before = group.weights()
+        group.call("offload", parameters=True, optimizer=True)
+        group.call("onload", parameters=True, optimizer=True)
+        require_equal(group.weights(), before, "moved off the device and back")
+        tolerance = self._weight_tolerance(case)
+        self.require_close(case, "weights, offloaded", before, weights(case.reference), tolerance)
 
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
         large = case.batch.with_columns(loss_weights=case.batch["loss_weights"] * 100)
-        norms = []
-        for actor in (self.start(case.spec), case.reference):
-            actor.forward_backward(large, case.plan, LOSS, temperature=TEMPERATURE)
-            norms.append(actor.optim_step().grad_norm)
-        assert norms[1] > 10 * OPTIMIZER.max_grad_norm
-        assert norms[0] == pytest.approx(norms[1], rel=1e-4), "grad_norm is the norm before clipping"
+        group = case.start()
+        group.forward_backward(large, LIMITS, LOSS, temperature=TEMPERATURE)
+        backward(case.reference, large, LOSS)
+        norm, expected = group.optim_step().grad_norm, case.reference.optim_step().grad_norm
+        assert expected > 10 * OPTIMIZER.max_grad_norm
+        assert norm == pytest.approx(expected, rel=self.tolerances.gradient_norm), "it is the norm before clipping"
 
     def test_a_gradient_that_is_not_finite_skips_step_and_schedule(self, case: Case) -> None:
-        worker = self.start(case.spec)
-        before = weights(worker)
-        broken_T = torch.where(case.batch["loss_mask"], float("nan"), 0.0)
-        worker.forward_backward(
-            case.batch.with_columns(loss_weights=broken_T), case.plan, LOSS, temperature=TEMPERATURE
-        )
-        step = worker.optim_step()
-        assert step.skipped
-        assert not step.grad_norm < float("inf")
-        require_equal(weights(worker), before, "after a skipped step")
-        for actor in (worker, case.reference):
-            actor.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
-            step = actor.optim_step()
-            assert step.learning_rate == pytest.approx(0.5e-3), "a skipped step does not advance the schedule"
-        tolerance = self.tolerances.tied_weight
+        group = case.start()
+        before = group.weights()
+        # Of one sequence: only the rank that has it sees it, and all must skip.
+        broken_T = torch.where(case.batch.sequence_index == 1, float("nan"), case.batch["loss_weights"])
+        broken = case.batch.with_columns(loss_weights=broken_T)
+        group.forward_backward(broken, LIMITS, LOSS, temperature=TEMPERATURE)
+        step = group.optim_step()
+        assert step.skipped, "a gradient is nan, and the step was taken"
+        assert not step.grad_norm < float("inf"), f"a gradient is nan, and the norm is {step.grad_norm}"
+        require_equal(group.weights(), before, "after a skipped step")
+        group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        backward(case.reference, case.batch, LOSS)
+        assert group.optim_step().learning_rate == pytest.approx(0.5e-3), "a skipped step advances no schedule"
+        case.reference.optim_step()
+        after, tolerance = group.weights(), self.tolerances.tied_weight
         for name, weight in weights(case.reference).items():
-            require_close(weights(worker)[name], weight, tolerance, f"{name} after a skipped and a good step")
+            require_close(after[name], weight, tolerance, f"{name} after a skipped and a good step")
 
     def test_an_optimizer_step_clears_the_gradients(self, case: Case) -> None:
-        worker = self.start(case.spec)
-        worker.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
-        worker.optim_step()
-        assert not any(bool(gradient.any()) for gradient in gradients(worker).values())
+        group = case.start()
+        train_step(group, case)
+        require_no_gradient(group.gradients())
+
+    # --- weights and state ---
 
     def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
-        worker, sender = self.start(case.spec), RecordingSender()
-        manifest = worker.publish(sender, 3, 10_000)
+        group = case.start()
+        published = group.publish(3, 10_000)
         expected = weights(case.reference)
-        require_equal(sender.tensors, expected, "exported")
-        assert manifest.version == 3
-        assert set(manifest.tensors) == set(expected)
+        self.require_close(case, "exported", published.tensors, expected, 0.0)
+        assert published.manifest.version == 3, f"version 3 was published as {published.manifest.version}"
         largest = max(weight.nbytes for weight in expected.values())
-        assert max(sender.bucket_bytes) <= max(10_000, largest)
-        assert len(sender.bucket_bytes) > 1
-        require_equal(weights(worker), expected, "exported again")
+        sizes = [size for of_rank in published.bucket_bytes for size in of_rank]
+        assert max(sizes) <= max(10_000, largest), f"a bucket of {max(sizes)} bytes, allowed were 10000 or one tensor"
+        assert len(sizes) > 1, "everything came in one bucket"
+        require_equal(group.weights(), expected, "exported again")
 
     def test_saved_state_continues_exactly(self, case: Case) -> None:
-        first, second = self.start(case.spec), self.start(case.spec)
+        first, second = case.start(), case.start()
         train_step(first, case)
-        first.save_state(case.directory / "state")
-        second.forward_backward(case.batch, [[0]], LOSS, temperature=TEMPERATURE)
-        second.load_state(case.directory / "state")
-        require_equal(weights(second), weights(first), "loaded")
-        steps = [train_step(worker, case) for worker in (first, second)]
-        assert steps[0] == steps[1]
-        for name, weight in weights(first).items():
-            require_close(weights(second)[name], weight, self.tolerances.weight, f"{name}, a step after loading")
+        first.call("save_state", case.directory / "state")
+        second.forward_backward(case.batch.select([0]), LIMITS, LOSS, temperature=TEMPERATURE)
+        second.call("load_state", case.directory / "state")
+        require_equal(second.weights(), first.weights(), "loaded")
+        steps = [train_step(first, case), train_step(second, case)]
+        assert steps[0] == steps[1], f"the step after loading is {steps[1]}, without saving and loading {steps[0]}"
+        after = second.weights()
+        for name, weight in first.weights().items():
+            require_close(after[name], weight, self.tolerances.weight, f"{name}, a step after loading")
+
+    def test_state_saved_at_one_world_size_continues_at_another(
+        self, resumed: tuple[Variant, Variant], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        with (
+            self._open(resumed[0], tmp_path / "saved", tmp_path_factory) as case,
+            self._open(resumed[1], tmp_path / "loaded", tmp_path_factory) as other_case,
+        ):
+            self.check_resumed(case, other_case)
+
+    def check_resumed(self, case: Case, other_case: Case) -> None:
+        """What `case` saved goes on at `other_case`."""
+        first, second = case.start(), other_case.start()
+        train_step(first, case)
+        first.call("save_state", case.directory / "state")
+        second.call("load_state", case.directory / "state")
+        loaded_at = str(other_case.variant)
+        self.require_close(case, "loaded weights", second.weights(), first.weights(), 0.0, loaded_at=loaded_at)
+        steps = [train_step(first, case), train_step(second, other_case)]
+        assert steps[1].learning_rate == steps[0].learning_rate
+        assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=self.tolerances.gradient_norm)
+        tolerance = self.tolerances.weight
+        self.require_close(case, "next step", second.weights(), first.weights(), tolerance, loaded_at=loaded_at)
 
     def test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error(self, case: Case) -> None:
-        worker = self.start(case.spec)
+        group = case.start()
         with pytest.raises(CheckpointError, match="nothing"):
-            worker.load_state(case.directory / "nothing")
-        train_step(worker, case)
-        worker.save_state(case.directory / "state")
-        before = weights(worker)
-        files = [file for file in sorted((case.directory / "state").rglob("*")) if file.is_file()]
-        for file in files:
+            group.call("load_state", case.directory / "nothing")
+        group = train_and_save(case, case.directory / "state")
+        before = group.weights()
+        for file in sorted(path for path in (case.directory / "state").rglob("*") if path.is_file()):
             content = file.read_bytes()
             file.write_bytes(content[: len(content) // 2])
             with pytest.raises(CheckpointError, match=file.name):
-                worker.load_state(case.directory / "state")
+                group.call("load_state", case.directory / "state")
             file.write_bytes(content)
-        require_equal(weights(worker), before, "after refused checkpoints")
-        worker.load_state(case.directory / "state")
+            if group.ranks.has_ended:
+                group = case.start()
+                group.call("load_state", case.directory / "state")
+            require_equal(group.weights(), before, f"after {file.name} was refused")
+        group.call("load_state", case.directory / "state")
 
     def test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer(self, case: Case) -> None:
         from transformers import AutoTokenizer
 
-        worker = self.start(case.spec)
-        train_step(worker, case)
-        worker.save_model(case.directory / "model")
+        group = case.start()
+        train_step(group, case)
+        group.call("save_model", case.directory / "model")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(case.directory / "model"))))
-        require_equal(weights(saved), weights(worker), "saved model")
+        require_equal(weights(saved), group.weights(), "saved model")
         text = "3+4=7"
         tokenizers = [AutoTokenizer.from_pretrained(path) for path in (case.directory / "model", case.spec.model.path)]
-        assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+        assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids, "the tokenizer is another one"
 
-    def test_a_reference_model_scores_and_does_not_train(self, case: Case) -> None:
-        worker = self.start(attrs.evolve(case.spec, role="reference", optimizer=None))
-        scores = worker.forward(case.batch, case.plan, temperature=TEMPERATURE)
-        expected = case.reference.forward(case.batch, case.plan, temperature=TEMPERATURE)
-        require_close(scores["logprobs"], expected["logprobs"], self.tolerances.logprob, "logprobs")
-        with pytest.raises(WorkerError):
-            worker.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
+    # --- how differences are judged ---
 
-    def require_same_gradients(self, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    def measure(
+        self,
+        case: Case,
+        quantity: str,
+        difference: float,
+        limit: float,
+        message: str,
+        *,
+        at_least: bool = False,
+        loaded_at: str | None = None,
+    ) -> None:
+        """Writes a number of the parity table down, and raises AssertionError if it is beyond its limit."""
+        measurement = Measurement(
+            backend=self.backend.name,
+            mesh=str(case.variant),
+            quantity=quantity,
+            difference=difference,
+            limit=limit,
+            at_least=at_least,
+            loaded_at=loaded_at,
+        )
+        write_down(measurement)
+        assert difference >= limit if at_least else difference <= limit, f"{message}: {quantity} {difference:.1e}, " + (
+            f"expected at least {limit:g}" if at_least else f"allowed {limit:g}"
+        )
+
+    def require_close(
+        self,
+        case: Case,
+        quantity: str,
+        actual: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        limit: float,
+        *,
+        loaded_at: str | None = None,
+    ) -> None:
+        """Measures the largest absolute difference of tensors by name."""
+        assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
+        for name, tensor in expected.items():
+            assert actual[name].shape == tensor.shape, f"{name}: {actual[name].shape}, expected {tensor.shape}"
+        worst = max(expected, key=lambda name: largest_difference({name: actual[name]}, {name: expected[name]}))
+        difference = largest_difference(actual, expected)
+        self.measure(case, quantity, difference, limit, f"{worst} differs most", loaded_at=loaded_at)
+
+    def require_same_gradients(self, case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         """Raises AssertionError naming the parameter, unless all gradients agree."""
         assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
@@ -412,9 +441,10 @@ class BackendConformance:
                 f"allowed {self.tolerances.gradient_of_one:g}"
             )
         error = sum(e * e for e in errors.values()) ** 0.5 / whole
-        assert error <= self.tolerances.gradient, (
-            f"gradients differ by {error:.1e} (relative L2), allowed {self.tolerances.gradient:g}"
-        )
+        self.measure(case, "gradients", error, self.tolerances.gradient, "gradients differ (relative L2)")
+
+    def _weight_tolerance(self, case: Case) -> float:
+        return self.tolerances.tied_weight if case.variant.is_tied else self.tolerances.weight
 
 
 def checks() -> tuple[str, ...]:
@@ -422,21 +452,43 @@ def checks() -> tuple[str, ...]:
     return tuple(name for name in vars(BackendConformance) if name.startswith("test_"))
 
 
-def train_step(worker: Worker, case: Case) -> Any:
+def steps_of(batch: Batch) -> list[Batch]:
+    """The mini-batches of three optimizer steps."""
+    return [batch.select(sequences) for sequences in STEPS]
+
+
+def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:
+    """Of the whole batch."""
+    return reference.forward(batch, [range(batch.num_sequences)], temperature=TEMPERATURE)
+
+
+def backward(reference: ReferenceWorker, batch: Batch, loss: LossSpec) -> float:
+    """Adds the gradient of the whole batch; returns the loss."""
+    return reference.forward_backward(batch, [range(batch.num_sequences)], loss, temperature=TEMPERATURE)["loss"][0]
+
+
+def train_step(group: RankGroup, case: Case) -> OptimizerStep:
     """One optimizer step on the whole batch."""
-    worker.forward_backward(case.batch, case.plan, LOSS, temperature=TEMPERATURE)
-    return worker.optim_step()
+    group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+    return group.optim_step()
+
+
+def train_and_save(case: Case, directory: Path) -> RankGroup:
+    """New ranks that took a step and saved their state."""
+    group = case.start()
+    train_step(group, case)
+    group.call("save_state", directory)
+    return group
 
 
 def weights(worker: Worker) -> dict[str, Tensor]:
-    """What the worker exports."""
+    """What a worker exports."""
     return {name: t.clone() for bucket in worker.export_weights(1 << 20) for name, t in unpack_bucket(bucket)}
 
 
-def gradients(worker: Worker) -> dict[str, Tensor]:
-    """What the worker's side door shows."""
-    assert isinstance(worker, Inspectable)
-    return worker.gradients()
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Absolute, over all tensors; nan where one is."""
+    return torch.stack([(actual[name].float() - t.float()).abs().max() for name, t in expected.items()]).max().item()
 
 
 def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
@@ -449,8 +501,25 @@ def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str)
     )
 
 
-def require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def require_no_gradient(gradients: Mapping[str, Tensor]) -> None:
+    """Raises AssertionError naming the first gradient that is not 0."""
+    for name, gradient in gradients.items():
+        assert not bool(gradient.any()), f"the gradient of {name} is not 0"
+
+
+def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Raises AssertionError unless the same tensors stand under the same names, bit for bit."""
     assert set(actual) == set(expected), f"{what}: names differ: {sorted(set(actual) ^ set(expected))}"
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), f"{what}: {name} differs"
+
+
+_checkpoints: dict[tuple[Path, str], Path] = {}
+
+
+def _checkpoint_of(variant: Variant, factory: pytest.TempPathFactory) -> Path:
+    """Made once per session: workers only read it."""
+    key = (factory.getbasetemp(), repr(sorted(variant.checkpoint.items())))
+    if key not in _checkpoints:
+        _checkpoints[key] = make_checkpoint(factory.mktemp("model"), **variant.checkpoint)
+    return _checkpoints[key]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, WorkerError
@@ -33,6 +32,8 @@ class ReferenceWorker:
     """One rank in float32. Knows `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus."""
 
     def __init__(self, spec: WorkerSpec):
+        from transformers import AutoModelForCausalLM
+
         assert spec.model.path is not None
         self.spec = spec
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -137,6 +138,8 @@ class ReferenceWorker:
 
     def save_model(self, directory: Path) -> None:
         """Model and tokenizer."""
+        from transformers import AutoTokenizer
+
         self.model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self.spec.model.path).save_pretrained(directory)
 

@@ -5,7 +5,6 @@ Everything here is made by the controller for whole batches or mini-batches, bef
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,17 +32,15 @@ Estimator = Callable[..., Any]
 _AVAILABLE = ("scores_N", "group_N", "lengths_N", "rewards_T", "values_T", "mask_T", "sequence_T")
 
 
-def load_estimator(name: str, params: Mapping[str, Any], *, has_critic: bool) -> Estimator:
+def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
     """The advantage estimator of that name. Raises ConfigError when it needs what this run does not make."""
     key = "trainer.algorithm.advantage_estimator"
     estimator = plugins.load_function("rl_core.advantage_estimators", name, params, key=key)
-    for needed in _positional(estimator):
+    for needed in plugins.positional_parameters(estimator):
         if needed not in _AVAILABLE:
             raise ConfigError(
                 f"{key}: {name!r} has the parameter {needed!r}; a training run provides {', '.join(_AVAILABLE)}"
             )
-        if needed == "values_T" and not has_critic:
-            raise ConfigError(f"{key}: {name!r} needs a critic's values, and this run has no critic")
     return estimator
 
 
@@ -54,7 +51,7 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
     token of every step. A token estimator sees the stream.
     """
     columns = _estimator_columns(batch)
-    result = estimator(*(columns[name] for name in _positional(estimator)), **params)
+    result = estimator(*(columns[name] for name in plugins.positional_parameters(estimator)), **params)
     if isinstance(result, TokenAdvantages):
         advantages_T, returns_T = result.advantages_T.float(), result.returns_T.float()
         return batch.with_columns(advantages=advantages_T, returns=returns_T)
@@ -100,7 +97,8 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
         "sequence_T": lambda: batch.sequence_index,
         "group_N": lambda: batch["group_id"],
     }
-    return batch.with_columns(loss_weights=function(*(made[name]() for name in _positional(function)), **params))
+    columns = (made[name]() for name in plugins.positional_parameters(function))
+    return batch.with_columns(loss_weights=function(*columns, **params))
 
 
 def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
@@ -117,8 +115,3 @@ def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
     if "values" in batch:
         columns["values_T"] = batch["values"]
     return columns
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]

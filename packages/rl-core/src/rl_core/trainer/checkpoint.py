@@ -33,7 +33,9 @@ class RunState:
     kl_coef: float
     """Current KL coefficient (adaptive control moves it)."""
     nonfinite_steps: int
-    """Skipped optimizer steps in a row."""
+    """Skipped optimizer steps of the policy in a row."""
+    critic_nonfinite_steps: int = 0
+    """The same of the critic."""
 
 
 async def save_checkpoint(root: Path, state: RunState, save_workers: Callable[[Path], Awaitable[None]]) -> Path:

@@ -28,12 +28,12 @@ from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_ch
 from rl_core.trainer.collate import collate
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
+from rl_core.trainer.models import Models
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
-from rl_core.trainer.update import PolicyUpdate, rollout_agreement
-from rl_core.workers import WorkerGroup
+from rl_core.trainer.update import BatchUpdate, rollout_agreement
 
 
 class Reporter(Protocol):
@@ -73,8 +73,8 @@ class TrainingLoop:
         self,
         settings: LoopSettings,
         *,
-        policy: WorkerGroup,
-        update: PolicyUpdate,
+        models: Models,
+        update: BatchUpdate,
         rollouts: Rollouts,
         buffer: GroupBuffer,
         selection: Selection,
@@ -88,7 +88,7 @@ class TrainingLoop:
         steps_done: int,
     ):
         self._settings = settings
-        self._policy = policy
+        self._models = models
         self._update = update
         self._rollouts = rollouts
         self._buffer = buffer
@@ -181,7 +181,7 @@ class TrainingLoop:
             await self._checkpoint()
         if settings.hf_save_interval > 0 and step % settings.hf_save_interval == 0:
             with self._times.phase("checkpoint"):
-                await self._policy.save_model(settings.export_root / f"step_{step:06d}")
+                await self._models.save_model(settings.export_root / f"step_{step:06d}")
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
         """The groups of the next step; None when the run is to stop."""
@@ -206,7 +206,7 @@ class TrainingLoop:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
             await publish_weights(
-                self._policy,
+                self._models.policy,
                 self._client,
                 self._transport,
                 self.steps_done,
@@ -240,11 +240,10 @@ class TrainingLoop:
             restart_groups=tuple(sorted({*self._buffer.outstanding, *self._rollouts.pending_restarts()})),
             kl_coef=self._update.kl_coef,
             nonfinite_steps=self._update.nonfinite_steps,
+            critic_nonfinite_steps=self._update.critic_nonfinite_steps,
         )
         with self._times.phase("checkpoint"):
-            path = await save_checkpoint(
-                self._settings.checkpoint_root, state, lambda at: self._policy.save_state(at / "policy")
-            )
+            path = await save_checkpoint(self._settings.checkpoint_root, state, self._models.save_state)
             delete_old_checkpoints(self._settings.checkpoint_root, self._settings.max_ckpts_to_keep)
         self._saved_step = self.steps_done
         for callback in self._callbacks:

@@ -8,14 +8,14 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, advantage_params, loss_params
+from rl_core.config import Config, advantage_params, loss_params, needs_critic
 from rl_core.errors import DataError
 from rl_core.interfaces import (
     Backend,
@@ -23,6 +23,7 @@ from rl_core.interfaces import (
     InferenceClient,
     InferencePlugin,
     LossSpec,
+    ModelConfig,
     Role,
     WorkerSpec,
 )
@@ -32,13 +33,15 @@ from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import evaluate
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
+from rl_core.trainer.model_update import ModelUpdateSettings
+from rl_core.trainer.models import Models
 from rl_core.trainer.report import write_report
 from rl_core.trainer.reporting import RunReporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, read_state, write_summary
 from rl_core.trainer.samples import SamplesWriter, sample_of
 from rl_core.trainer.selection import Selection
-from rl_core.trainer.update import PolicyUpdate, UpdateSettings
+from rl_core.trainer.update import BatchUpdate, UpdateSettings
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -79,14 +82,14 @@ async def _train(config: Config, started: float) -> RunSummary:
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
     run_dir, checkpoint = open_run_directory(config)
     state = read_state(checkpoint)
-    async with _engine(config) as (client, generator), _models(config, train_rows) as (policy, reference):
+    async with _engine(config) as (client, generator), _models(config, train_rows) as models:
         train_rows = _fitting(train_rows, generator, config)
         total_steps = num_steps(config, len(train_rows))
         if checkpoint is None:
             state = attrs.evolve(state, kl_coef=trainer.algorithm.kl_loss_coef)
         else:
             logger.info("continuing from %s", checkpoint)
-            await policy.load_state(checkpoint / "policy")
+            await models.load_state(checkpoint)
         reporter = RunReporter(config, run_dir, total_steps=total_steps, first_step=state.step + 1 if checkpoint else 0)
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
@@ -104,9 +107,13 @@ async def _train(config: Config, started: float) -> RunSummary:
         )
         loop = TrainingLoop(
             _loop_settings(config, total_steps),
-            policy=policy,
-            update=PolicyUpdate(
-                update_settings(config), policy, reference, kl_coef=state.kl_coef, nonfinite_steps=state.nonfinite_steps
+            models=models,
+            update=BatchUpdate(
+                update_settings(config),
+                models,
+                kl_coef=state.kl_coef,
+                nonfinite_steps=state.nonfinite_steps,
+                critic_nonfinite_steps=state.critic_nonfinite_steps,
             ),
             rollouts=rollouts,
             buffer=buffer,
@@ -124,7 +131,7 @@ async def _train(config: Config, started: float) -> RunSummary:
             with _stopping_on_interrupt(loop.stop), _data_outside_garbage_collection():
                 await loop.run()
             if not loop.was_stopped:
-                await policy.save_model(Path(trainer.export_path or ""))
+                await models.save_model(Path(trainer.export_path or ""))
         finally:
             reporter.close()
     summary = write_summary(
@@ -187,18 +194,19 @@ def num_steps(config: Config, num_rows: int) -> int:
 
 
 def worker_spec(config: Config, role: Role, *, total_optimizer_steps: int | None) -> tuple[Backend, WorkerSpec]:
-    """The backend and what its ranks are told for the policy or the reference."""
+    """The backend and what its ranks are told for one of the models."""
     trainer = config.trainer
     backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
-    is_policy = role == "policy"
-    model = trainer.policy.model
-    if not is_policy:
-        model = attrs.evolve(model, path=trainer.ref.model.path, lora=attrs.evolve(model.lora, rank=0))
+    if role == "reference":
+        section, model, optimizer = trainer.ref, ModelConfig(path=trainer.ref.model.path), None
+    else:
+        section = trainer.policy if role == "policy" else trainer.critic
+        model, optimizer = section.model, section.optimizer_config
     spec = WorkerSpec(
         role=role,
         model=model,
-        optimizer=trainer.policy.optimizer_config if is_policy else None,
-        options=(trainer.policy if is_policy else trainer.ref).options(backend.config_section),
+        optimizer=optimizer,
+        options=section.options(backend.config_section),
         bf16=trainer.bf16,
         gradient_checkpointing=trainer.gradient_checkpointing,
         use_sample_packing=trainer.use_sample_packing,
@@ -218,9 +226,8 @@ def update_settings(config: Config) -> UpdateSettings:
     uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
     control = algorithm.kl_ctrl
     adaptive = {"kl_target": control.kl_target, "horizon": float(control.horizon)}
-    temperature = algorithm.temperature
-    assert temperature is not None, "resolve() gives the temperature"
-    return UpdateSettings(
+    policy = ModelUpdateSettings(
+        name="policy",
         loss=LossSpec(
             name=algorithm.policy_loss_type,
             params=loss_params(config),
@@ -228,21 +235,35 @@ def update_settings(config: Config) -> UpdateSettings:
             kl_estimator=algorithm.kl_estimator_type,
             entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
         ),
-        estimator=load_estimator(algorithm.advantage_estimator, params, has_critic=False),
-        estimator_params=params,
         reduction=algorithm.loss_reduction,
         reduction_params={"max_seq_len": algorithm.max_seq_len} if uses_max_seq_len else {},
+        groups_per_mini_batch=trainer.policy_mini_batch_size,
+        epochs=trainer.update_epochs_per_batch,
+        temperature=config.temperature,
+        limits=_limits(config, trainer.micro_train_batch_size_per_gpu),
+        max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
+        seed=trainer.seed,
+    )
+    # Whatever weighs the policy's tokens: the critic's error counts alike at each.
+    critic = attrs.evolve(
+        policy,
+        name="critic",
+        loss=LossSpec(name="value_clip", params={"value_clip": algorithm.value_clip}),
+        reduction="token_mean",
+        reduction_params={},
+        groups_per_mini_batch=trainer.critic_mini_batch_size,
+    )
+    return UpdateSettings(
+        policy=policy,
+        critic=critic if needs_critic(config) else None,
+        estimator=load_estimator(algorithm.advantage_estimator, params),
+        estimator_params=params,
         correction_params=attrs.asdict(correction) if correction.is_active else None,
         kl_in_reward=algorithm.kl_estimator_type if algorithm.use_kl_in_reward else None,
         adaptive_kl=adaptive if control.type == "adaptive" else None,
         normalize_advantages=algorithm.advantage_batch_normalize,
-        groups_per_mini_batch=trainer.policy_mini_batch_size,
-        epochs=trainer.update_epochs_per_batch,
-        temperature=temperature,
-        train_limits=_limits(config, trainer.micro_train_batch_size_per_gpu),
+        temperature=config.temperature,
         forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
-        max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
-        seed=trainer.seed,
     )
 
 
@@ -266,33 +287,40 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
 
 
 @asynccontextmanager
-async def _models(
-    config: Config, train_rows: Sequence[DataRow]
-) -> AsyncIterator[tuple[WorkerGroup, WorkerGroup | None]]:
-    trainer = config.trainer
-    batches_per_step = -(-trainer.train_batch_size // trainer.policy_mini_batch_size) * trainer.update_epochs_per_batch
-    groups: list[WorkerGroup] = []
+async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterator[Models]:
+    trainer, placement = config.trainer, config.trainer.placement
+    total_steps = num_steps(config, len(train_rows))
 
-    async def launch(role: Role, total_optimizer_steps: int | None) -> WorkerGroup:
-        backend, spec = worker_spec(config, role, total_optimizer_steps=total_optimizer_steps)
-        placement = trainer.placement
-        groups.append(
-            await WorkerGroup.launch(
+    def num_optimizer_steps(mini_batch_size: int) -> int:
+        return total_steps * -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
+
+    async with AsyncExitStack() as closing:
+
+        async def launch(
+            role: Role, num_optimizer_steps: int | None, shape: tuple[int, int], beside: WorkerGroup | None = None
+        ) -> WorkerGroup:
+            backend, spec = worker_spec(config, role, total_optimizer_steps=num_optimizer_steps)
+            group = await WorkerGroup.launch(
                 backend,
                 spec,
-                num_nodes=placement.policy_num_nodes,
-                ranks_per_node=placement.policy_num_gpus_per_node,
+                num_nodes=shape[0],
+                ranks_per_node=shape[1],
+                share_devices_of=beside,
                 timeout_s=trainer.worker_timeout_s,
             )
-        )
-        return groups[-1]
+            closing.push_async_callback(group.close)
+            return group
 
-    try:
-        policy = await launch("policy", num_steps(config, len(train_rows)) * batches_per_step)
-        yield policy, await launch("reference", None) if trainer.algorithm.needs_reference else None
-    finally:
-        for group in groups:
-            await group.close()
+        steps = num_optimizer_steps(trainer.policy_mini_batch_size)
+        policy, reference, critic = await launch("policy", steps, placement.policy_shape), None, None
+        if trainer.algorithm.needs_reference:
+            beside = policy if placement.colocate_policy_ref else None
+            reference = await launch("reference", None, placement.ref_shape, beside)
+        if needs_critic(config):
+            steps = num_optimizer_steps(trainer.critic_mini_batch_size)
+            beside = policy if placement.colocate_all else None
+            critic = await launch("critic", steps, placement.critic_shape, beside)
+        yield Models(policy=policy, reference=reference, critic=critic)
 
 
 def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:

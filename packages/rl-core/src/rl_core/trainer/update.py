@@ -1,4 +1,4 @@
-"""One training step: scores, advantages, and the optimizer steps of every mini-batch."""
+"""One training step: scores, advantages, and the optimizer steps of policy and critic."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
-from rl_core.errors import NonFiniteError
-from rl_core.interfaces import LossSpec, Metrics, OptimizerStep
+from rl_core.errors import first_error
+from rl_core.interfaces import Metrics
 from rl_core.trainer.advantages import (
     Estimator,
     with_advantages,
     with_kl_in_reward,
-    with_loss_weights,
     with_normalized_advantages,
     with_off_policy_correction,
 )
-from rl_core.workers import MicroBatchLimits, WorkerGroup, objective_from_spec
-from rl_core.workers.group import INPUT_COLUMNS, add_metrics
+from rl_core.trainer.model_update import ModelUpdate, ModelUpdateSettings
+from rl_core.trainer.models import Models
+from rl_core.workers import MicroBatchLimits
 
 
 @attrs.frozen(kw_only=True)
 class UpdateSettings:
     """What a step does with a batch; read from `trainer.algorithm` and the batch sizes."""
 
-    loss: LossSpec
+    policy: ModelUpdateSettings
+    critic: ModelUpdateSettings | None
+    """None: the estimator reads no values."""
     estimator: Estimator
     estimator_params: Mapping[str, Any]
-    reduction: str
-    reduction_params: Mapping[str, Any]
     correction_params: Mapping[str, Any] | None
     """None: no off-policy correction."""
     kl_in_reward: str | None
@@ -41,44 +40,54 @@ class UpdateSettings:
     adaptive_kl: Mapping[str, float] | None
     """`kl_target` and `horizon` of the penalty's coefficient; None keeps it fixed."""
     normalize_advantages: bool
-    groups_per_mini_batch: int
-    epochs: int
     temperature: float
-    train_limits: MicroBatchLimits
     forward_limits: MicroBatchLimits
-    max_nonfinite_steps: int
-    seed: int
 
 
-class PolicyUpdate:
-    """Turns batches into optimizer steps; holds what moves between them: the KL coefficient and the skipped steps in
-    a row."""
+class BatchUpdate:
+    """Turns batches into optimizer steps; holds what moves between them: the KL coefficient and, per model, the
+    skipped steps in a row."""
 
     def __init__(
         self,
         settings: UpdateSettings,
-        policy: WorkerGroup,
-        reference: WorkerGroup | None,
+        models: Models,
         *,
         kl_coef: float,
         nonfinite_steps: int = 0,
+        critic_nonfinite_steps: int = 0,
     ):
         self._settings = settings
-        self._policy = policy
-        self._reference = reference
-        self._objective = objective_from_spec(settings.loss)
+        self._models = models
+        self._policy = ModelUpdate(settings.policy, models.policy, nonfinite_steps=nonfinite_steps)
+        self._critic: ModelUpdate | None = None
+        if settings.critic is not None and models.critic is not None:
+            self._critic = ModelUpdate(settings.critic, models.critic, nonfinite_steps=critic_nonfinite_steps)
         self.kl_coef = kl_coef
-        self.nonfinite_steps = nonfinite_steps
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Skipped optimizer steps of the policy in a row."""
+        return self._policy.nonfinite_steps
+
+    @property
+    def critic_nonfinite_steps(self) -> int:
+        """Skipped optimizer steps of the critic in a row; 0 without one."""
+        return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch) -> Batch:
-        """Adds `old_logprobs`, `old_entropies`, and `ref_logprobs` where a KL term needs them."""
-        limits, temperature = self._settings.forward_limits, self._settings.temperature
-        scores = [self._policy.forward(batch, limits, temperature=temperature)]
-        if self._reference is not None:
-            scores.append(self._reference.forward(batch, limits, temperature=temperature))
-        policy, *reference = await asyncio.gather(*scores)
-        batch = batch.with_columns(old_logprobs=policy["logprobs"], old_entropies=policy["entropies"])
-        return batch.with_columns(ref_logprobs=reference[0]["logprobs"]) if reference else batch
+        """Adds `old_logprobs`, `old_entropies`, `ref_logprobs` where a KL term needs them, and a critic's `values`."""
+        models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
+        groups = [group for group in (models.policy, models.reference, models.critic) if group is not None]
+        scores = await asyncio.gather(*(group.forward(batch, limits, temperature=temperature) for group in groups))
+        by_group = dict(zip(groups, scores, strict=True))
+        policy = by_group[models.policy]
+        columns = {"old_logprobs": policy["logprobs"], "old_entropies": policy["entropies"]}
+        if models.reference is not None:
+            columns["ref_logprobs"] = by_group[models.reference]["logprobs"]
+        if models.critic is not None:
+            columns["values"] = by_group[models.critic]["values"]
+        return batch.with_columns(**columns)
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds advantages; applies KL in the reward, normalisation and off-policy correction."""
@@ -94,6 +103,8 @@ class PolicyUpdate:
                     self.kl_coef, observed, num_samples=batch.num_sequences, **settings.adaptive_kl
                 )
         batch = with_advantages(batch, settings.estimator, settings.estimator_params)
+        if self._critic is not None:
+            metrics |= explained_variance(batch)
         if settings.normalize_advantages:
             batch = with_normalized_advantages(batch)
         if settings.correction_params is not None:
@@ -102,53 +113,32 @@ class PolicyUpdate:
         return batch, metrics
 
     async def train(self, batch: Batch, step: int) -> Metrics:
-        """One optimizer step per mini-batch and epoch."""
-        settings = self._settings
-        parts: list[Metrics] = []
-        for epoch in range(settings.epochs):
-            for number, mini_batch in enumerate(mini_batches(batch, settings.groups_per_mini_batch)):
-                mini_batch = with_loss_weights(mini_batch, settings.reduction, settings.reduction_params)
-                mini_batch = self._for_workers(mini_batch, seed=hash((settings.seed, step, epoch, number)) & 0x7FFFFFFF)
-                metrics = await self._policy.forward_backward(
-                    mini_batch, settings.train_limits, settings.loss, temperature=settings.temperature
-                )
-                parts.append({f"policy/{name}": value for name, value in metrics.items()})
-                parts.append(self._checked(await self._policy.optim_step(), step))
-        return add_metrics(parts)
-
-    def _for_workers(self, mini_batch: Batch, seed: int) -> Batch:
-        """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
-        sent."""
-        made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
-        mini_batch = mini_batch.with_columns(**made)
-        needed = {*INPUT_COLUMNS, *self._objective.call_columns}
-        return mini_batch.without_columns(*(name for name in mini_batch if name not in needed))
-
-    def _checked(self, result: OptimizerStep, step: int) -> Metrics:
-        limit = self._settings.max_nonfinite_steps
-        self.nonfinite_steps = self.nonfinite_steps + 1 if result.skipped else 0
-        if self.nonfinite_steps >= limit:
-            raise NonFiniteError(
-                f"step {step}: {self.nonfinite_steps} optimizer steps in a row had a loss or gradient that is not "
-                f"finite "
-                "(trainer.max_consecutive_nonfinite_steps) and were skipped. Lower the learning rate, or look at "
-                "rollout/logprob_diff_max and the rewards of the last steps"
-            )
-        metrics = {
-            "policy/skipped_steps": (float(result.skipped), 1.0),
-            "policy/learning_rate": (result.learning_rate, 1.0),
-        }
-        return metrics if result.skipped else {**metrics, "policy/grad_norm": (result.grad_norm, 1.0)}
+        """All optimizer steps of the batch: policy and critic at the same time, one after the other where they share
+        devices."""
+        policy, critic = self._models.policy, self._models.critic
+        if self._critic is None or critic is None:
+            return await self._policy.train(batch, step)
+        if critic.takes_turns_with(policy):
+            return {**await self._critic.train(batch, step), **await self._policy.train(batch, step)}
+        try:
+            async with asyncio.TaskGroup() as both:
+                trainings = [both.create_task(update.train(batch, step)) for update in (self._policy, self._critic)]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return {name: value for training in trainings for name, value in training.result().items()}
 
 
-def mini_batches(batch: Batch, groups_per_mini_batch: int) -> list[Batch]:
-    """The batch cut into mini-batches of whole groups, in the batch's order of groups."""
-    groups = list(dict.fromkeys(batch["group_id"].tolist()))
-    if len(groups) <= groups_per_mini_batch:
-        return [batch]
-    number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
-    mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])
-    return [batch.select(torch.nonzero(mini_batch_N == index).squeeze(1)) for index in range(max(number.values()) + 1)]
+def explained_variance(batch: Batch) -> Metrics:
+    """`critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
+
+    1 is a perfect critic, 0 one that knows no more than the mean; nothing where the returns do not vary.
+    """
+    mask_T = batch["loss_mask"]
+    returns_T, values_T = batch["returns"][mask_T].double(), batch["values"][mask_T].double()
+    variance = float(returns_T.var(correction=0)) if len(returns_T) else 0.0
+    if variance == 0.0:
+        return {}
+    return {"critic/explained_variance": (1.0 - float((returns_T - values_T).var(correction=0)) / variance, 1.0)}
 
 
 def rollout_agreement(batch: Batch, version: int) -> Metrics:

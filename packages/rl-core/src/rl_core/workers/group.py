@@ -162,6 +162,10 @@ class WorkerGroup:
         self._devices.remove(self._tenant)
         await self._ranks.close()
 
+    def takes_turns_with(self, other: WorkerGroup) -> bool:
+        """The two share devices and move off them for each other: their work in turns is better not mixed."""
+        return self._devices is other._devices and self._ranks.can_offload and other._ranks.can_offload
+
     def _turn(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.turn(self._tenant, optimizer=optimizer)
 

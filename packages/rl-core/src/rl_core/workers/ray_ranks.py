@@ -37,7 +37,7 @@ from rl_core.workers.rank import Part, RankHost
 from rl_core.workers.wire import from_arrays, to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
-    # Read when Ray is imported. The name speaks of two systems, but on all of them 0 makes Ray listen on loopback alone.
+    # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 try:
@@ -300,7 +300,7 @@ class RayRanks:
         self._timeout_s = timeout_s
         self._actors: list[Any] = []
         self._places: list[Place] = []
-        self._is_busy = False
+        self._unanswered_calls = 0
         self._ended: str | None = None
         self.placement = placement
         self.can_offload = False
@@ -359,7 +359,13 @@ class RayRanks:
     ) -> list[Any]:
         """See `Ranks.call_on_parts`. A part is put into the object store once; all its replica's ranks read that."""
         self._require_alive(method)
-        sent = await asyncio.to_thread(_put, batch, parts)
+        try:
+            sent = await asyncio.to_thread(_put, batch, parts)
+        except RayError as error:
+            raise WorkerError(
+                f"{self._role}: {batch.num_tokens} tokens do not fit into Ray's object store ({error}): give it "
+                "more memory (`ray start --object-store-memory`), or train on smaller batches"
+            ) from error
         calls = []
         for rank, actor in enumerate(self._actors):
             number, returns = self._mesh.data_rank(rank), self._mesh.returns_results(rank)
@@ -371,7 +377,7 @@ class RayRanks:
         if self._ended is not None:
             return
         try:
-            if not self._is_busy:
+            if self._unanswered_calls == 0:
                 await self.call("close")
         finally:
             self._end("it was closed")
@@ -406,9 +412,9 @@ class RayRanks:
 
     async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
         """All ranks' answers, or one error."""
-        self._is_busy = True
-        answers = await self._answers(refs)
-        self._is_busy = False
+        self._unanswered_calls += 1
+        answers = await self._answers(refs)  # a cancelled call stays unanswered
+        self._unanswered_calls -= 1
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if len(answers) == len(refs) and not failures:
             return [answers[rank] for rank in range(len(refs))]

@@ -1,0 +1,188 @@
+"""What `BackendConformance` runs a backend on: ways to arrange it, a tiny model, one batch, the reference beside it.
+
+All of it is seeded: a case made twice is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Backend, LossSpec, ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.testing.models import make_checkpoint
+from rl_core.testing.ranks import RankGroup
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_core.workers.group import MicroBatchLimits
+
+TEMPERATURE = 0.7
+LOSS = LossSpec(name="ppo_clip", kl_coef=0.1, entropy_coef=0.05)
+OPTIMIZER = OptimizerConfig(lr=1e-3, adam_betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5, num_warmup_steps=2)
+LIMITS = MicroBatchLimits(max_tokens=70)
+"""Of the batch's 209 tokens: three micro-batches or more on one rank, two on each of two."""
+LENGTHS = (23, 61, 1, 40, 9, 33, 2, 40)
+STEPS = ((5, 0, 3), (1, 6), (4, 2, 7))
+"""Sequences of three optimizer steps. The second has fewer than four ranks: the others take part with nothing."""
+
+
+@attrs.frozen(kw_only=True)
+class Variant:
+    """One way to run the same computation."""
+
+    world_size: int = 1
+    options: Any = None
+    """Of the backend; None: those of the suite."""
+    spec: Mapping[str, Any] = attrs.field(factory=dict)
+    """Fields of `WorkerSpec` that differ, e.g. `{"use_sample_packing": False}`."""
+    checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
+    """Arguments of `make_checkpoint` that differ, e.g. `{"tie_word_embeddings": False}`."""
+
+    def __str__(self) -> str:
+        changes = {**_changed(self.options), **self.spec, **self.checkpoint}
+        size = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return ", ".join([size, *(f"{name}={value}" for name, value in changes.items())])
+
+    @property
+    def is_tied(self) -> bool:
+        """The output layer shares the input embedding."""
+        return self.checkpoint.get("tie_word_embeddings", True)
+
+
+def _changed(options: Any) -> dict[str, Any]:
+    if options is None:
+        return {}
+    values = {field.name: getattr(options, field.name) for field in attrs.fields(type(options))}
+    plain = type(options)()
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+
+VARIANTS = (
+    Variant(),
+    Variant(spec={"use_sample_packing": False}),
+    Variant(spec={"gradient_checkpointing": True}),
+    Variant(checkpoint={"tie_word_embeddings": False}),
+)
+"""On one rank."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """What one test is given."""
+
+    backend: Backend
+    spec: WorkerSpec
+    world_size: int
+    batch: Batch
+    reference: ReferenceWorker
+    """Fresh: no gradient, no step."""
+    directory: Path
+    """Empty, for the test's files."""
+    variant: Variant
+    timeout_s: float = 60.0
+    """Longest wait for the ranks."""
+    started: list[RankGroup] = attrs.field(factory=list)
+
+    def start(self, spec: WorkerSpec | None = None) -> RankGroup:
+        """New ranks, ended with the case."""
+        group = RankGroup(
+            self.backend, spec or self.spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
+        )
+        self.started.append(group)
+        return group
+
+    def new_reference(self) -> ReferenceWorker:
+        """Another one, fresh too."""
+        return ReferenceWorker(self.spec)
+
+
+@contextmanager
+def open_case(
+    backend: Backend,
+    options: Any,
+    variant: Variant,
+    directory: Path,
+    *,
+    checkpoint: Path | None = None,
+    timeout_s: float = 60.0,
+) -> Iterator[Case]:
+    """Batch and reference of a variant; its ranks end with the block.
+
+    Args:
+        backend: under test.
+        options: those of the suite.
+        variant: replaces some of them.
+        directory: exists, for this case alone.
+        checkpoint: what `variant.checkpoint` describes, if it was made before; it is only read.
+        timeout_s: longest wait for the ranks.
+    """
+    if checkpoint is None:
+        checkpoint = make_checkpoint(directory / "model", **variant.checkpoint)
+    spec = WorkerSpec(
+        **{
+            "role": "policy",
+            "model": ModelConfig(path=str(checkpoint)),
+            "optimizer": OPTIMIZER,
+            "options": options if variant.options is None else variant.options,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "use_sample_packing": True,
+            "logprobs_chunk_size": 32,
+            "total_optimizer_steps": None,
+            "seed": 0,
+            **variant.spec,
+        }
+    )
+    (directory / "files").mkdir()
+    reference = ReferenceWorker(spec)
+    case = Case(
+        backend=backend,
+        spec=spec,
+        world_size=variant.world_size,
+        batch=make_batch(reference),
+        reference=reference,
+        directory=directory / "files",
+        variant=variant,
+        timeout_s=timeout_s,
+    )
+    try:
+        yield case
+    finally:
+        for group in case.started:
+            group.close()
+
+
+def make_batch(reference: ReferenceWorker) -> Batch:
+    """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
+
+    Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
+    loss mask must not matter and is made large.
+    """
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = reference.model.config.vocab_size
+    sequences = []
+    for i, length in enumerate(LENGTHS):
+        position_T = torch.arange(length)
+        sampled_T = (position_T >= max(1, length // 3)) & (position_T % 11 != 7)
+        mask_T = sampled_T & (i != 4)
+        tokens_T = torch.randint(vocabulary, (length,), generator=generator)
+        with torch.no_grad():
+            logprobs_T, _ = reference.score(tokens_T, TEMPERATURE)
+        noise_T, ref_noise_T, advantages_T = 0.3 * torch.randn(3, length, generator=generator)
+        sequences.append(
+            {
+                "tokens": tokens_T,
+                "sampled": sampled_T,
+                "loss_mask": mask_T,
+                "old_logprobs": torch.where(mask_T, logprobs_T + noise_T, -50.0),
+                "ref_logprobs": torch.where(mask_T, logprobs_T + ref_noise_T, 50.0),
+                "advantages": torch.where(mask_T, 10 * advantages_T, 1e3),
+                "loss_weights": mask_T.float() / max(1, int(mask_T.sum())) / (i + 1),
+                "group_id": i // 2,
+            }
+        )
+    return Batch.from_sequences(sequences)

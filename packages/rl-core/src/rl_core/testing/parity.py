@@ -1,0 +1,138 @@
+"""The parity table: how far each backend, on each mesh, is from plain transformers on one process.
+
+The suite measures; with the environment variable RL_PARITY_DIR set it also writes down what it measured. The table of
+this repository is made again by
+
+    RL_PARITY_DIR=$PWD/runs/parity python -m pytest tests/fsdp/test_conformance.py
+    python -m rl_core.testing.parity runs/parity > docs/parity.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import attrs
+
+DIRECTORY_VARIABLE = "RL_PARITY_DIR"
+QUANTITIES: dict[str, str] = {
+    "log-probs": "absolute, any token",
+    "entropies": "absolute, any token",
+    "loss": "relative",
+    "gradients": "L2 of the difference of all parameters over L2 of the gradient",
+    "gradient norm": "relative, worst of three steps",
+    "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
+    "weights, offloaded": "the same, moved off the device and back around every phase",
+    "exported": "absolute, any weight, as they were loaded",
+    "half the batch": "the control: `weights` of a reference that saw half of each step's sequences",
+    "loaded weights": "absolute, any weight, at once",
+    "next step": "absolute, any weight, one step after loading, against the ranks that saved",
+}
+"""What is measured, in the table's order."""
+
+
+@attrs.frozen(kw_only=True)
+class Measurement:
+    """One number of the table."""
+
+    backend: str
+    mesh: str
+    quantity: str
+    """One of `QUANTITIES`."""
+    difference: float
+    limit: float
+    at_least: bool = False
+    """The difference must reach the limit (a control), not stay below."""
+    loaded_at: str | None = None
+    """State was saved by `mesh` and loaded by this one."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.quantity not in QUANTITIES:
+            raise ValueError(f"Measurement: {self.quantity!r} is none of {', '.join(QUANTITIES)}")
+
+    def __str__(self) -> str:
+        if self.limit == 0:
+            return "equal" if self.difference == 0 else f"{self.difference:.1e} > 0"
+        return f"{self.difference:.1e} {'≥' if self.at_least else '≤'} {self.limit:.0e}"
+
+
+def write_down(measurement: Measurement) -> None:
+    """Appends a line to this process's file in RL_PARITY_DIR; does nothing where that is not set."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        return
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with Path(directory, f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(attrs.asdict(measurement)) + "\n")
+
+
+def read_measurements(directory: Path) -> list[Measurement]:
+    """All lines of all files; of those that speak of the same, the worst."""
+    worst: dict[tuple[str, str, str, str], Measurement] = {}
+    for path in sorted(directory.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found = Measurement(**json.loads(line))
+            key = (found.backend, found.mesh, found.loaded_at or "", found.quantity)
+            worst[key] = max(worst.get(key, found), found, key=_badness)
+    return [worst[key] for key in sorted(worst)]
+
+
+def _badness(measurement: Measurement) -> float:
+    return -measurement.difference if measurement.at_least else measurement.difference
+
+
+def page(measurements: Sequence[Measurement]) -> str:
+    """The table as Markdown."""
+    backends = sorted({m.backend for m in measurements})
+    sections = [_section(backend, [m for m in measurements if m.backend == backend]) for backend in backends]
+    shown = [f"- **{name}**: {what}" for name, what in QUANTITIES.items()]
+    return "\n".join([_HEADER, *shown, "", *sections])
+
+
+_HEADER = """\
+# Parity
+
+Written by `python -m rl_core.testing.parity`; its docstring has the command. Do not edit.
+
+Every backend, on every mesh, against plain transformers on one process (`rl_core.testing.reference_worker`), in
+float32, on a Qwen3 of two layers and a batch of eight sequences. Each cell is the measured difference and its limit;
+the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n ranks` alone has the backend's default
+options, packed, with tied embeddings.
+"""
+
+
+def _section(backend: str, measurements: Sequence[Measurement]) -> str:
+    computed = [m for m in measurements if m.loaded_at is None]
+    loaded = [m for m in measurements if m.loaded_at is not None]
+    lines = [f"## {backend}", "", *_table(("mesh",), [((m.mesh,), m) for m in computed])]
+    if loaded:
+        lines += ["", "State saved by one mesh and loaded by another:", ""]
+        lines += _table(("saved by", "loaded by"), [((m.mesh, m.loaded_at or ""), m) for m in loaded])
+    return "\n".join([*lines, ""])
+
+
+def _table(keys: Sequence[str], cells: Iterable[tuple[tuple[str, ...], Measurement]]) -> list[str]:
+    rows: dict[tuple[str, ...], dict[str, Measurement]] = {}
+    for row, measurement in cells:
+        rows.setdefault(row, {})[measurement.quantity] = measurement
+    quantities = [name for name in QUANTITIES if any(name in row for row in rows.values())]
+    lines = [[*keys, *quantities], ["---"] * (len(keys) + len(quantities))]
+    lines += [[*row, *(str(found.get(name, "")) for name in quantities)] for row, found in sorted(rows.items())]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Writes the page to the standard output."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        raise SystemExit(f"usage: python -m rl_core.testing.parity DIRECTORY, which {DIRECTORY_VARIABLE} named")
+    measurements = read_measurements(Path(arguments[0]))
+    if not measurements:
+        raise SystemExit(f"{arguments[0]}: no measurements; run a suite with {DIRECTORY_VARIABLE}={arguments[0]}")
+    sys.stdout.write(page(measurements))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

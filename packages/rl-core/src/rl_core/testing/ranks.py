@@ -1,0 +1,495 @@
+"""The ranks of a backend under test, and one handle that calls them all as the controller does.
+
+One rank runs in the test's own process, where a debugger works; several run in processes forked from a server that has
+imported torch, transformers and the backend, and computed nothing. Two ranks start in 0.15 s so, where new interpreters
+take 7 s: every test gets ranks of its own and none inherits another's state. Ray is not needed (the extra `testing`
+has none); how ranks run as Ray actors is proved once, for any worker.
+
+Plan, parts and sums are `WorkerGroup`'s own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.errors import DeadlineError, RLError, WorkerError
+from rl_core.interfaces import (
+    CONTRACT_VERSION,
+    Backend,
+    Inspectable,
+    LossSpec,
+    Manifest,
+    Metrics,
+    Offloadable,
+    OptimizerStep,
+    RankInfo,
+    Rendezvous,
+    Worker,
+    WorkerSpec,
+)
+from rl_core.layout.mesh import Mesh
+from rl_core.weights import merge_manifests, require_same, tensor_record, unpack_bucket
+from rl_core.workers.devices import SharedDevices, Tenant
+from rl_core.workers.group import MicroBatchLimits, WorkerGroup
+from rl_core.workers.rank import Part, RankHost
+
+PRELOADED = dict.fromkeys(
+    ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
+)
+"""Modules that the fork server imports once; a suite adds its backend's. Complete before the first ranks start."""
+_SETTLE_S = 3.0
+"""After a rank failed the others have so long: a peer that lost it may fail too, or find the same mistake."""
+
+
+# --- at the rank ----------------------------------------------------------------------------------------------------
+
+
+class SuiteHost(RankHost):
+    """A rank that also says what its worker can do."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See `RankHost.call`."""
+        if method == "abilities":
+            return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
+        return super().call(method, *args, **kwargs)
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A rank's answer when a call raised, or when none will come."""
+
+    summary: str
+    """Type and message."""
+    traceback: str = ""
+    user_error: RLError | None = None
+    """What was raised, if it is an error that a user can act on."""
+
+
+def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: RankInfo, setting: Setting) -> None:
+    """The main function of a rank's process: builds the worker, answers calls until the other side hangs up."""
+    os.environ.update(
+        {
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.local_rank),
+            "WORLD_SIZE": str(rank.world_size),
+            "MASTER_ADDR": rank.master_address,
+            "MASTER_PORT": str(rank.master_port),
+        }
+    )
+    if setting.hides_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    host: SuiteHost | None = None
+    with setting.stack_file(rank.rank).open("w") as stack_file:
+        while True:
+            try:
+                method, args, kwargs = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
+            try:
+                if host is None:
+                    host = SuiteHost(backend, spec, rank)
+                    answer: Any = host.can_offload
+                else:
+                    answer = host.call(method, *args, **kwargs)
+            except Exception as error:
+                answer = Failure(
+                    summary=f"{type(error).__name__}: {error}",
+                    traceback=traceback.format_exc(),
+                    user_error=error if isinstance(error, RLError) else None,
+                )
+            faulthandler.cancel_dump_traceback_later()
+            connection.send_bytes(pickle.dumps(answer))
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """What is the same for all processes of a group."""
+
+    directory: str
+    timeout_s: float
+    """Longest wait for the answer to one call."""
+    hides_gpus: bool
+    """The machine has fewer GPUs than the group has ranks, so all run on the CPU."""
+
+    def stack_file(self, rank: int) -> Path:
+        """Where a rank that hangs writes what it is doing."""
+        return Path(self.directory, f"stack-{rank}")
+
+
+# --- at the test ----------------------------------------------------------------------------------------------------
+
+
+class SuiteRanks(Protocol):
+    """`rl_core.workers.rank.Ranks`, with what came back last."""
+
+    can_offload: bool
+    last_results: Sequence[Any]
+    """Of the latest call, by rank."""
+
+    @property
+    def has_ended(self) -> bool:
+        """No further call is possible."""
+        ...
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalRank:
+    """Rank 0 of 1, in this process and thread."""
+
+    def __init__(self, backend: Backend, spec: WorkerSpec):
+        self._host: SuiteHost | None = SuiteHost(backend, spec, RankInfo())
+        self.can_offload = self._host.can_offload
+        self.last_results: Sequence[Any] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """It was closed."""
+        return self._host is None
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `Ranks.call`; errors come as they are."""
+        if self._host is None:
+            raise WorkerError(f"rank 0 was asked to {method} but is closed")
+        self.last_results = [self._host.call(method, *args, **kwargs)]
+        return list(self.last_results)
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """See `Ranks.call_on_parts`."""
+        (part,) = parts
+        return await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)
+
+    async def close(self) -> None:
+        """Closes the worker, twice: a second call must do nothing."""
+        if self._host is not None:
+            await self.call("close")
+            await self.call("close")
+            self._host = None
+
+
+class ProcessRanks:
+    """Ranks in processes of their own."""
+
+    def __init__(self, backend: Backend, spec: WorkerSpec, mesh: Mesh, timeout_s: float):
+        context = _fork_server()
+        self._mesh = mesh
+        self._folder = tempfile.TemporaryDirectory(prefix="rl-ranks-")
+        num_gpus = torch.cuda.device_count()
+        self._setting = Setting(
+            directory=self._folder.name, timeout_s=timeout_s, hides_gpus=0 < num_gpus < mesh.world_size
+        )
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._ended: str | None = None
+        self.last_results: Sequence[Any] = ()
+        port = _free_port()
+        for rank in range(mesh.world_size):
+            info = RankInfo(rank=rank, world_size=mesh.world_size, local_rank=rank, master_port=port)
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, backend, spec, info, self._setting), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        try:
+            self.can_offload: bool = all(self._exchange("start", [((), {})] * mesh.world_size))
+        except BaseException:
+            self._end("it did not start")
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """They were closed, or a call failed and left them out of step."""
+        return self._ended is not None
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `Ranks.call`. Blocks: a suite has nothing else to do."""
+        return self._exchange(method, [(args, kwargs)] * self._mesh.world_size)
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """See `Ranks.call_on_parts`; here every rank returns its result."""
+        mine = [parts[self._mesh.data_rank(rank)] for rank in range(self._mesh.world_size)]
+        return self._exchange(method, [((batch.select(torch.from_numpy(p.sent)), p.plan, *args), kwargs) for p in mine])
+
+    async def close(self) -> None:
+        """Closes the workers, twice, and ends the processes."""
+        try:
+            if self._ended is None:
+                await self.call("close")
+                await self.call("close")
+        finally:
+            self._end("it was closed")
+
+    def _exchange(self, method: str, arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
+        if self._ended is not None:
+            raise WorkerError(f"asked to {method}, but the ranks have ended: {self._ended}")
+        answers: dict[int, Any] = {}
+        for rank, (args, kwargs) in enumerate(arguments):
+            try:
+                self._connections[rank].send_bytes(pickle.dumps((method, args, kwargs)))
+            except BrokenPipeError:
+                answers[rank] = self._death_of(rank)
+        self._receive(answers)
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if failures or len(answers) < len(arguments):
+            raise self._error_of(method, failures, sorted(set(range(len(arguments))) - set(answers)))
+        self.last_results = [answers[rank] for rank in range(len(arguments))]
+        return list(self.last_results)
+
+    def _receive(self, answers: dict[int, Any]) -> None:
+        """Adds answers until all are there, the deadline has passed, or soon after a failure."""
+        deadline, has_failed = time.monotonic() + self._setting.timeout_s, False
+        while len(answers) < len(self._connections):
+            if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
+                has_failed, deadline = True, min(deadline, time.monotonic() + _SETTLE_S)
+            waiting = {self._connections[r]: r for r in range(len(self._connections)) if r not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = self._death_of(rank)
+
+    def _death_of(self, rank: int) -> Failure:
+        self._processes[rank].join(timeout=_SETTLE_S)
+        return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
+
+    def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
+        """One error for all. The ranks live on only where all found the same mistake of the user."""
+        agreed = {type(failure.user_error) for failure in failures.values()}
+        size = len(self._connections)
+        if not silent and len(failures) == size and len(agreed) == 1 and failures[0].user_error is not None:
+            return failures[0].user_error
+        lines = [f"rank {rank} of {size}: {f.summary}\n{f.traceback}".rstrip() for rank, f in failures.items()]
+        lines += [f"rank {rank} of {size}: no answer to {method}{self._stack_of(rank)}" for rank in silent]
+        self._end(f"{method} failed")
+        text = f"{method} failed\n" + "\n".join(lines)
+        first = next((f.user_error for f in failures.values() if f.user_error is not None), None)
+        if first is not None:
+            first.add_note(text)
+            return first
+        if failures:
+            return WorkerError(text)
+        return DeadlineError(f"no answer within {self._setting.timeout_s:g} s: {text}")
+
+    def _stack_of(self, rank: int) -> str:
+        stack = self._setting.stack_file(rank).read_text()
+        return f"; it is at\n{stack}" if stack else ""
+
+    def _end(self, reason: str) -> None:
+        if self._ended is not None:
+            return
+        self._ended = reason
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._folder.cleanup()
+
+
+def _fork_server() -> ForkServerContext:
+    """The context of a server that is running; this process's first call starts it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    path = os.environ.get("PYTHONPATH")
+    # Python 3.11's server looks for modules where a new interpreter would, not where this one does (pytest adds folders).
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+    return context
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# --- what is published ----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RecordingTransport:
+    """A transport without receivers: each rank writes what it was given into the rendezvous' directory."""
+
+    contract_version: int = CONTRACT_VERSION
+    name: str = f"{__name__}:recording_transport"
+
+    def open(self, directory: Path) -> Rendezvous:
+        """`directory` is made."""
+        directory.mkdir()
+        return Rendezvous(transport=self.name, receiver="", data={"directory": str(directory)})
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> RecordingSender:
+        """See `WeightTransport.sender`."""
+        return RecordingSender(Path(rendezvous.data["directory"], f"{rank}.pt"))
+
+
+recording_transport = RecordingTransport()
+
+
+@attrs.frozen
+class RecordingSender:
+    """A rank's end."""
+
+    path: Path
+
+    def send(self, buckets: Iterator[Any], version: int) -> Manifest:
+        """Drains the buckets."""
+        tensors: dict[str, Tensor] = {}
+        bucket_bytes = []
+        for bucket in buckets:
+            bucket_bytes.append(bucket.data.numel())
+            for name, tensor in unpack_bucket(bucket):
+                if name in tensors:
+                    raise AssertionError(f"{name} was sent twice by one rank")
+                tensors[name] = tensor.detach().cpu().clone()
+        torch.save({"tensors": tensors, "bucket_bytes": bucket_bytes}, self.path)
+        return Manifest(version=version, tensors={name: tensor_record(t) for name, t in tensors.items()})
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Published:
+    """What all ranks sent, together."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    bucket_bytes: list[list[int]]
+    """Sizes of the buckets, by rank."""
+
+
+# --- the handle -----------------------------------------------------------------------------------------------------
+
+ONE_MICRO_BATCH = MicroBatchLimits()
+
+
+class _ShuffledGroup(WorkerGroup):
+    """Ranks get their sequences in another order than the batch's, and a plan that is not `0, 1, 2, …`."""
+
+    def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
+        return [_shuffled(part) for part in super()._parts(batch, limits)]
+
+
+def _shuffled(part: Part) -> Part:
+    if not len(part.sequences):
+        return part
+    order = np.random.default_rng(0).permutation(len(part.sent))
+    place = np.argsort(order).tolist()
+    plan = tuple(tuple(place[i] for i in reversed(micro_batch)) for micro_batch in part.plan)
+    return Part(sequences=part.sequences[order], sent=part.sent[order], plan=plan)
+
+
+class RankGroup:
+    """All ranks of one model under test; blocking calls on whole batches."""
+
+    def __init__(self, backend: Backend, spec: WorkerSpec, world_size: int, *, directory: Path, timeout_s: float):
+        backend.validate(spec, world_size)
+        self.mesh = backend.mesh(spec.options, world_size)
+        self._directory = directory
+        self._num_published = 0
+        self._backend = backend
+        in_process = world_size == 1 and not backend.needs_own_process()
+        self.ranks: SuiteRanks = (
+            LocalRank(backend, spec) if in_process else ProcessRanks(backend, spec, self.mesh, timeout_s)
+        )
+        self._group = _ShuffledGroup(self.ranks, self.mesh, (1, world_size), SharedDevices(), Tenant(self.ranks))
+
+    def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
+        """See `WorkerGroup.forward`."""
+        return asyncio.run(self._group.forward(batch, limits, temperature=temperature))
+
+    def forward_backward(
+        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
+    ) -> Metrics:
+        """See `WorkerGroup.forward_backward`."""
+        return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature))
+
+    def optim_step(self) -> OptimizerStep:
+        """One optimizer step, which all ranks must report alike."""
+        first, *others = self.call("optim_step")
+        for rank, other in enumerate(others, start=1):
+            same_norm = abs(other.grad_norm - first.grad_norm) <= 1e-6 * first.grad_norm or first.skipped
+            alike = (other.learning_rate, other.skipped) == (first.learning_rate, first.skipped)
+            if not (same_norm and alike):
+                raise AssertionError(f"rank 0 reports {first}, rank {rank} reports {other}")
+        return first
+
+    def publish(self, version: int, max_bucket_bytes: int) -> Published:
+        """All ranks send; their manifests are merged and compared with what was sent."""
+        self._num_published += 1
+        directory = self._directory / f"published-{id(self)}-{self._num_published}"
+        rendezvous = recording_transport.open(directory)
+        manifest = merge_manifests(self.call("publish", rendezvous, version, max_bucket_bytes))
+        sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
+        tensors = {name: tensor for part in sent for name, tensor in part["tensors"].items()}
+        arrived = Manifest(version=version, tensors={name: tensor_record(t) for name, t in tensors.items()})
+        require_same(manifest, arrived)
+        return Published(manifest=manifest, tensors=tensors, bucket_bytes=[part["bucket_bytes"] for part in sent])
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights under Hugging Face names."""
+        return self.publish(0, 1 << 20).tensors
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients from all ranks; those that several hold must agree."""
+        merged: dict[str, Tensor] = {}
+        for rank, gradients in enumerate(self.call("gradients")):
+            for name, gradient in gradients.items():
+                known = merged.setdefault(name, gradient)
+                error = (gradient - known).norm()
+                assert not error > 1e-6 * known.norm(), f"rank {rank} has another gradient of {name} ({error:.1e})"
+        return merged
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls every rank's worker; results by rank."""
+        return asyncio.run(self.ranks.call(method, *args, **kwargs))
+
+    def close(self) -> None:
+        """Ends the ranks; a second call does nothing."""
+        asyncio.run(self.ranks.close())

@@ -1,0 +1,89 @@
+"""One model, policy or critic, trained on a batch: an optimizer step per mini-batch and pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import NonFiniteError
+from rl_core.interfaces import LossSpec, Metrics, OptimizerStep
+from rl_core.trainer.advantages import with_loss_weights
+from rl_core.workers import MicroBatchLimits, WorkerGroup, objective_from_spec
+from rl_core.workers.group import INPUT_COLUMNS, add_metrics
+
+
+@attrs.frozen(kw_only=True)
+class ModelUpdateSettings:
+    """How one model is trained on a batch."""
+
+    name: str
+    """`policy` or `critic`: what its metrics begin with."""
+    loss: LossSpec
+    reduction: str
+    reduction_params: Mapping[str, Any]
+    groups_per_mini_batch: int
+    epochs: int
+    temperature: float
+    limits: MicroBatchLimits
+    max_nonfinite_steps: int
+    seed: int
+
+
+class ModelUpdate:
+    """Turns batches into optimizer steps of one model; holds what moves between them: the skipped steps in a row."""
+
+    def __init__(self, settings: ModelUpdateSettings, group: WorkerGroup, *, nonfinite_steps: int = 0):
+        self._settings = settings
+        self._group = group
+        self._objective = objective_from_spec(settings.loss)
+        self.nonfinite_steps = nonfinite_steps
+
+    async def train(self, batch: Batch, step: int) -> Metrics:
+        """One optimizer step per mini-batch and epoch."""
+        settings = self._settings
+        parts: list[Metrics] = []
+        for epoch in range(settings.epochs):
+            for number, mini_batch in enumerate(mini_batches(batch, settings.groups_per_mini_batch)):
+                mini_batch = with_loss_weights(mini_batch, settings.reduction, settings.reduction_params)
+                mini_batch = self._for_workers(mini_batch, seed=hash((settings.seed, step, epoch, number)) & 0x7FFFFFFF)
+                parts.append(
+                    await self._group.forward_backward(
+                        mini_batch, settings.limits, settings.loss, temperature=settings.temperature
+                    )
+                )
+                parts.append(self._checked(await self._group.optim_step(), step))
+        return {f"{settings.name}/{name}": value for name, value in add_metrics(parts).items()}
+
+    def _for_workers(self, mini_batch: Batch, seed: int) -> Batch:
+        """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
+        sent."""
+        made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
+        mini_batch = mini_batch.with_columns(**made)
+        needed = {*INPUT_COLUMNS, *self._objective.call_columns}
+        return mini_batch.without_columns(*(name for name in mini_batch if name not in needed))
+
+    def _checked(self, result: OptimizerStep, step: int) -> Metrics:
+        limit, name = self._settings.max_nonfinite_steps, self._settings.name
+        self.nonfinite_steps = self.nonfinite_steps + 1 if result.skipped else 0
+        if self.nonfinite_steps >= limit:
+            raise NonFiniteError(
+                f"step {step}: {self.nonfinite_steps} optimizer steps of the {name} in a row had a loss or gradient "
+                "that is not finite (trainer.max_consecutive_nonfinite_steps) and were skipped. Lower the learning "
+                "rate, or look at rollout/logprob_diff_max and the rewards of the last steps"
+            )
+        metrics = {"skipped_steps": (float(result.skipped), 1.0), "learning_rate": (result.learning_rate, 1.0)}
+        return metrics if result.skipped else {**metrics, "grad_norm": (result.grad_norm, 1.0)}
+
+
+def mini_batches(batch: Batch, groups_per_mini_batch: int) -> list[Batch]:
+    """The batch cut into mini-batches of whole groups, in the batch's order of groups."""
+    groups = list(dict.fromkeys(batch["group_id"].tolist()))
+    if len(groups) <= groups_per_mini_batch:
+        return [batch]
+    number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
+    mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])
+    return [batch.select(torch.nonzero(mini_batch_N == index).squeeze(1)) for index in range(max(number.values()) + 1)]

@@ -1,0 +1,38 @@
+"""The models of a run, and where each lies in a checkpoint and in an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from rl_core.workers import WorkerGroup
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Models:
+    """Handles of the ranks of each."""
+
+    policy: WorkerGroup
+    reference: WorkerGroup | None = None
+    """For KL terms; never trained, so nothing of it is saved."""
+    critic: WorkerGroup | None = None
+    """For estimators that read values."""
+
+    async def save_state(self, checkpoint: Path) -> None:
+        """Weights, optimizer and schedule of what is trained."""
+        await self.policy.save_state(checkpoint / "policy")
+        if self.critic is not None:
+            await self.critic.save_state(checkpoint / "critic")
+
+    async def load_state(self, checkpoint: Path) -> None:
+        """Continues from `save_state`. Raises CheckpointError."""
+        await self.policy.load_state(checkpoint / "policy")
+        if self.critic is not None:
+            await self.critic.load_state(checkpoint / "critic")
+
+    async def save_model(self, directory: Path) -> None:
+        """The policy in Hugging Face format; the critic in the folder `critic` beside its files."""
+        await self.policy.save_model(directory)
+        if self.critic is not None:
+            await self.critic.save_model(directory / "critic")

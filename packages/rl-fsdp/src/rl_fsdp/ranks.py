@@ -1,0 +1,130 @@
+"""The ranks of one model as torch sees them: their process group, and the part of it that splits sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rl_core.errors import RLError
+from rl_core.interfaces import RankInfo
+from rl_core.layout.mesh import Mesh
+from rl_fsdp.backend import FsdpOptions
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)
+"""The controller's deadline ends a call sooner, and kills the ranks; this one ends ranks whose controller is gone."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class UlyssesGroup:
+    """Ranks that each hold an even slice of a micro-batch's tokens, and inside attention an even part of the heads."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Ranks:
+    """What one of several ranks knows of all of them."""
+
+    rank: int
+    mesh: Mesh
+    device: torch.device
+    shards: DeviceMesh
+    """The ranks that parameters are sharded over; two axes (copies, shards) where there is more than one copy."""
+    ulysses: UlyssesGroup | None
+    """None: sequences are not split."""
+
+    @classmethod
+    def join(cls, info: RankInfo, device: torch.device, options: FsdpOptions) -> Ranks:
+        """Waits for all ranks.
+
+        Args:
+            info: where they meet.
+            device: of this rank.
+            options: how they are arranged.
+        """
+        mesh = Mesh(world_size=info.world_size, sequence=options.sequence_parallel_size)
+        dist.init_process_group(
+            # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{info.master_address}:{info.master_port}",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=_TIMEOUT,
+        )
+        size = info.world_size if options.fsdp_size == -1 else options.fsdp_size
+        num_copies = info.world_size // size
+        shape, names = ((num_copies, size), ("copies", "shards")) if num_copies > 1 else ((size,), ("shards",))
+        return cls(
+            rank=info.rank,
+            mesh=mesh,
+            device=device,
+            shards=init_device_mesh(device.type, shape, mesh_dim_names=names),
+            ulysses=_ulysses_group(info.rank, mesh),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """This rank reads the model and hands weights out."""
+        return self.rank == 0
+
+    @property
+    def returns_results(self) -> bool:
+        """The controller reads the scores of this rank."""
+        return self.mesh.returns_results(self.rank)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks; an RLError that it raises there is raised on all of them."""
+        made: list[tuple[T | None, RLError | None]] = [(None, None)]
+        if self.is_first:
+            try:
+                made = [(make(), None)]
+            except RLError as error:
+                made = [(None, error)]
+        dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
+        value, error = made[0]
+        if error is not None:
+            raise error
+        return value  # pyright: ignore[reportReturnType]
+
+    def agree(self, act: Callable[[], T]) -> T:
+        """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
+        result, error = None, None
+        try:
+            result = act()
+        except RLError as raised:
+            error = raised
+        errors: list[RLError | None] = [None] * self.mesh.world_size
+        dist.all_gather_object(errors, error)
+        first = next((error for error in errors if error is not None), None)
+        if first is not None:
+            raise first from error
+        return result  # pyright: ignore[reportReturnType]
+
+    def leave(self) -> None:
+        """Ends this rank's part of the process group."""
+        dist.destroy_process_group()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, gathered by all ranks together; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _ulysses_group(rank: int, mesh: Mesh) -> UlyssesGroup | None:
+    if mesh.sequence == 1:
+        return None
+    # Every rank takes part in making every group, in the same order.
+    groups = [(members, dist.new_group(members, timeout=_TIMEOUT)) for members in mesh.groups("sequence")]
+    members, group = next((members, group) for members, group in groups if rank in members)
+    return UlyssesGroup(rank=members.index(rank), size=mesh.sequence, group=group)

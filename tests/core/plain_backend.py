@@ -1,0 +1,259 @@
+"""The reference worker as a backend, on one rank and data parallel over gloo. What is wrong on purpose derives from it.
+
+A module of its own: the processes of several ranks import it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.testing.reference_worker import ReferenceWorker
+
+
+@attrs.frozen
+class NoOptions:
+    """No options."""
+
+
+@attrs.frozen(kw_only=True)
+class PlainBackend:
+    """A backend around a worker class."""
+
+    worker_class: Callable[[WorkerSpec, RankInfo], Worker]
+    name: str = "plain"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = "plain_config"
+    options_class: type = NoOptions
+
+    def mesh(self, options: NoOptions, world_size: int) -> Mesh:
+        return Mesh(world_size=world_size)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        if not (Path(spec.model.path or "") / "config.json").exists():
+            raise ConfigError(f"{spec.model.path}: no model")
+
+    def needs_own_process(self) -> bool:
+        return False
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        return self.worker_class(spec, rank)
+
+
+class PlainWorker(ReferenceWorker):
+    """The reference with the metrics that the suite asks for, on ranks that hold the whole model and add gradients."""
+
+    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+        super().__init__(spec)
+        self.rank = rank
+        if rank.world_size > 1:
+            address = f"tcp://{rank.master_address}:{rank.master_port}"
+            dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+
+    def forward_backward(self, batch, plan, loss, *, temperature):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+        if "old_logprobs" not in batch:
+            return metrics
+        computed = batch.select([i for micro_batch in plan for i in micro_batch]) if any(plan) else None
+        if computed is None:
+            return {**metrics, "entropy": (0.0, 0.0), "ratio": (0.0, 0.0)}
+        scores = self.forward(computed, [range(computed.num_sequences)], temperature=temperature)
+        mask_T = computed["loss_mask"]
+        ratio_T = (scores["logprobs"] - computed["old_logprobs"])[mask_T].exp()
+        count = float(mask_T.sum())
+        return {
+            **metrics,
+            "entropy": (scores["entropies"][mask_T].sum().item(), count),
+            "ratio": (ratio_T.sum().item(), count),
+        }
+
+    def add_up(self, gradient: Tensor) -> None:
+        """Over the ranks, in place."""
+        if dist.is_initialized():
+            dist.all_reduce(gradient)
+
+    def optim_step(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.add_up(parameter.grad)
+        return super().optim_step()
+
+    def gradients(self):
+        gradients = super().gradients()
+        for gradient in gradients.values():
+            self.add_up(gradient)
+        return gradients
+
+    def export_weights(self, max_bucket_bytes):
+        return super().export_weights(max_bucket_bytes) if self.rank.rank == 0 else iter(())
+
+    def save_state(self, directory):
+        self._on_rank_0(super().save_state, directory)
+
+    def save_model(self, directory):
+        self._on_rank_0(super().save_model, directory)
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _on_rank_0(self, write: Callable[[Path], None], directory: Path) -> None:
+        if self.rank.rank == 0:
+            write(directory)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+class OffloadableWorker(PlainWorker):
+    """Moves what it offloads into `elsewhere`."""
+
+    def __init__(self, spec, rank):
+        super().__init__(spec, rank)
+        self.elsewhere: dict[str, Any] = {}
+
+    def offload(self, *, parameters, optimizer):
+        if parameters:
+            self.elsewhere["parameters"] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
+        if optimizer and self.optimizer is not None:
+            self.elsewhere["optimizer"] = self.optimizer.state_dict()
+            self.optimizer.load_state_dict({"state": {}, "param_groups": self.elsewhere["optimizer"]["param_groups"]})
+
+    def onload(self, *, parameters, optimizer):
+        if parameters:
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(self.elsewhere["parameters"][name])
+        if optimizer and self.optimizer is not None:
+            self.optimizer.load_state_dict(self.elsewhere["optimizer"])
+
+
+# --- wrong in a way that only several ranks show --------------------------------------------------------------------
+
+
+class AveragesOverRanks(PlainWorker):
+    def add_up(self, gradient):
+        super().add_up(gradient)
+        gradient /= self.rank.world_size
+
+
+class DropsARank(PlainWorker):
+    def add_up(self, gradient):
+        if self.rank.rank == 1:
+            gradient.zero_()
+        super().add_up(gradient)
+
+
+class CountsMetricsOnEveryRank(PlainWorker):
+    def forward_backward(self, batch, plan, loss, *, temperature):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+        total = torch.tensor([metrics[name] for name in sorted(metrics)], dtype=torch.float64)
+        self.add_up(total)
+        added = {name: tuple(pair) for name, pair in zip(sorted(metrics), total.tolist(), strict=True)}
+        return {**added, "loss": metrics["loss"]}
+
+
+class ReportsTheWholeLossOnEveryRank(PlainWorker):
+    def forward_backward(self, batch, plan, loss, *, temperature):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+        total = torch.tensor(metrics["loss"][0])
+        self.add_up(total)
+        return {**metrics, "loss": (total.item(), 1.0)}
+
+
+class ReturnsScoresInThePlansOrder(PlainWorker):
+    def forward(self, batch, plan, *, temperature):
+        scores = super().forward(batch, plan, temperature=temperature)
+        if not any(plan):
+            return scores
+        order = batch.token_index(torch.tensor([i for micro_batch in plan for i in micro_batch]))
+        return {name: values_T[order] for name, values_T in scores.items()}
+
+
+class ExportsItsShardOnly(PlainWorker):
+    """The second half of the parameters lies on another rank, which sends nothing."""
+
+    def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
+        from rl_core.weights import pack_buckets
+
+        named = list(self.model.named_parameters())
+        return (
+            pack_buckets(named[: len(named) // self.rank.world_size], max_bucket_bytes)
+            if not self.rank.rank
+            else iter(())
+        )
+
+
+class EachRankExportsItsOwn(PlainWorker):
+    """Each steps with its own gradient and sends all its weights."""
+
+    def add_up(self, gradient):
+        pass
+
+    def export_weights(self, max_bucket_bytes):
+        return ReferenceWorker.export_weights(self, max_bucket_bytes)
+
+
+class SkipsAlone(PlainWorker):
+    """Looks for values that are not finite in its own gradient, before they are added up."""
+
+    def optim_step(self):
+        mine = [p.grad for p in self.model.parameters() if p.grad is not None]
+        is_broken = any(not bool(gradient.isfinite().all()) for gradient in mine)
+        for gradient in mine:
+            gradient.nan_to_num_()
+        step = super().optim_step()
+        return attrs.evolve(step, skipped=is_broken, grad_norm=float("nan") if is_broken else step.grad_norm)
+
+
+class ClipsByItsOwnNorm(PlainWorker):
+    def optim_step(self):
+        mine = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = sum(float(gradient.double().pow(2).sum()) for gradient in mine) ** 0.5
+        assert self.spec.optimizer is not None
+        for gradient in mine:
+            gradient *= min(1.0, self.spec.optimizer.max_grad_norm / max(norm, 1e-12))
+        return super().optim_step()
+
+
+class OneRankKeepsItsWeights(PlainWorker):
+    def optim_step(self):
+        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        step = super().optim_step()
+        if self.rank.rank == 1:
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(before[name])
+        return step
+
+
+class ReadsTheFileOfItsRank(PlainWorker):
+    """What it reads depends on its number: there is nothing for ranks that did not save."""
+
+    def save_state(self, directory):
+        ReferenceWorker.save_state(self, directory / str(self.rank.rank))
+
+    def load_state(self, directory):
+        super().load_state(directory / str(self.rank.rank))
+
+
+class LosesTheOffloadedOptimizer(OffloadableWorker):
+    def onload(self, *, parameters, optimizer):
+        super().onload(parameters=parameters, optimizer=False)
+
+
+class LosesTheOffloadedWeightsPrecision(OffloadableWorker):
+    def onload(self, *, parameters, optimizer):
+        super().onload(parameters=parameters, optimizer=optimizer)
+        if parameters:
+            for parameter in self.model.parameters():
+                parameter.data.copy_(parameter.data.bfloat16())

@@ -1,0 +1,110 @@
+"""Groups that share devices: who is on them when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.batch import Batch
+from rl_core.workers.devices import SharedDevices, Tenant
+from rl_core.workers.rank import Part
+
+
+class RecordedRanks:
+    """Says what was moved."""
+
+    def __init__(self, name: str, events: list[str], *, can_offload: bool = True):
+        self.name = name
+        self.events = events
+        self.can_offload = can_offload
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        moved = [what for what, is_moved in kwargs.items() if is_moved]
+        self.events.append(f"{self.name} {method} {' '.join(moved)}")
+        return []
+
+    async def call_on_parts(
+        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+def tenants(**policy: Any) -> tuple[SharedDevices, Tenant, Tenant, list[str]]:
+    """Policy and reference, both with all they have on the devices."""
+    events: list[str] = []
+    devices = SharedDevices()
+    both = Tenant(RecordedRanks("policy", events), **policy), Tenant(RecordedRanks("reference", events))
+    for tenant in both:
+        devices.add(tenant)
+    return devices, *both, events
+
+
+async def test_whoever_has_its_turn_finds_the_others_gone_and_only_what_it_needs_comes_back():
+    devices, policy, reference, events = tenants()
+    async with devices.turn(policy):
+        events.append("policy forward")
+    async with devices.turn(reference):
+        events.append("reference forward")
+    async with devices.turn(policy):
+        events.append("policy forward_backward")
+    async with devices.turn(policy, optimizer=True):
+        events.append("policy optim_step")
+    async with devices.turn(policy):
+        events.append("policy publish")
+    assert events == [
+        "reference offload parameters optimizer",
+        "policy forward",
+        "policy offload parameters optimizer",
+        "reference onload parameters",
+        "reference forward",
+        "reference offload parameters",
+        "policy onload parameters",
+        "policy forward_backward",
+        "policy onload optimizer",
+        "policy optim_step",
+        "policy publish",
+    ]
+
+
+async def test_an_optimizer_that_is_to_stay_stays():
+    devices, policy, reference, events = tenants(keeps_optimizer=True)
+    async with devices.turn(reference):
+        pass
+    async with devices.turn(policy, optimizer=True):
+        pass
+    assert events == ["policy offload parameters", "reference offload parameters optimizer", "policy onload parameters"]
+
+
+async def test_turns_do_not_overlap():
+    devices, policy, reference, events = tenants()
+
+    async def work(tenant: Tenant, name: str) -> None:
+        async with devices.turn(tenant):
+            events.append(f"{name} begins")
+            await asyncio.sleep(0.01)
+            events.append(f"{name} ends")
+
+    await asyncio.gather(work(policy, "policy"), work(reference, "reference"))
+    begun = [event for event in events if event.endswith(("begins", "ends"))]
+    assert begun == ["policy begins", "policy ends", "reference begins", "reference ends"]
+
+
+async def test_workers_that_cannot_move_do_not_wait_for_a_turn():
+    devices, policy, reference, events = tenants()
+    policy.ranks.can_offload = False
+    async with devices.turn(reference), devices.turn(policy):
+        events.append("both")
+    assert events == ["both"]
+
+
+async def test_all_leave_when_the_devices_are_cleared_and_those_removed_are_not_asked():
+    devices, policy, _, events = tenants()
+    devices.remove(policy)
+    devices.remove(policy)
+    await devices.clear()
+    await devices.clear()
+    assert events == ["reference offload parameters optimizer"]

@@ -1,0 +1,152 @@
+"""One rank on a thread of the controller's process, and what a group does before it calls a rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError, DeadlineError, WorkerError
+from rl_core.interfaces import CONTRACT_VERSION, ModelConfig, RankInfo, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+
+class RecordedWorker:
+    """Says the tokens as log-probs, or does what `fault` says."""
+
+    def __init__(self, fault: str = ""):
+        self.fault = fault
+        self.threads = [threading.get_ident()]
+        self.plan: Any = None
+        self.columns: list[str] = []
+
+    def forward(self, batch: Batch, plan: Any, *, temperature: float) -> dict[str, torch.Tensor]:
+        self.threads.append(threading.get_ident())
+        self.plan, self.columns = plan, list(batch)
+        if self.fault == "raise":
+            raise ValueError("told to fail")
+        if self.fault == "timeout":
+            raise TimeoutError("the worker's own")
+        if self.fault == "user":
+            raise CheckpointError("told to fail")
+        if self.fault == "hang":
+            time.sleep(0.5)
+        return {"logprobs": batch["tokens"].float()}
+
+    def close(self) -> None:
+        self.threads.append(threading.get_ident())
+
+
+@attrs.frozen
+class RecordedBackend:
+    """Gives out one worker."""
+
+    worker: RecordedWorker
+    name: str = "recorded"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = ""
+    options_class: type = object
+
+    def mesh(self, options: Any, world_size: int) -> Mesh:
+        return Mesh(world_size=world_size)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        pass
+
+    def needs_own_process(self) -> bool:
+        return False
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Any:
+        return self.worker
+
+
+SPEC = WorkerSpec(
+    role="policy",
+    model=ModelConfig(),
+    optimizer=None,
+    options=None,
+    bf16=False,
+    gradient_checkpointing=False,
+    use_sample_packing=True,
+    logprobs_chunk_size=1,
+    total_optimizer_steps=None,
+    seed=0,
+)
+BATCH = Batch.from_sequences([{"tokens": [1, 2], "rewards": [0.0, 0.0]}, {"tokens": [3, 4, 5], "rewards": [0.0] * 3}])
+LIMITS = MicroBatchLimits(max_sequences=1)
+
+
+async def forward(worker: RecordedWorker, *, timeout_s: float = 30.0) -> dict[str, torch.Tensor]:
+    group = await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=timeout_s)
+    try:
+        return await group.forward(BATCH, LIMITS, temperature=1.0)
+    finally:
+        if worker.fault != "hang":
+            await group.close()
+            await group.close()
+
+
+async def test_one_thread_that_is_not_the_controllers_makes_all_calls():
+    worker = RecordedWorker()
+    scores = await forward(worker)
+    assert scores["logprobs"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert len(worker.threads) == 3
+    assert len(set(worker.threads[1:])) == 1
+    assert threading.get_ident() not in worker.threads[1:]
+
+
+async def test_a_model_gets_what_it_reads_and_a_plan_of_its_own_part():
+    worker = RecordedWorker()
+    await forward(worker)
+    assert worker.columns == ["tokens"]
+    assert [list(micro_batch) for micro_batch in worker.plan] == [[0], [1]]
+
+
+@pytest.mark.parametrize("fault", ["raise", "timeout"])
+async def test_a_failure_names_rank_and_phase_and_keeps_its_cause(fault):
+    with pytest.raises(WorkerError, match=r"policy rank 0 failed in forward: (ValueError|TimeoutError): ") as raised:
+        await forward(RecordedWorker(fault))
+    assert isinstance(raised.value.__cause__, ValueError | TimeoutError)
+
+
+async def test_a_users_mistake_comes_through_as_it_is():
+    with pytest.raises(CheckpointError, match=r"^told to fail$"):
+        await forward(RecordedWorker("user"))
+
+
+async def test_a_rank_that_does_not_answer_meets_its_deadline():
+    with pytest.raises(DeadlineError, match=r"rank 0 did not finish forward within 0\.1 s"):
+        await forward(RecordedWorker("hang"), timeout_s=0.1)
+
+
+async def test_a_closed_rank_says_so():
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC)
+    await group.close()
+    with pytest.raises(WorkerError, match="policy rank 0 was asked to optim_step but is closed"):
+        await group.optim_step()
+
+
+WITHOUT_RAY = """
+import asyncio, sys
+sys.modules["ray"] = None
+from rl_core.errors import ConfigError
+from rl_core.workers import WorkerGroup
+from tests.core.test_workers_inline import SPEC, RecordedBackend, RecordedWorker
+try:
+    asyncio.run(WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC, ranks_per_node=2))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_several_ranks_without_ray_name_the_extra_that_brings_it():
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60)
+    assert "pip install 'rl-core[ray]'" in ran.stdout, ran.stderr

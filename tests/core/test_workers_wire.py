@@ -1,0 +1,51 @@
+"""A batch crosses processes whole."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import FIELDS, Batch, offsets_of
+from rl_core.workers.wire import from_arrays, to_arrays
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Any columns of the table, one of a loss's own, in any of their dtypes."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
+    columns = {}
+    for name in ["tokens", *sorted(names - {"tokens"}), "x_own"]:
+        field = FIELDS.get(name, FIELDS["rewards"])
+        sizes = {"T": sum(lengths), "N": len(lengths), "L": 2, "K": 3}
+        shape = [sizes[axis] for axis in field.axes]
+        dtype = draw(st.sampled_from(field.dtypes))
+        columns[name] = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    return Batch(offsets_of(lengths), columns)
+
+
+@given(batches(), st.data())
+def test_what_arrives_is_the_selected_batch(batch, data):
+    sequences = data.draw(st.lists(st.integers(0, batch.num_sequences - 1), min_size=1, max_size=8))
+    received = from_arrays(to_arrays(batch, np.array(sequences)))
+    expected = batch.select(sequences)
+    assert torch.equal(received.offsets, expected.offsets)
+    assert list(received) == list(expected)
+    for name in expected:
+        assert received[name].dtype == expected[name].dtype
+        assert torch.equal(received[name], expected[name])
+
+
+def test_what_arrives_is_a_view():
+    batch = Batch.from_sequences([{"tokens": [1, 2, 3]}, {"tokens": [4]}])
+    arrays = to_arrays(batch, np.array([1, 0]))
+    for values in arrays.values():
+        values.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what cannot be written to
+        received = from_arrays(arrays)
+    assert received["tokens"].data_ptr() == arrays["tokens"].ctypes.data

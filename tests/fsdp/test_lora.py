@@ -1,0 +1,248 @@
+"""Adapters against plain peft and transformers, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
+from rl_core.testing.models import make_checkpoint
+from rl_core.weights import unpack_bucket
+from rl_fsdp import FsdpWorker, fsdp
+from tests.fsdp.conftest import random_batch, spec_of
+
+PLAN = ((5, 0, 3), (1, 2), (4,))
+LOSS = LossSpec(name="cross_entropy")
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+def adapted(path: Path, lora: LoraConfig = LORA, **fields: Any) -> FsdpWorker:
+    model = ModelConfig(path=str(path), lora=lora)
+    return FsdpWorker(spec_of(path, **{"model": model, "optimizer": OPTIMIZER, **fields}), RankInfo())
+
+
+def batch_with_weights() -> Batch:
+    batch = random_batch([23, 40, 1, 9, 33, 2])
+    return batch.with_columns(loss_weights=batch["loss_mask"].float() / int(batch["loss_mask"].sum()))
+
+
+def trained(worker: FsdpWorker, batch: Batch, steps: int = 3) -> FsdpWorker:
+    for _ in range(steps):
+        worker.forward_backward(batch, PLAN, LOSS, temperature=1.0)
+        worker.optim_step()
+    return worker
+
+
+def logprobs(worker: FsdpWorker, batch: Batch) -> Tensor:
+    return worker.forward(batch, PLAN, temperature=1.0)["logprobs"]
+
+
+def plain_logprobs(model: Any, batch: Batch) -> Tensor:
+    parts = []
+    for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+        tokens_T = batch["tokens"][start:end]
+        all_TV = model(input_ids=tokens_T[None]).logits[0, :-1].log_softmax(-1)
+        parts += [torch.zeros(1), all_TV[range(len(tokens_T) - 1), tokens_T[1:]]]
+    return torch.cat(parts)
+
+
+def load_plain(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base"), tie_word_embeddings=request.param)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_logprobs_gradients_and_three_steps_are_those_of_plain_peft(checkpoint: Path, packing: bool):
+    worker, batch = adapted(checkpoint, use_sample_packing=packing), batch_with_weights()
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(load_plain(checkpoint), config)
+    prefix = "base_model.model."
+    parameters = {n.removeprefix(prefix): p for n, p in plain.named_parameters() if p.requires_grad}
+    weights = dict(worker.scorer.named_weights())
+    assert set(weights) == set(parameters)
+    assert len(weights) == 2 * 2 * 7  # A and B, two layers, seven linear layers in each
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    start = {name: weight.detach().clone() for name, weight in weights.items()}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, betas=OPTIMIZER.adam_betas, weight_decay=0.1)
+    for _ in range(3):
+        loss_T = -plain_logprobs(plain, batch)
+        (batch["loss_weights"] * loss_T).sum().backward()
+        worker.forward_backward(batch, PLAN, LOSS, temperature=1.0)
+        torch.testing.assert_close(logprobs(worker, batch), -loss_T.detach(), rtol=0, atol=1e-5)
+        gradients = worker.gradients()
+        found, expected = (
+            torch.cat([tensors[name].flatten() for name in sorted(start)])
+            for tensors in (gradients, {name: p.grad for name, p in parameters.items()})
+        )
+        assert (found - expected).norm() <= 5e-6 * expected.norm()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        worker.optim_step()
+    assert max((weights[name] - start[name]).abs().max() for name in start) >= 1e-3
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(weights[name], parameter, rtol=0, atol=1e-5, msg=name)
+
+
+def test_before_the_first_step_the_model_is_its_base_and_the_base_stays_what_it_was(checkpoint: Path):
+    worker, batch = adapted(checkpoint), batch_with_weights()
+    base = FsdpWorker(spec_of(checkpoint, role="reference", optimizer=None), RankInfo())
+    assert logprobs(worker, batch).equal(logprobs(base, batch))
+    trained(worker, batch)
+    assert not logprobs(worker, batch).equal(logprobs(base, batch))
+    frozen = {n.replace(".base_layer", ""): p for n, p in worker.scorer.model.named_parameters() if ".lora_" not in n}
+    for name, weight in base.scorer.named_weights():
+        assert frozen[name].equal(weight), name
+
+
+def test_exported_weights_are_the_merged_ones_under_the_names_of_the_base(checkpoint: Path, tmp_path: Path):
+    worker, batch = trained(adapted(checkpoint), batch_with_weights()), batch_with_weights()
+    sent = {name: t.clone() for bucket in worker.export_weights(4096) for name, t in unpack_bucket(bucket)}
+    plain = load_plain(checkpoint)
+    assert set(sent) == {name for name, _ in plain.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(sent[name])
+        # One matrix product instead of two: 1e-6 seen.
+        torch.testing.assert_close(plain_logprobs(plain, batch), logprobs(worker, batch), rtol=0, atol=1e-5)
+    layer = worker.scorer.model.get_submodule("model.layers.0.self_attn.q_proj")
+    expected = layer.base_layer.weight + 2.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    torch.testing.assert_close(sent["model.layers.0.self_attn.q_proj.weight"], expected, rtol=0, atol=1e-7)
+
+
+def test_a_saved_model_runs_without_peft_and_its_adapters_load_with_peft(checkpoint: Path, tmp_path: Path):
+    worker, batch = trained(adapted(checkpoint), batch_with_weights()), batch_with_weights()
+    worker.save_model(tmp_path)
+    with torch.no_grad():
+        merged = plain_logprobs(load_plain(tmp_path), batch)
+        with_adapters = plain_logprobs(
+            peft.PeftModel.from_pretrained(load_plain(checkpoint), tmp_path / "adapter"), batch
+        )
+    for found in (merged, with_adapters):
+        torch.testing.assert_close(found, logprobs(worker, batch), rtol=0, atol=1e-5)
+    assert peft.LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == str(checkpoint)
+
+
+def test_a_state_holds_the_adapters_only_and_continues_exactly(checkpoint: Path, tmp_path: Path):
+    batch, worker = batch_with_weights(), trained(adapted(checkpoint), batch_with_weights())
+    worker.save_state(tmp_path / "adapters")
+    whole = FsdpWorker(spec_of(checkpoint), RankInfo())
+    trained(whole, batch, steps=1).save_state(tmp_path / "whole")
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*")) for name in ("adapters", "whole")]
+    assert sizes[0] < sizes[1]
+    resumed = adapted(checkpoint, seed=7)
+    assert not logprobs(resumed, batch).equal(logprobs(worker, batch))
+    resumed.load_state(tmp_path / "adapters")
+    expected, found = (logprobs(trained(actor, batch, steps=1), batch) for actor in (worker, resumed))
+    assert found.equal(expected)
+    with pytest.raises(CheckpointError):
+        adapted(checkpoint, LoraConfig(rank=2)).load_state(tmp_path / "adapters")
+
+
+def test_named_layers_are_adapted_and_excluded_ones_are_not(checkpoint: Path):
+    worker = adapted(
+        checkpoint, LoraConfig(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules="model.layers.1.*")
+    )
+    names = {name.split(".lora_")[0] for name, _ in worker.scorer.named_weights()}
+    assert names == {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"}
+
+
+def test_first_values_follow_from_the_seed_and_the_method(checkpoint: Path):
+    def first(**changes: Any) -> Tensor:
+        seed = changes.pop("seed", 0)
+        return next(iter(adapted(checkpoint, LoraConfig(rank=4, **changes), seed=seed).scorer.named_weights()))[1]
+
+    assert first().equal(first())
+    assert not first().equal(first(seed=1))
+    assert not first().equal(first(init_method="gaussian"))
+
+
+def test_bfloat16_keeps_the_adapters_in_float32_and_the_frozen_base_in_bfloat16(checkpoint: Path):
+    worker, batch = adapted(checkpoint, bf16=True), batch_with_weights()
+    assert {weight.dtype for _, weight in worker.scorer.named_weights()} == {torch.float32}
+    assert {p.dtype for p in worker.scorer.parameters() if not p.requires_grad} == {torch.bfloat16}
+    difference = logprobs(trained(worker, batch), batch) - logprobs(trained(adapted(checkpoint), batch), batch)
+    assert 1e-5 < difference.abs().max() < 0.2
+
+
+def test_recomputed_layers_give_the_same_gradient(checkpoint: Path):
+    stored, recomputed = adapted(checkpoint), adapted(checkpoint, gradient_checkpointing=True)
+    for worker in (stored, recomputed):
+        trained(worker, batch_with_weights(), steps=1).forward_backward(
+            batch_with_weights(), PLAN, LOSS, temperature=1.0
+        )
+    expected = stored.gradients()
+    assert all(gradient.any() and gradient.equal(expected[name]) for name, gradient in recomputed.gradients().items())
+
+
+def test_a_critic_trains_adapters_and_its_head(checkpoint: Path, tmp_path: Path):
+    worker = adapted(checkpoint, role="critic")
+    assert {name for name, _ in worker.scorer.named_weights() if ".lora_" not in name} == {
+        "value_head.weight",
+        "value_head.bias",
+    }
+    batch = batch_with_weights()
+    batch = batch.with_columns(values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
+    for _ in range(2):
+        worker.forward_backward(batch, PLAN, LossSpec(name="value_clip"), temperature=1.0)
+        worker.optim_step()
+    worker.save_model(tmp_path)
+    again = FsdpWorker(spec_of(tmp_path, role="critic"), RankInfo())
+    values = [actor.forward(batch, PLAN, temperature=1.0)["values"] for actor in (worker, again)]
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=1e-5)
+    assert "value_head.weight" in load_file(tmp_path / "value_head.safetensors")
+
+
+def test_convolution_style_linear_layers_are_merged_too(tmp_path: Path):
+    """GPT-2 keeps its linear weights transposed."""
+    path = make_checkpoint(tmp_path / "base", family="gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=256)  # pyright: ignore[reportArgumentType]
+    worker, batch = trained(adapted(path), batch_with_weights()), batch_with_weights()
+    worker.save_model(tmp_path / "merged")
+    with torch.no_grad():
+        merged = plain_logprobs(load_plain(tmp_path / "merged"), batch)
+    torch.testing.assert_close(merged, logprobs(worker, batch), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=2, dropout=0.1), r"lora\.dropout: 0\.1 .* set it to 0"),
+        (
+            LoraConfig(rank=2, init_method="pissa"),
+            r"lora\.init_method: 'pissa' was given; expected kaiming or gaussian",
+        ),
+        (LoraConfig(rank=2, alpha=0), r"lora\.alpha: expected above 0"),
+    ],
+)
+def test_settings_that_cannot_be_trained_exactly_are_refused(lora: LoraConfig, message: str):
+    with pytest.raises(ConfigError, match=message):
+        fsdp.validate(spec_of("x", model=ModelConfig(path="x", lora=lora)), 1)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("w_proj",), r"target_modules: \('w_proj',\)"),
+        (("q_proj", "lm_head"), "output layer cannot have adapters"),
+        (("q_proj", "embed_tokens"), "embed_tokens is a Embedding; only linear layers"),
+    ],
+)
+def test_layers_that_cannot_be_adapted_are_refused_by_name(checkpoint: Path, targets: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        adapted(checkpoint, LoraConfig(rank=2, target_modules=targets))

@@ -1,0 +1,65 @@
+"""How groups are started, placed, and what they say when they cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from rl_core.errors import ConfigError, DeadlineError
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.ray.conftest import placements
+from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.test_dispatch import batch_of
+
+LIMITS = MicroBatchLimits(max_sequences=1)
+
+
+async def on_device(group: WorkerGroup) -> list[bool]:
+    return [answer["is_on_device"] for answer in await group._ranks.call("describe")]
+
+
+async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns():
+    num_placements = len(placements())
+    policy = await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=2, timeout_s=60)
+    reference = await WorkerGroup.launch(
+        GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=policy, timeout_s=60
+    )
+    assert (await on_device(policy), await on_device(reference)) == ([False] * 2, [True] * 2)
+    batch = batch_of([3, 4])
+    scores = await asyncio.gather(*(g.forward(batch, LIMITS, temperature=1.0) for g in (policy, reference)))
+    assert all((score["logprobs"] == batch["tokens"] + 1.0).all() for score in scores)
+    assert (await on_device(policy), await on_device(reference)) == ([False] * 2, [True] * 2)
+    await policy.optim_step()
+    assert (await on_device(policy), await on_device(reference)) == ([True] * 2, [False] * 2)
+    await policy.offload()
+    assert await on_device(policy) == [False] * 2
+    assert len(placements()) == num_placements + 1
+    # The owner of the placement leaves first, and the other still works.
+    await policy.close()
+    await reference.forward(batch, LIMITS, temperature=1.0)
+    await reference.close()
+    assert len(placements()) == num_placements
+
+
+async def test_groups_share_devices_only_rank_for_rank(four_ranks):
+    with pytest.raises(ConfigError, match="reference: 1 nodes × 2 ranks cannot share the devices of 1 × 4: give"):
+        await WorkerGroup.launch(GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=four_ranks)
+
+
+async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
+    group = await WorkerGroup.launch(GlooBackend(), spec_of(), timeout_s=60)
+    (answer,) = await group._ranks.call("describe")
+    await group.close()
+    assert answer["pid"] != os.getpid()
+
+
+async def test_more_ranks_than_the_cluster_holds_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"1 nodes with 4 CPU, 0 GPU each .* Ray has 1 nodes: 2 CPU, 0 GPU"):
+        await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=64, timeout_s=60)
+
+
+async def test_a_start_waits_for_occupied_devices_until_its_deadline(four_ranks):
+    with pytest.raises(DeadlineError, match=r"waited 1 s .* 2 CPU, 0 GPU each; free in Ray's cluster: 1\.\d+ CPU"):
+        await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=32, timeout_s=1)

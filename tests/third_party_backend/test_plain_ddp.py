@@ -1,0 +1,81 @@
+"""A backend in a package of its own: installed, found, proved by the suite, and used to train the quick start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_examples.arithmetic import write_data, write_model
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+COMMANDS = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the package is installed beside everything else."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    shutil.copy(HERE / "pyproject.toml", source)
+    shutil.copytree(HERE / "plain_ddp", source / "plain_ddp")
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, source], dict(os.environ))
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run(command: list[str | Path], environment: dict[str, str], folder: Path = HERE) -> str:
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout[-5000:]}\n{result.stderr[-5000:]}"
+    return result.stdout
+
+
+def test_it_is_listed_with_its_package(environment: dict[str, str]):
+    assert "plain_ddp  plain-ddp 1.0" in run([COMMANDS / "rl", "plugins"], environment)
+
+
+def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str], tmp_path: Path):
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-W",
+        "error",
+        f"--basetemp={tmp_path / 'suite'}",
+    ]
+    printed = run([sys.executable, "-m", "pytest", *options, HERE / "conformance.py"], environment)
+    assert " passed" in printed
+    assert "3 skipped" in printed, "it is not Offloadable, and nothing else is left out"
+
+
+def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, str], tmp_path: Path):
+    write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
+    write_model(tmp_path / "model", seed=0)
+    overrides = {
+        "trainer.strategy": "plain_ddp",
+        "trainer.use_sample_packing": "false",
+        "trainer.policy.plain_ddp_config.reduce_in_float64": "true",
+        "trainer.placement.policy_num_gpus_per_node": 2,
+        "trainer.policy.model.path": tmp_path / "model",
+        "data.train_data": f"[{tmp_path / 'train.parquet'}]",
+        "data.val_data": f"[{tmp_path / 'held_out.parquet'}]",
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.max_training_steps": 3,
+        "trainer.train_batch_size": 8,
+        "trainer.policy_mini_batch_size": 8,
+        "generator.n_samples_per_prompt": 4,
+        "trainer.eval_before_train": "false",
+        "trainer.eval_interval": -1,
+    }
+    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    run([COMMANDS / "rl", "train", "quickstart", *arguments], environment, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
+    assert len(steps) == 3
+    # What the engine sampled with is what the ranks trained: it received their weights after every step.
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
