@@ -197,7 +197,7 @@ def test_the_critic_is_told_its_own_section_and_starts_from_the_policys_model():
         "trainer.policy.model.lora.rank": 8,
         "trainer.critic.optimizer_config.max_grad_norm": 0.5,
     }
-    _, spec = worker_spec(resolve(from_mapping(values)), "critic", total_optimizer_steps=None)
+    _, spec = worker_spec(resolve(from_mapping(values)), "critic", num_training_steps=None)
     assert spec.model.path == "some/model"
     assert spec.model.lora.rank == 0
     assert spec.optimizer is not None

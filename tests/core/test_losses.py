@@ -227,6 +227,17 @@ def test_value_loss_takes_the_larger_of_plain_and_held_error():
     assert losses == pytest.approx([0.5 * 0.64, 0.5 * 4.0])
 
 
+def test_rounding_takes_the_gradient_of_no_value_within_its_bounds():
+    """In float32 (v − R) − (v − V) + (v − V) is not v − R: compared bare, every third token would count as clipped."""
+    generator = torch.Generator().manual_seed(0)
+    values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
+    predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()
+    loss_T, metrics = algorithms.value_clip_loss(predicted_T, values_T, returns_T, torch.ones(1000, dtype=torch.bool))
+    loss_T.sum().backward()
+    torch.testing.assert_close(predicted_T.grad, (predicted_T - returns_T).detach())
+    assert not metrics["value_clip_fraction"].any()
+
+
 def test_covariance_columns_by_hand():
     # log-probs −1, −2, −3 (mean −2), advantages 2, 0, −2 (mean 0): covariances 2, 0, 2; the fourth is not trained.
     columns = {

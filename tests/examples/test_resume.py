@@ -69,9 +69,12 @@ def without_times(run_dir: Path) -> list[dict[str, float]]:
 def require_same_run(run_dir: Path, expected: Path) -> None:
     assert without_times(run_dir) == without_times(expected)
     assert (run_dir / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
-    weights, expected_weights = (load_file(path / "model" / "model.safetensors") for path in (run_dir, expected))
-    assert weights.keys() == expected_weights.keys()
-    assert all(weights[name].equal(expected_weights[name]) for name in weights)
+    files = [sorted(f.relative_to(path) for f in path.glob("model/**/*.safetensors")) for path in (run_dir, expected)]
+    assert files[0] == files[1]
+    for file in files[1]:
+        weights, expected_weights = load_file(run_dir / file), load_file(expected / file)
+        assert weights.keys() == expected_weights.keys()
+        assert all(weights[name].equal(expected_weights[name]) for name in weights)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,32 @@ def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(
     assert len(without_times(tmp_path / "run")) < 7
     assert train_in_child(small_run(tmp_path / "run")) == 0
     require_same_run(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "also_saved"),
+    [
+        (
+            {
+                "trainer__algorithm__advantage_estimator": "gae",
+                "trainer__critic_mini_batch_size": 8,
+                "trainer__critic__optimizer_config__lr": 1e-3,
+            },
+            "critic/value_head.safetensors",
+        ),
+        ({"trainer__policy__model__lora__rank": 4}, "adapter/adapter_model.safetensors"),
+    ],
+    ids=["critic", "adapters"],
+)
+def test_a_killed_run_with_more_to_save_resumes_exactly_too(
+    overrides: dict[str, object], also_saved: str, small_run: BuildConfig, tmp_path: Path
+):
+    assert train_in_child(small_run(tmp_path / "expected", **overrides)) == 0
+    assert (tmp_path / "expected" / "model" / also_saved).exists()
+    callbacks = {"trainer__callbacks": [f"{__name__}:KillAtGroups"]}
+    assert train_in_child(small_run(tmp_path / "run", **overrides, **callbacks)) == -signal.SIGKILL
+    assert train_in_child(small_run(tmp_path / "run", **overrides)) == 0
+    require_same_run(tmp_path / "run", tmp_path / "expected")
 
 
 def test_a_stopped_run_leaves_a_checkpoint_and_resumes_exactly(small_run: BuildConfig, expected: Path, tmp_path: Path):

@@ -1,11 +1,56 @@
-"""The FSDP backend passes the suite that every backend must pass."""
+"""FSDP2 and FSDP1 pass the suite that every backend must pass, sharded in every way that they offer.
+
+A way of sharding runs all checks once, packed or padded; its mixtures with checkpointing, padding and tied embeddings
+run those behind `docs/parity.md`.
+"""
 
 from __future__ import annotations
 
-from rl_core.testing.backend import BackendConformance
+import attrs
+
+from rl_core.testing import VARIANTS, BackendConformance, Variant
 from rl_fsdp import FsdpOptions, fsdp
+from rl_fsdp.backend import fsdp1
+
+PADDED = {"use_sample_packing": False}
+RECOMPUTED = {"gradient_checkpointing": True}
+UNTIED = {"tie_word_embeddings": False}
+FULL = Variant(world_size=2, checkpoint=UNTIED)
+REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1))
+ULYSSES = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2))
+FOUR = Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=2), parity_only=True)
+ONE = Variant(checkpoint=UNTIED)
+
+
+def mixtures(variant: Variant) -> list[Variant]:
+    """Tied, padded, recomputed."""
+    differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED})
+    return [attrs.evolve(variant, parity_only=True, **difference) for difference in differences]
 
 
 class TestFsdp(BackendConformance):
     backend = fsdp
     options = FsdpOptions()
+    variants = (
+        *VARIANTS,
+        FULL,
+        *mixtures(FULL),
+        attrs.evolve(FULL, options=FsdpOptions(fsdp_size=2), parity_only=True),
+        attrs.evolve(FULL, options=FsdpOptions(reshard_after_forward=False), parity_only=True),
+        attrs.evolve(FULL, options=FsdpOptions(cpu_offload=True), parity_only=True),
+        REPLICAS,
+        ULYSSES,
+        *mixtures(ULYSSES),
+        FOUR,
+        attrs.evolve(FOUR, options=FsdpOptions(sequence_parallel_size=2), parity_only=True),
+    )
+    resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
+    preload = ("rl_fsdp.worker",)
+
+
+class TestFsdp1(BackendConformance):
+    backend = fsdp1
+    options = FsdpOptions()
+    variants = (ONE, FULL, *mixtures(FULL))
+    resumes = ((FULL, ONE), (ONE, FULL))
+    preload = ("rl_fsdp.worker", "rl_fsdp.fsdp1")

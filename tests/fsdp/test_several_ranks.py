@@ -1,29 +1,197 @@
-"""Several ranks against one: the same suite, sharded in every way that the backend offers."""
+"""Several ranks against plain transformers on one: sharded in every way, split by tokens, saved here, resumed there.
+
+Ranks are forked from one server per run, so a case costs about a second and not the imports.
+"""
 
 from __future__ import annotations
 
-from rl_core.testing.backend import BackendConformance, Variant
-from rl_fsdp import FsdpOptions, fsdp
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.testing.backend import BackendConformance, Variant, open_case
+from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
+from rl_core.testing.models import make_checkpoint
+from rl_core.testing.ranks import RankGroup
+from rl_fsdp import FsdpOptions, fsdp, fsdp1
+from tests.fsdp.conftest import spec_of
 
 UNTIED = {"tie_word_embeddings": False}
+"""Most cases: what tied embeddings add up differs by their order (`Tolerances.tied_weight`), which would hide more."""
 UNPACKED = {"use_sample_packing": False}
-class TestFsdp(BackendConformance):
+RECOMPUTED = {"gradient_checkpointing": True}
+PRELOAD = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
+
+
+def two(**options: object) -> Variant:
+    return Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(**options))
+
+
+class TestFsdpOnTwoRanks(BackendConformance):
     backend = fsdp
     options = FsdpOptions()
-    preload = ("rl_fsdp.worker",)
-    variants = (
-    Variant(world_size=2, checkpoint=UNTIED),
-    Variant(world_size=2, checkpoint=UNTIED, spec=UNPACKED),
-    Variant(world_size=2, checkpoint=UNTIED, spec={"gradient_checkpointing": True}),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1)),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=2)),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(reshard_after_forward=False)),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(cpu_offload=True)),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2)),
-    Variant(world_size=2, options=FsdpOptions(sequence_parallel_size=2)),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2), spec=UNPACKED),
-    Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2), spec={"gradient_checkpointing": True}),
-    Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2, fsdp_size=2)),
-    Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=4)),
-    Variant(world_size=4),
+    preload = PRELOAD
+    variants = (two(),)
+    resumes = (
+        (two(), Variant(checkpoint=UNTIED)),
+        (two(), Variant(world_size=4, checkpoint=UNTIED)),
+        (Variant(checkpoint=UNTIED), two(fsdp_size=1)),
+    )
+
+
+class TestFsdp1OnTwoRanks(BackendConformance):
+    backend = fsdp1
+    options = FsdpOptions()
+    preload = PRELOAD
+    variants = (two(),)
+    resumes = ((two(), Variant(checkpoint=UNTIED)), (two(), Variant(world_size=4, checkpoint=UNTIED)))
+
+
+ARRANGEMENTS = [
+    (fsdp, two(fsdp_size=1)),
+    (fsdp, two(fsdp_size=2)),
+    (fsdp, two(reshard_after_forward=False)),
+    (fsdp, two(cpu_offload=True)),
+    (fsdp, two(sequence_parallel_size=2)),
+    (fsdp, Variant(world_size=2)),
+    *(
+        (fsdp, attrs.evolve(two(sequence_parallel_size=size), spec=spec))
+        for size in (1, 2)
+        for spec in (UNPACKED, RECOMPUTED, UNPACKED | RECOMPUTED)
+    ),
+    (fsdp, Variant(world_size=4, checkpoint=UNTIED)),
+    (fsdp, attrs.evolve(two(fsdp_size=2, sequence_parallel_size=2), world_size=4)),
+    (fsdp, attrs.evolve(two(sequence_parallel_size=4), world_size=4)),
+    (fsdp1, two(reshard_after_forward=False)),
+    (fsdp1, two(sequence_parallel_size=2)),
+    (fsdp1, Variant(world_size=2, spec=UNPACKED | RECOMPUTED)),
+    (fsdp1, attrs.evolve(two(fsdp_size=2), world_size=4)),
+]
+
+
+@pytest.mark.parametrize(("backend", "variant"), ARRANGEMENTS, ids=lambda v: v.name if v in (fsdp, fsdp1) else str(v))
+def test_three_steps_are_those_of_one_process(backend: Backend, variant: Variant, tmp_path: Path):
+    suite = TestFsdpOnTwoRanks()
+    with open_case(backend, FsdpOptions(), variant, tmp_path) as case:
+        suite.test_three_optimizer_steps(case)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    with open_case(fsdp, FsdpOptions(), two(), tmp_path) as case:
+        yield case
+
+
+def weights_after(group: RankGroup, case: Case, steps: int = 1) -> dict[str, torch.Tensor]:
+    for _ in range(steps):
+        group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        group.optim_step()
+    return group.weights()
+
+
+def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
+    first = RankGroup(fsdp1, case.spec, 2, directory=case.directory, timeout_s=60)
+    case.started.append(first)
+    expected = weights_after(first, case)
+    first.call("save_state", case.directory / "state")
+    second = case.start()
+    second.call("load_state", case.directory / "state")
+    loaded = second.weights()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+    expected, actual = (weights_after(group, case) for group in (first, second))
+    assert max((actual[name] - weight).abs().max().item() for name, weight in expected.items()) <= 1e-5
+
+
+def test_bfloat16_scores_are_near_those_of_one_rank(case: Case):
+    """Parameters after bfloat16 steps differ as much as in a broken run, so log-probs are compared."""
+    spec = attrs.evolve(case.spec, bf16=True)
+    scores = []
+    for backend, size in ((fsdp, 1), (fsdp, 2), (fsdp1, 2)):
+        group = RankGroup(backend, spec, size, directory=case.directory, timeout_s=60)
+        case.started.append(group)
+        group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        assert not group.optim_step().skipped
+        scores.append(group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"])
+    for other_T in scores[1:]:
+        assert (other_T - scores[0]).abs().mean() <= 0.02
+
+
+def test_a_mistake_found_by_the_first_rank_is_raised_by_all(case: Case, tmp_path: Path):
+    path = make_checkpoint(tmp_path / "broken")
+    (path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path):
+    message = "3 ranks cannot share 4 attention heads evenly; choose one of 1, 2, 4"
+    with (
+        open_case(fsdp, FsdpOptions(sequence_parallel_size=3), Variant(world_size=3), tmp_path) as case,
+        pytest.raises(ConfigError, match=message),
+    ):
+        case.start()
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "options", "fields", "message"),
+    [
+        (fsdp, 4, {"fsdp_size": 3}, {}, "fsdp_size: 3 does not divide 4 ranks; choose -1 or one of 1, 2, 4"),
+        (fsdp, 4, {"sequence_parallel_size": 3}, {}, "sequence 3"),
+        (fsdp1, 2, {"cpu_offload": True}, {}, "gradients of several micro-batches"),
+        (fsdp1, 2, {"fsdp_size": 1}, {}, "unsharded copies"),
+        (fsdp1, 2, {}, {"model": ModelConfig(path="x", lora=LoraConfig(rank=4))}, "adapters"),
+        (fsdp1, 2, {}, {"role": "critic"}, "critic"),
+    ],
 )
+def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(
+    backend: Backend, world_size: int, options: dict[str, object], fields: dict[str, object], message: str
+):
+    spec = spec_of("x", options=FsdpOptions(**options), **fields)
+    with pytest.raises(ConfigError, match=message):
+        backend.validate(spec, world_size)
+
+
+def test_fsdp1_offloads_a_reference():
+    fsdp1.validate(spec_of("x", role="reference", optimizer=None, options=FsdpOptions(cpu_offload=True)), 2)
+    with pytest.raises(ConfigError):
+        fsdp1.validate(spec_of("x", optimizer=OptimizerConfig(), options=FsdpOptions(cpu_offload=True)), 2)
+
+
+def test_adapters_on_two_ranks_are_those_of_one(case: Case):
+    model = attrs.evolve(case.spec.model, lora=LoraConfig(rank=4, alpha=8))
+    spec = attrs.evolve(case.spec, model=model)
+    require_same_as_one_rank(case, spec, LOSS)
+
+
+def test_a_critic_on_two_ranks_is_that_of_one(case: Case):
+    spec = attrs.evolve(case.spec, role="critic")
+    returns_T = case.batch["advantages"].clamp(-5, 5)
+    batch = case.batch.with_columns(returns=returns_T, values=torch.zeros_like(returns_T))
+    require_same_as_one_rank(attrs.evolve(case, batch=batch), spec, LossSpec(name="value_clip"))
+
+
+def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> None:
+    """Three steps; the state of two ranks continues on one, and its saved model is the same."""
+    weights = []
+    for size in (1, 2):
+        group = RankGroup(fsdp, spec, size, directory=case.directory, timeout_s=60)
+        case.started.append(group)
+        before = group.weights()
+        for _ in range(3):
+            group.forward_backward(case.batch, LIMITS, loss, temperature=TEMPERATURE)
+            group.optim_step()
+        weights.append(group.weights())
+        assert max((weights[-1][name] - weight).abs().max().item() for name, weight in before.items()) >= 1e-3
+        group.call("save_model", case.directory / f"model-{size}")
+    one, two_ranks = weights
+    assert max((two_ranks[name] - weight).abs().max().item() for name, weight in one.items()) <= 1e-5
+    files = [{f.relative_to(d) for f in d.rglob("*")} for d in (case.directory / "model-1", case.directory / "model-2")]
+    assert files[0] == files[1]
+    case.started[-1].call("save_state", case.directory / "state")
+    case.started[-2].call("load_state", case.directory / "state")
+    assert all(torch.equal(weight, two_ranks[name]) for name, weight in case.started[-2].weights().items())

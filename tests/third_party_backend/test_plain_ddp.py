@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import pytest
 
 from rl_examples.arithmetic import write_data, write_model
 
-pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 COMMANDS = Path(sys.executable).parent
+
+
+GUIDE = HERE.parents[1] / "docs" / "backends.md"
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,19 @@ def run(command: list[str | Path], environment: dict[str, str], folder: Path = H
     return result.stdout
 
 
+def test_the_guide_shows_this_package():
+    sources = "".join((HERE / name).read_text() for name in ("conformance.py", "pyproject.toml"))
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    assert [block for block in blocks if block not in sources] == []
+
+
+@pytest.mark.slow
 def test_it_is_listed_with_its_package(environment: dict[str, str]):
     assert "plain_ddp  plain-ddp 1.0" in run([COMMANDS / "rl", "plugins"], environment)
 
 
+@pytest.mark.slow
 def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str], tmp_path: Path):
     options = [
         "-q",
@@ -53,6 +65,7 @@ def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str],
     assert "3 skipped" in printed, "it is not Offloadable, and nothing else is left out"
 
 
+@pytest.mark.slow
 def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, str], tmp_path: Path):
     write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
     write_model(tmp_path / "model", seed=0)

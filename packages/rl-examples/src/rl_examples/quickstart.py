@@ -33,6 +33,7 @@ recipe = Recipe(
         "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
         "trainer.policy.optimizer_config.weight_decay": 0.0,
         "trainer.policy.optimizer_config.num_warmup_steps": 5,
+        "trainer.policy.optimizer_config.scheduler": "linear",
         "trainer.algorithm.eps_clip_high": 0.28,
         "trainer.seed": 0,
         "trainer.bf16": False,

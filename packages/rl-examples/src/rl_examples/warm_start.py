@@ -53,7 +53,7 @@ def warm_start(config: Config, rows: Sequence[DataRow], directory: Path, setting
 
 
 async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
-    backend, spec = worker_spec(config, "policy", total_optimizer_steps=None)
+    backend, spec = worker_spec(config, "policy", num_training_steps=None)
     optimizer = OptimizerConfig(lr=settings.lr, weight_decay=0.0, num_warmup_steps=20)
     engine = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
     client = await engine.create(config)

@@ -6,16 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_fsdp.backend import FsdpBackend, FsdpOptions, fsdp
+    from rl_fsdp.backend import FsdpBackend, FsdpOptions, MixedPrecision, fsdp, fsdp1
     from rl_fsdp.worker import FsdpWorker
 
 _MODULES = {
     "FsdpBackend": "rl_fsdp.backend",
     "FsdpOptions": "rl_fsdp.backend",
     "FsdpWorker": "rl_fsdp.worker",
+    "MixedPrecision": "rl_fsdp.backend",
     "fsdp": "rl_fsdp.backend",
+    "fsdp1": "rl_fsdp.backend",
 }
-__all__ = ["FsdpBackend", "FsdpOptions", "FsdpWorker", "fsdp"]
+__all__ = ["FsdpBackend", "FsdpOptions", "FsdpWorker", "MixedPrecision", "fsdp", "fsdp1"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_core.errors import CheckpointError
 from rl_fsdp.ranks import Ranks
@@ -29,7 +31,7 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
     """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return."""
     directory.mkdir(parents=True, exist_ok=True)
     with _one_rank_is_meant():
-        metadata = dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), no_dist=ranks is None)
+        metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
     if ranks is None or ranks.is_first:
         names = sorted({_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())})
         files = {name: (directory / name).stat().st_size for name in names}
@@ -58,7 +60,7 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks |
     steps_done = check() if ranks is None else ranks.agree(check)
     try:
         with _one_rank_is_meant():
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory), no_dist=ranks is None)
+            load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read ({error}); resume from an earlier checkpoint") from error
     return steps_done
@@ -88,7 +90,7 @@ def _require_complete(directory: Path) -> int:
 
 
 def _require_same_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    metadata: Metadata = dcp.FileSystemReader(directory).read_metadata()
+    metadata: Metadata = FileSystemReader(directory).read_metadata()
     saved = {name: _described(entry) for name, entry in metadata.state_dict_metadata.items()}
     wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     kinds = {name.partition("/")[0] for name in wanted}

@@ -94,10 +94,11 @@ class Fsdp1Shards:
         return self._root.clip_grad_norm_(max_norm if max_norm > 0 else math.inf).item()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """One unit at a time."""
+        """One unit at a time, each tensor a copy: the unit itself is gone with the next."""
+        dtype = self.scorer.compute_dtype
         for weights in self._units():
             for name, weight in weights:
-                yield from checkpoint_tensors(self.scorer.model, name, weight.detach().to(self.scorer.compute_dtype))
+                yield from checkpoint_tensors(self.scorer.model, name, weight.detach().to(dtype, copy=True))
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
         """There is no head: critics are refused."""
@@ -115,7 +116,7 @@ class Fsdp1Shards:
     def state(self, optimizer: AdamW | None) -> dict[str, Tensor]:
         """DTensors, made for the purpose: `take` puts them back."""
         with _quiet():
-            names = set(self._names())
+            names = {name for name, _ in self._named()}
             saved = {name.removeprefix(_SCORER): tensor for name, tensor in self._root.state_dict().items()}
             tensors = {f"model/{name}": tensor for name, tensor in saved.items() if name in names}
             if optimizer is not None:
@@ -155,27 +156,13 @@ class Fsdp1Shards:
         for name, weight in self._root.named_parameters():
             yield name.replace(_WRAPPED, "").removeprefix(_SCORER), weight
 
-    def _names(self) -> list[str]:
-        return [name for name, _ in self._named()]
-
     def _units(self, *, with_grads: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """The parameters of each unit, whole until the next is asked for; nothing that is made of them may be a view."""
-        units = FSDP.fsdp_modules(self._root)
-        for unit in units:
-            prefix = self._prefix(unit)
+        """The parameters of each unit, whole only until the next is asked for."""
+        names = {weight: name for name, weight in self._named()}
+        for unit in reversed(FSDP.fsdp_modules(self._root)):  # the root, which also has the layers' parameters, is last
+            own = [weight for weight in unit.parameters() if weight in names]
             with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=with_grads):
-                own = []
-                inner = [
-                    name for name, module in unit.named_modules() if isinstance(module, FSDP) and module is not unit
-                ]
-                for name, weight in unit.named_parameters():
-                    if not any(name.startswith(f"{other}.") for other in inner):
-                        own.append(((prefix + name.replace(_WRAPPED, "")).removeprefix(_SCORER), weight))
-                yield own
-
-    def _prefix(self, unit: nn.Module) -> str:
-        name = next(name for name, module in self._root.named_modules() if module is unit)
-        return f"{name}.".replace(_WRAPPED, "") if name else ""
+                yield [(names.pop(weight), weight) for weight in own]
 
 
 def _mixed_precision(options: FsdpOptions) -> MixedPrecision:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -109,7 +110,7 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> Scorer:
         else:
             with no_progress_bars():
                 model = auto_class.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{where}.model.path: {path!r} cannot be loaded as a causal language model: {error}"
         ) from error

@@ -124,7 +124,10 @@ def whole(tensor: Tensor) -> Tensor:
 def _ulysses_group(rank: int, mesh: Mesh) -> UlyssesGroup | None:
     if mesh.sequence == 1:
         return None
-    # Every rank takes part in making every group, in the same order.
-    groups = [(members, dist.new_group(members, timeout=_TIMEOUT)) for members in mesh.groups("sequence")]
-    members, group = next((members, group) for members, group in groups if rank in members)
-    return UlyssesGroup(rank=members.index(rank), size=mesh.sequence, group=group)
+    own = None
+    for members in mesh.groups("sequence"):  # every rank takes part in making every group, in the same order
+        group = dist.new_group(members, timeout=_TIMEOUT)
+        if rank in members:
+            assert isinstance(group, dist.ProcessGroup)
+            own = UlyssesGroup(rank=members.index(rank), size=mesh.sequence, group=group)
+    return own

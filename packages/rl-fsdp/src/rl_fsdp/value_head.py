@@ -43,7 +43,9 @@ class ValueScorer(nn.Module):
     def forward(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor]:
         """Values [S], float32 (float64 for a float64 model) of a micro-batch; a value knows no temperature."""
         hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
-        values_S = self.value_head(hidden_SH.to(self.value_head.weight.dtype)).squeeze(-1)
+        head = self.value_head
+        # Not a view of [S, 1]: a sharding wrapper hooks its gathering for backward to this very tensor.
+        values_S = hidden_SH.to(head.weight.dtype) @ head.weight[0] + head.bias
         return (values_S.to(torch.promote_types(torch.float32, values_S.dtype)),)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -35,5 +35,10 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Ite
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a saved model holds besides parameters; most have none."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return {
+        # FSDP1 puts a module around every sharded one, which has no place in a name.
+        f"{prefix}.{name}".replace("_fsdp_wrapped_module.", ""): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }

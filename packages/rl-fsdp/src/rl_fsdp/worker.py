@@ -27,6 +27,7 @@ from rl_core.interfaces import (
 )
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
+from rl_core.workers.schedule import learning_rate
 from rl_fsdp.attention import scatter_rows
 from rl_fsdp.checkpoint import read_state, write_state
 from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
@@ -36,7 +37,6 @@ from rl_fsdp.ranks import Ranks
 from rl_fsdp.saved_model import write_config, write_weights
 from rl_fsdp.shards import Shards, TensorShards
 from rl_fsdp.start import Generation, start_shards
-from rl_core.workers.schedule import learning_rate
 from rl_fsdp.value_head import ValueScorer, save_head
 from rl_fsdp.weights import persistent_buffers
 

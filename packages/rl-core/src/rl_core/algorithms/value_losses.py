@@ -35,6 +35,7 @@ def value_clip_loss(
     with torch.no_grad():
         moved_T = masked(predicted_values_T - values_T, mask_T)
         bounded_error_T = error_T - moved_T + moved_T.clamp(-value_clip, value_clip)
-        clipped_T = bounded_error_T.abs() > error_T.abs()
+        # Within the bounds both errors are the same but for rounding, which must not cost a token its gradient.
+        clipped_T = (moved_T.abs() > value_clip) & (bounded_error_T.abs() > error_T.abs())
     loss_T = 0.5 * torch.where(clipped_T, bounded_error_T, error_T).square()
     return TokenLoss(loss_T, {"value_error": error_T.detach().abs(), "value_clip_fraction": clipped_T})

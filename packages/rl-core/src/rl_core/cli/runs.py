@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,13 +97,16 @@ def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
 
 def _check_ranks(config: configuration.Config) -> None:
     """Asks the training backend whether it can train this, and the trainer whether it understands the algorithm."""
-    from rl_core.trainer.run import update_settings, worker_spec
+    from rl_core.trainer.data import read_rows
+    from rl_core.trainer.run import model_shapes, num_steps, update_settings, worker_spec
 
     update_settings(config)
-    placement = config.trainer.placement
-    for role in ("policy", "reference") if config.trainer.algorithm.needs_reference else ("policy",):
-        backend, spec = worker_spec(config, role, total_optimizer_steps=None)
-        nodes, per_node = placement.ref_shape if role == "reference" else placement.policy_shape
+    steps = config.trainer.max_training_steps
+    if steps is None and all(Path(file).is_file() for file in config.data.train_data):
+        steps = num_steps(config, len(read_rows(config.data.train_data, key="data.train_data")))
+    for role, (nodes, per_node) in model_shapes(config).items():
+        # Data that the recipe is going to make cannot be counted yet: any schedule will do until then.
+        backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize if steps is None else steps)
         backend.validate(spec, nodes * per_node)
 
 

@@ -41,6 +41,8 @@ class Variant:
     """Fields of `WorkerSpec` that differ, e.g. `{"use_sample_packing": False}`."""
     checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
     """Arguments of `make_checkpoint` that differ, e.g. `{"tie_word_embeddings": False}`."""
+    parity_only: bool = False
+    """Run only the checks behind the parity table: for further mixtures of what other variants prove one by one."""
 
     def __str__(self) -> str:
         changes = {**_changed(self.options), **self.spec, **self.checkpoint}

@@ -333,7 +333,7 @@ def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     path = os.environ.get("PYTHONPATH")
-    # Python 3.11's server looks for modules where a new interpreter would, not where this one does (pytest adds folders).
+    # Python 3.11's server looks for modules where a new interpreter would, and pytest has added folders to that.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         forkserver.ensure_running()

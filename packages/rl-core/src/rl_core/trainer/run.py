@@ -193,8 +193,19 @@ def num_steps(config: Config, num_rows: int) -> int:
     return available
 
 
-def worker_spec(config: Config, role: Role, *, total_optimizer_steps: int | None) -> tuple[Backend, WorkerSpec]:
-    """The backend and what its ranks are told for one of the models."""
+def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
+    """The models of the run, each with its nodes and ranks per node."""
+    placement = config.trainer.placement
+    shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
+    if config.trainer.algorithm.needs_reference:
+        shapes["reference"] = placement.ref_shape
+    if needs_critic(config):
+        shapes["critic"] = placement.critic_shape
+    return shapes
+
+
+def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -> tuple[Backend, WorkerSpec]:
+    """The backend and what its ranks are told for one of the models; schedules end with the last of the steps."""
     trainer = config.trainer
     backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
     if role == "reference":
@@ -211,11 +222,19 @@ def worker_spec(config: Config, role: Role, *, total_optimizer_steps: int | None
         gradient_checkpointing=trainer.gradient_checkpointing,
         use_sample_packing=trainer.use_sample_packing,
         logprobs_chunk_size=trainer.logprobs_chunk_size,
-        total_optimizer_steps=total_optimizer_steps,
+        total_optimizer_steps=_num_optimizer_steps(config, role, num_training_steps),
         seed=trainer.seed,
         num_threads=trainer.num_threads,
     )
     return backend, spec
+
+
+def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | None) -> int | None:
+    trainer = config.trainer
+    if num_training_steps is None or role == "reference":
+        return None
+    mini_batch_size = trainer.policy_mini_batch_size if role == "policy" else trainer.critic_mini_batch_size
+    return num_training_steps * -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
 
 
 def update_settings(config: Config) -> UpdateSettings:
@@ -288,38 +307,30 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
 
 @asynccontextmanager
 async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterator[Models]:
-    trainer, placement = config.trainer, config.trainer.placement
+    placement, shapes = config.trainer.placement, model_shapes(config)
     total_steps = num_steps(config, len(train_rows))
-
-    def num_optimizer_steps(mini_batch_size: int) -> int:
-        return total_steps * -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
-
     async with AsyncExitStack() as closing:
 
-        async def launch(
-            role: Role, num_optimizer_steps: int | None, shape: tuple[int, int], beside: WorkerGroup | None = None
-        ) -> WorkerGroup:
-            backend, spec = worker_spec(config, role, total_optimizer_steps=num_optimizer_steps)
+        async def launch(role: Role, beside: WorkerGroup | None = None) -> WorkerGroup | None:
+            if role not in shapes:
+                return None
+            backend, spec = worker_spec(config, role, num_training_steps=total_steps)
+            num_nodes, ranks_per_node = shapes[role]
             group = await WorkerGroup.launch(
                 backend,
                 spec,
-                num_nodes=shape[0],
-                ranks_per_node=shape[1],
+                num_nodes=num_nodes,
+                ranks_per_node=ranks_per_node,
                 share_devices_of=beside,
-                timeout_s=trainer.worker_timeout_s,
+                timeout_s=config.trainer.worker_timeout_s,
             )
             closing.push_async_callback(group.close)
             return group
 
-        steps = num_optimizer_steps(trainer.policy_mini_batch_size)
-        policy, reference, critic = await launch("policy", steps, placement.policy_shape), None, None
-        if trainer.algorithm.needs_reference:
-            beside = policy if placement.colocate_policy_ref else None
-            reference = await launch("reference", None, placement.ref_shape, beside)
-        if needs_critic(config):
-            steps = num_optimizer_steps(trainer.critic_mini_batch_size)
-            beside = policy if placement.colocate_all else None
-            critic = await launch("critic", steps, placement.critic_shape, beside)
+        policy = await launch("policy")
+        assert policy is not None
+        reference = await launch("reference", policy if placement.colocate_policy_ref else None)
+        critic = await launch("critic", policy if placement.colocate_all else None)
         yield Models(policy=policy, reference=reference, critic=critic)
 
 

@@ -1,0 +1,113 @@
+"""The suite's ranks: one that fails, dies or hangs ends the call with an error that names it, and all processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError, DeadlineError, WorkerError
+from rl_core.interfaces import RankInfo, WorkerSpec
+from rl_core.testing.backend import Variant, open_case
+from rl_core.testing.cases import Case
+from rl_core.testing.ranks import _shuffled
+from rl_core.workers.rank import Part
+from tests.core.plain_backend import NoOptions, PlainBackend, PlainWorker
+
+
+class Fails(PlainWorker):
+    """Fails in `save_model`, as the folder's name says."""
+
+    def save_model(self, directory):
+        fault, ranks = directory.name.split("-")
+        if ranks == "all" or int(ranks) == self.rank.rank:
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hang":
+                self.sleep_in_a_named_function()
+            raise CheckpointError("no room") if fault == "user" else ArithmeticError("made up")
+
+    def sleep_in_a_named_function(self):
+        time.sleep(600)
+
+
+class RefusesToStart(PlainWorker):
+    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+        if rank.rank == 1:
+            raise ArithmeticError("made up")
+        super().__init__(spec, rank)
+
+
+@pytest.fixture
+def case(tmp_path: Path):
+    with open_case(
+        PlainBackend(worker_class=Fails), NoOptions(), Variant(world_size=2), tmp_path, timeout_s=5.0
+    ) as case:
+        yield case
+
+
+def ended(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("raise-1", WorkerError, "rank 1 of 2: ArithmeticError: made up"),
+        ("raise-all", WorkerError, "rank 0 of 2: ArithmeticError: made up"),
+        ("user-0", CheckpointError, "no room"),
+        ("kill-1", WorkerError, "rank 1 of 2: its process ended with exit code -9"),
+        ("hang-1", DeadlineError, "sleep_in_a_named_function"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_call_and_all_ranks(case: Case, fault: str, error: type[Exception], message: str):
+    group = case.start()
+    pids = [process.pid for process in group.ranks._processes]
+    with pytest.raises(error, match=message):
+        group.call("save_model", case.directory / fault)
+    assert group.ranks.has_ended
+    assert ended(pids)
+    with pytest.raises(WorkerError, match="have ended"):
+        group.gradients()
+
+
+def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case):
+    group = case.start()
+    with pytest.raises(CheckpointError, match="no room"):
+        group.call("save_model", case.directory / "user-all")
+    assert not group.ranks.has_ended
+    group.gradients()
+
+
+def test_a_rank_that_does_not_start_is_named(tmp_path: Path):
+    backend = PlainBackend(worker_class=RefusesToStart)
+    with (
+        open_case(backend, NoOptions(), Variant(world_size=2), tmp_path, timeout_s=30.0) as case,
+        pytest.raises(WorkerError, match="rank 1 of 2: ArithmeticError: made up"),
+    ):
+        case.start()
+
+
+def test_no_process_is_left_after_a_case(tmp_path: Path):
+    with open_case(PlainBackend(worker_class=PlainWorker), NoOptions(), Variant(world_size=2), tmp_path) as case:
+        pids = [process.pid for process in case.start().ranks._processes]
+        assert not ended(pids)
+    assert ended(pids)
+
+
+def test_a_rank_gets_its_sequences_and_its_plan_in_an_order_of_their_own():
+    batch = Batch.from_sequences([{"tokens": [i] * (i + 1)} for i in range(6)])
+    sequences = np.array([0, 2, 3, 5])
+    shuffled = _shuffled(Part(sequences=sequences, sent=sequences, plan=((0, 1), (2, 3))))
+    assert shuffled.sent.tolist() != sequences.tolist()
+    computed = [sorted(int(shuffled.sent[i]) for i in micro_batch) for micro_batch in shuffled.plan]
+    assert computed == [[0, 2], [3, 5]], "the micro-batches hold what they held"
+    assert [i for micro_batch in shuffled.plan for i in micro_batch] != [0, 1, 2, 3]
+    positions = batch.token_index(torch.from_numpy(shuffled.sequences))
+    assert batch["tokens"][positions].tolist() == batch.select(torch.from_numpy(shuffled.sent))["tokens"].tolist()

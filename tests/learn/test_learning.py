@@ -1,0 +1,98 @@
+"""Runs that must learn, and one that must not: `make learn`, or one of them with `make learn CASE=lora`.
+
+Every case is the quick start with other settings, run as a user runs it. What it reached goes into docs/learning.jsonl,
+from which docs/learning.md is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from rl_core.trainer.jsonl import read_rows
+from tests.learn.page import Result, record
+
+pytestmark = pytest.mark.learn
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A run and what it must reach, on two CPU cores."""
+
+    name: str
+    says: str
+    """What it shows, for the page."""
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+    at_least: float = 0.0
+    """Greedy accuracy on held-out problems after the last step."""
+    below: float = 1.01
+    """The same, for a run that must not learn."""
+    rl_seconds: float = 600.0
+    """Steps and evaluations together; generous where several people share the cores."""
+
+
+CASES = (
+    *(
+        Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
+        for seed in (0, 1, 2)
+    ),
+    Case(
+        name="control",
+        says="rewards given to another prompt's samples: must not learn",
+        overrides=("trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",),
+        below=0.5,
+    ),
+    Case(
+        name="ppo_critic",
+        says="PPO: advantages from a critic (GAE) instead of the group's mean",
+        overrides=(
+            "trainer.max_training_steps=80",
+            "trainer.algorithm.advantage_estimator=gae",
+            "trainer.critic_mini_batch_size=64",
+            "trainer.critic.optimizer_config.lr=1e-3",
+            "trainer.critic.optimizer_config.adam_betas=[0.9, 0.95]",
+            "trainer.critic.optimizer_config.weight_decay=0.0",
+        ),
+        at_least=0.7,
+    ),
+    Case(
+        name="lora",
+        says="LoRA of rank 16 at four times the learning rate; the embeddings stay what they were",
+        overrides=(
+            "trainer.max_training_steps=80",
+            "trainer.policy.model.lora.rank=16",
+            "trainer.policy.model.lora.alpha=32",
+            "trainer.policy.optimizer_config.lr=4e-3",
+        ),
+        at_least=0.7,
+    ),
+)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs start: cases of one seed share its warm-started model."""
+    return tmp_path_factory.mktemp("learning")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_learns_what_it_must(case: Case, directory: Path):
+    command = [Path(sys.executable).with_name("rl"), "train", "quickstart", f"trainer.run_dir={case.name}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, f"trainer.seed={case.seed}", *case.overrides], cwd=directory, env=environment, check=True)
+    run_dir = directory / case.name
+    summary = json.loads((run_dir / "summary.json").read_text())
+    curve = [
+        (row["step"], row["eval/accuracy"]) for row in read_rows(run_dir / "metrics.jsonl") if "eval/accuracy" in row
+    ]
+    record(Result.of_run(case.name, case.says, case.overrides, summary, curve))
+    assert summary["accuracy_before"] <= 0.35, "the start is too good to show learning"
+    assert case.at_least <= summary["accuracy_after"] < case.below
+    assert summary["rl_seconds"] < case.rl_seconds
