@@ -228,7 +228,7 @@ def test_value_loss_takes_the_larger_of_plain_and_held_error():
 
 
 def test_rounding_takes_the_gradient_of_no_value_within_its_bounds():
-    """In float32 (v − R) − (v − V) + (v − V) is not v − R: compared bare, every third token would count as clipped."""
+    """In float32 (v − R) − (v − V) + (v − V) is not v − R: compared bare, one token in thirty would seem clipped."""
     generator = torch.Generator().manual_seed(0)
     values_T, returns_T, move_T = torch.randn(3, 1000, generator=generator)
     predicted_T = (values_T + 0.1 * move_T.tanh()).requires_grad_()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import attrs
 
 from rl_core.testing import VARIANTS, BackendConformance, Variant
-from rl_fsdp import FsdpOptions, fsdp
-from rl_fsdp.backend import fsdp1
+from rl_fsdp import FsdpOptions, fsdp, fsdp1
 
 PADDED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}
@@ -42,15 +41,22 @@ class TestFsdp(BackendConformance):
         ULYSSES,
         *mixtures(ULYSSES),
         FOUR,
-        attrs.evolve(FOUR, options=FsdpOptions(sequence_parallel_size=2), parity_only=True),
+        attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
-    preload = ("rl_fsdp.worker",)
+    preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
 
 
 class TestFsdp1(BackendConformance):
     backend = fsdp1
     options = FsdpOptions()
-    variants = (ONE, FULL, *mixtures(FULL))
-    resumes = ((FULL, ONE), (ONE, FULL))
-    preload = ("rl_fsdp.worker", "rl_fsdp.fsdp1")
+    variants = (
+        ONE,
+        FULL,
+        *mixtures(FULL),
+        attrs.evolve(FULL, options=FsdpOptions(reshard_after_forward=False), parity_only=True),
+        attrs.evolve(ULYSSES, parity_only=True),
+        FOUR,
+    )
+    resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL))
+    preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

@@ -154,8 +154,8 @@ def test_a_checkpoint_of_another_model_is_refused(start_worker: StartWorker, tmp
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"role": "critic"}, "value head"),
-        ({"model": ModelConfig(path="x", lora=LoraConfig(rank=8))}, "lora.rank"),
+        ({"role": "critic", "model": ModelConfig()}, "trainer.critic.model.path"),
+        ({"model": ModelConfig(path="x", lora=LoraConfig(rank=8, dropout=0.1))}, "trainer.policy.model.lora.dropout"),
         ({"model": ModelConfig()}, "trainer.policy.model.path"),
         ({"logprobs_chunk_size": 0}, "logprobs_chunk_size"),
         ({"optimizer": OptimizerConfig(scheduler="cosine")}, "length of the run"),

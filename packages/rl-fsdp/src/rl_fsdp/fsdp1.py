@@ -42,12 +42,14 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: Ranks, *, bf16: boo
         (True, True): ShardingStrategy.HYBRID_SHARD,
         (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
     }[is_hybrid, options.reshard_after_forward]
+    # It pins what it offloads, which takes an accelerator; without one the parameters are on the CPU anyway.
+    offloads = options.cpu_offload and ranks.device.type != "cpu"
     settings: dict[str, Any] = {
         "device_mesh": ranks.shards,
         "device_id": ranks.device,
         "sharding_strategy": strategy,
         "mixed_precision": _mixed_precision(options) if bf16 else None,
-        "cpu_offload": CPUOffload(offload_params=True) if options.cpu_offload else None,
+        "cpu_offload": CPUOffload(offload_params=True) if offloads else None,
         "use_orig_params": True,
     }
     layers = {id(layer) for layer in decoder_layers(scorer)}

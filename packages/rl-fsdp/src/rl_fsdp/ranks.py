@@ -43,6 +43,8 @@ class Ranks:
     """The ranks that parameters are sharded over; two axes (copies, shards) where there is more than one copy."""
     ulysses: UlyssesGroup | None
     """None: sequences are not split."""
+    made_process_group: bool
+    """False where another model's ranks made it, and end it."""
 
     @classmethod
     def join(cls, info: RankInfo, device: torch.device, options: FsdpOptions) -> Ranks:
@@ -54,14 +56,18 @@ class Ranks:
             options: how they are arranged.
         """
         mesh = Mesh(world_size=info.world_size, sequence=options.sequence_parallel_size)
-        dist.init_process_group(
-            # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{info.master_address}:{info.master_port}",
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=_TIMEOUT,
-        )
+        # Two models of one rank each may stand in one process; ranks of several have a process of their own.
+        is_new = not dist.is_initialized()
+        if is_new:
+            dist.init_process_group(
+                # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{info.master_address}:{info.master_port}",
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=_TIMEOUT,
+            )
+        assert dist.get_world_size() == info.world_size
         size = info.world_size if options.fsdp_size == -1 else options.fsdp_size
         num_copies = info.world_size // size
         shape, names = ((num_copies, size), ("copies", "shards")) if num_copies > 1 else ((size,), ("shards",))
@@ -71,6 +77,7 @@ class Ranks:
             device=device,
             shards=init_device_mesh(device.type, shape, mesh_dim_names=names),
             ulysses=_ulysses_group(info.rank, mesh),
+            made_process_group=is_new,
         )
 
     @property
@@ -113,7 +120,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends this rank's part of the process group."""
-        dist.destroy_process_group()
+        if self.made_process_group:
+            dist.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -109,19 +109,22 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
                 return
             faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
             try:
-                if host is None:
-                    host = SuiteHost(backend, spec, rank)
-                    answer: Any = host.can_offload
-                else:
-                    answer = host.call(method, *args, **kwargs)
+                host = host or SuiteHost(backend, spec, rank)
+                answer = pickle.dumps(host.can_offload if method == "start" else host.call(method, *args, **kwargs))
             except Exception as error:
-                answer = Failure(
-                    summary=f"{type(error).__name__}: {error}",
-                    traceback=traceback.format_exc(),
-                    user_error=error if isinstance(error, RLError) else None,
-                )
+                answer = pickle.dumps(_failure_of(error))
             faulthandler.cancel_dump_traceback_later()
-            connection.send_bytes(pickle.dumps(answer))
+            connection.send_bytes(answer)
+
+
+def _failure_of(error: Exception) -> Failure:
+    summary, text = f"{type(error).__name__}: {error}", traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        # An error whose class takes other arguments than its message; what it says travels.
+        return Failure(summary=summary, traceback=text)
+    return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)
 
 
 @attrs.frozen(kw_only=True)
@@ -433,7 +436,6 @@ class RankGroup:
         self.mesh = backend.mesh(spec.options, world_size)
         self._directory = directory
         self._num_published = 0
-        self._backend = backend
         in_process = world_size == 1 and not backend.needs_own_process()
         self.ranks: SuiteRanks = (
             LocalRank(backend, spec) if in_process else ProcessRanks(backend, spec, self.mesh, timeout_s)

@@ -84,6 +84,11 @@ _PLANS = (
         about="Part of the tokens whose ratio was clipped.",
         curves={"policy/clip_fraction": "part"},
     ),
+    _Plan(
+        title="Critic",
+        about="Part of the returns' variance that the critic explains; 0 knows no more than their mean.",
+        curves={"critic/explained_variance": "explained"},
+    ),
 )
 
 
