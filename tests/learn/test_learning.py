@@ -49,6 +49,23 @@ CASES = (
         overrides=("trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",),
         below=0.5,
     ),
+    *(
+        Case(
+            name=name,
+            says=says,
+            overrides=("trainer.placement.policy_num_gpus_per_node=2", *overrides),
+            at_least=0.85,
+        )
+        for name, says, overrides in (
+            ("fsdp_2_ranks", "FSDP2 on two Ray ranks", ()),
+            ("fsdp1_2_ranks", "FSDP1 on two Ray ranks", ("trainer.strategy=fsdp1",)),
+            (
+                "ulysses_2_ranks",
+                "two Ray ranks that split every sequence",
+                ("trainer.policy.sequence_parallel_size=2",),
+            ),
+        )
+    ),
     Case(
         name="ppo_critic",
         says="PPO: advantages from a critic (GAE) instead of the group's mean",

@@ -55,8 +55,13 @@ class NonFiniteError(RLError, ArithmeticError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
+
+    A name that begins with three or more typed letters comes first, then one that contains them, then a similar one.
+    """
+    names = list(known)
+    longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
+    close = longer if len(name) >= 3 and longer else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -9,7 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any
 
 import attrs
@@ -89,7 +89,7 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
     found = _installed(group)
     if name not in found:
         package = _PACKAGES.get((group, name))
-        remedy = f" It comes with {package}: pip install {package}" if package else nearest(name, found)
+        remedy = _how_to_get(package) if package else nearest(name, found)
         names = ", ".join(sorted(found)) or "none"
         raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
     try:
@@ -99,13 +99,20 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         raise PluginError(
             f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
         ) from error
-    version = getattr(plugin, "contract_version", CONTRACT_VERSION)
-    if version != CONTRACT_VERSION:
+    contract = getattr(plugin, "contract_version", CONTRACT_VERSION)
+    if contract != CONTRACT_VERSION:
         raise PluginError(
-            f"{where}the plug-in {name!r} was written for contract version {version}, rl-core has {CONTRACT_VERSION}: "
+            f"{where}the plug-in {name!r} was written for contract version {contract}, rl-core has {CONTRACT_VERSION}: "
             "install matching versions of both"
         )
     return plugin
+
+
+def _how_to_get(package: str) -> str:
+    try:
+        return f" The installed {package} {version(package)} does not have it yet"
+    except PackageNotFoundError:
+        return f" It comes with {package}: pip install {package}"
 
 
 def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str | None = None) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ one hardly at all.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,18 @@ def problems() -> list[dict[str, str]]:
 
 def write_data(train: Path, held_out: Path) -> None:
     """Writes both parts as parquet files."""
+    rows = problems()
+    write_rows(train, rows[NUM_HELD_OUT:])
+    write_rows(held_out, rows[:NUM_HELD_OUT])
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Writes a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
-    rows = problems()
-    for path, part in ((train, rows[NUM_HELD_OUT:]), (held_out, rows[:NUM_HELD_OUT])):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
 def write_model(directory: Path, *, seed: int) -> None:

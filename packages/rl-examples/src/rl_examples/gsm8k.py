@@ -18,7 +18,9 @@ from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 
-_TINY = "runs/gsm8k_tiny"
+_TINY_TRAIN = "runs/gsm8k_tiny/train.parquet"
+_TINY_VALIDATION = "runs/gsm8k_tiny/validation.parquet"
+_TINY_MODEL = "runs/gsm8k_tiny/start_model"
 
 recipe = Recipe(
     summary="GRPO on grade-school mathematics, as users of this field know it",
@@ -39,10 +41,10 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 1024,
     },
     tiny={
-        "data.train_data": [f"{_TINY}/train.parquet"],
-        "data.val_data": [f"{_TINY}/validation.parquet"],
+        "data.train_data": [_TINY_TRAIN],
+        "data.val_data": [_TINY_VALIDATION],
         "trainer.run_name": "gsm8k_tiny",
-        "trainer.policy.model.path": f"{_TINY}/model",
+        "trainer.policy.model.path": _TINY_MODEL,
         "trainer.bf16": False,
         "trainer.num_threads": 1,
         "trainer.max_training_steps": 5,
@@ -53,6 +55,7 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 32,
     },
     prepare="rl_examples.gsm8k:prepare",
+    makes=(_TINY_TRAIN, _TINY_VALIDATION, _TINY_MODEL),
 )
 
 _FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
@@ -98,8 +101,12 @@ def ground_truth(row: Row) -> Decimal:
 
 
 def prepare(config: Config) -> None:
-    """Makes the tiny run's model and data, unless they are there; anything else is the user's."""
-    if config.trainer.policy.model.path == f"{_TINY}/model" and not Path(_TINY).exists():
-        from rl_examples.gsm8k_data import write_tiny_run
+    """Makes the tiny run's data and model, as far as they are named and missing."""
+    from rl_examples.gsm8k_data import write_tiny_data
+    from rl_examples.tiny_model import write_tiny_chat_model
 
-        write_tiny_run(Path(_TINY))
+    for path, split in ((_TINY_TRAIN, "train"), (_TINY_VALIDATION, "validation")):
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_tiny_data(Path(path), split=split)
+    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
+        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)

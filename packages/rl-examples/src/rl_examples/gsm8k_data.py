@@ -44,14 +44,10 @@ def convert(source: Path, target: Path, *, split: str) -> int:
     return len(rows)
 
 
-def write_tiny_run(directory: Path) -> None:
-    """A handful of handwritten problems and a random model of some 100k parameters that can play them."""
-    from rl_examples.tiny_model import write_tiny_chat_model
-
-    for split, problems in (("train", _PROBLEMS[:8]), ("validation", _PROBLEMS[8:])):
-        rows = [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)]
-        _write(directory / f"{split}.parquet", rows)
-    write_tiny_chat_model(directory / "model", seed=0)
+def write_tiny_data(target: Path, *, split: str) -> None:
+    """A handful of handwritten problems: the `train` or the `validation` part."""
+    problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
+    _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
 
 
 def _read(path: Path) -> Sequence[Mapping[str, Any]]:

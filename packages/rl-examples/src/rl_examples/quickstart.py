@@ -14,21 +14,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attrs
-
-from rl_core.config import Config
-from rl_core.interfaces import ModelConfig, Recipe
+from rl_core.config import Config, from_mapping
+from rl_core.interfaces import Recipe
 
 _DIRECTORY = "runs/arithmetic"
+_TRAIN = f"{_DIRECTORY}/train.parquet"
+_HELD_OUT = f"{_DIRECTORY}/held_out.parquet"
+_START_MODEL = f"{_DIRECTORY}/start_model_seed${{trainer.seed}}"
 
 recipe = Recipe(
     summary="a small model learns two-digit addition on two CPU cores, in minutes",
     config={
-        "data.train_data": [f"{_DIRECTORY}/train.parquet"],
-        "data.val_data": [f"{_DIRECTORY}/held_out.parquet"],
+        "data.train_data": [_TRAIN],
+        "data.val_data": [_HELD_OUT],
         "trainer.run_name": "quickstart",
         "trainer.resume_mode": "none",
-        "trainer.policy.model.path": f"{_DIRECTORY}/start_model_seed${{trainer.seed}}",
+        "trainer.policy.model.path": _START_MODEL,
         "trainer.policy.optimizer_config.lr": 1e-3,
         "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
         "trainer.policy.optimizer_config.weight_decay": 0.0,
@@ -53,26 +54,33 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 5,
     },
     prepare="rl_examples.quickstart:prepare",
+    makes=(_TRAIN, _HELD_OUT, _START_MODEL),
 )
 
 START_ACCURACY = 0.20
 
 
 def prepare(config: Config) -> None:
-    """Makes the data set and the warm-started model, unless they are there."""
-    from rl_core.trainer.data import read_rows
-    from rl_examples.arithmetic import write_data, write_model
+    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
+
+    rows = problems()
+    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_rows(Path(path), part)
+    start_model = _START_MODEL.replace("${trainer.seed}", str(config.trainer.seed))
+    if config.policy_model_path == start_model and not Path(start_model).exists():
+        _write_start_model(Path(start_model), rows[NUM_HELD_OUT:], seed=config.trainer.seed)
+
+
+def _write_start_model(directory: Path, problems: list[dict[str, str]], *, seed: int) -> None:
+    """Depends on the seed alone: the start is the same whatever data, backend or adapters train it further."""
+    from rl_core.trainer.data import DataRow
+    from rl_examples.arithmetic import write_model
     from rl_examples.warm_start import WarmStart, warm_start
 
-    train, held_out = Path(config.data.train_data[0]), Path(config.data.val_data[0])
-    if not (train.exists() and held_out.exists()):
-        write_data(train, held_out)
-    directory = Path(config.trainer.policy.model.path or "")
-    if not directory.exists():
-        untrained = directory.with_name(directory.name + ".untrained")
-        write_model(untrained, seed=config.trainer.seed)
-        model = ModelConfig(path=str(untrained))  # without adapters: the start is the same whatever trains it further
-        policy = attrs.evolve(config.trainer.policy, model=model)
-        start = attrs.evolve(config, trainer=attrs.evolve(config.trainer, policy=policy))
-        rows = read_rows([train], key="data.train_data")
-        warm_start(start, rows, directory, WarmStart(target_accuracy=START_ACCURACY))
+    untrained = directory.with_name(directory.name + ".untrained")
+    write_model(untrained, seed=seed)
+    config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
+    rows = [DataRow(problem, f"problem {number}") for number, problem in enumerate(problems, start=1)]
+    warm_start(config, rows, directory, WarmStart(target_accuracy=START_ACCURACY))

@@ -19,7 +19,7 @@ from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
 from rl_core.errors import RLError
-from rl_core.interfaces import LossSpec, OptimizerConfig, SamplingParams
+from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, SamplingParams
 from rl_core.trainer.advantages import with_loss_weights
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate
@@ -58,12 +58,15 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
     engine = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
     client = await engine.create(config)
     generator = plugins.load("rl_core.generators", config.generator.type)(config, client)
-    group = await WorkerGroup.launch(backend, attrs.evolve(spec, optimizer=optimizer))
+    # One rank that trains all weights, however the run that follows trains its own.
+    whole = ModelConfig(path=spec.model.path)
+    spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())
+    group = await WorkerGroup.launch(backend, spec)
     transport = plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend)
     encode = _encoder(config)
     rng, accuracy = random.Random(config.trainer.seed), 0.0
     try:
-        with Progress("warm start", settings.max_updates, "updates") as progress:
+        with Progress("warm start", None, "updates") as progress:
             for update in range(1, settings.max_updates + 1):
                 batch = Batch.from_sequences([encode(row.row) for row in rng.choices(rows, k=settings.batch_size)])
                 batch = with_loss_weights(batch, "token_mean", {})
@@ -77,7 +80,7 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
                 if update % settings.updates_per_check == 0:
                     await publish_weights(group, client, transport, update, max_bucket_bytes=2**28)
                     accuracy = await _accuracy(config, generator, rng.sample(rows, settings.rows_per_check))
-                    progress.update(update, accuracy=accuracy)
+                    progress.update(update, accuracy=accuracy, target=settings.target_accuracy)
                     if accuracy >= settings.target_accuracy:
                         await group.save_model(directory)
                         return

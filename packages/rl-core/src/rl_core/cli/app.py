@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
     # Appended, so that a user's own module is found (trainer.callbacks=my_module:Class) and shadows nothing.
     sys.path.append(str(Path.cwd()))
+    # Read by transformers at its import: its bars would stand between the lines of a run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     settings = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
@@ -107,7 +109,8 @@ def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
 @rl.command()
 @_configured
 @click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A .jsonl file, one sample a line."
+    "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    help="A new .jsonl file, one sample a line; its directory is made where it is missing.",
 )
 def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path) -> int:
     """Write sampled responses with their rewards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import click
 
 from rl_core import config as configuration
 from rl_core import plugins
-from rl_core.errors import ConfigError
+from rl_core.config.resolving import value_at
+from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rl_core.trainer.run_directory import RunSummary
@@ -77,6 +79,7 @@ def generate(loaded: configuration.Loaded, output: Path) -> int:
     _check(loaded, reads="data.val_data" if config.data.val_data else "data.train_data", prepares=True)
     from rl_core.trainer.run import run_generation
 
+    _make_directory(output.parent)
     count = run_generation(config, output)
     click.echo(f"{count} samples in {output}")
     return 0
@@ -86,13 +89,50 @@ def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
     """Every check before anything starts. What the recipe makes itself is looked for after it was made."""
     config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
     configuration.check_values(config)
-    if prepare is None:
-        configuration.check_files(config, reads=reads)
-    configuration.check_plugins(config)
+    configuration.check_files(config, reads=reads, makes=loaded.makes)
+    configuration.check_plugins(config, chosen=loaded.chosen_keys)
+    _check_callbacks(config)
+    _check_environments(config, reads=reads)
     _check_ranks(config)
     if prepare is not None and prepares:
         plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
         configuration.check_files(config, reads=reads)
+
+
+def _check_callbacks(config: configuration.Config) -> None:
+    from rl_core.trainer.callbacks import Callback
+
+    for path in config.trainer.callbacks:
+        found = plugins.import_object(path, "trainer.callbacks: ")
+        if not (isinstance(found, type) and issubclass(found, Callback)):
+            raise ConfigError(
+                f"trainer.callbacks: {path!r} is no callback; expected a class derived from "
+                "rl_core.trainer.callbacks.Callback"
+            )
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ConfigError(f"trainer.callbacks: {path!r} is built without arguments, but has a {error}") from error
+
+
+def _check_environments(config: configuration.Config, *, reads: str) -> None:
+    """Every row that will be played names an installed environment, where no key names one for all rows."""
+    from rl_core.trainer.data import read_rows
+
+    if config.environment.env_class is not None or config.generator.type != "environment":
+        return  # another generator may play without environments
+    known: set[str] = set()
+    for key in dict.fromkeys([reads, "data.val_data"]):
+        files = [file for file in value_at(config, key) if Path(file).is_file()]
+        for row in read_rows(files, key=key) if files else []:
+            name = row.row.get("env_class")
+            if not isinstance(name, str) or not name:
+                raise ConfigError(
+                    f"{row.place}: the row has no 'env_class' and environment.env_class is not set; give one of the two"
+                )
+            if name not in known:
+                plugins.load("rl_core.environments", name, key=f"{row.place}: env_class")
+                known.add(name)
 
 
 def _check_ranks(config: configuration.Config) -> None:
@@ -116,10 +156,17 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
 
     config = loaded.config
     missing = [file for file in config.data.train_data if not Path(file).is_file()]
-    if missing and loaded.recipe and loaded.recipe.prepare:
+    if missing:
         return f"{config.trainer.max_training_steps or 'as many as the data gives'} ({missing[0]} will be made first)"
     rows = len(read_rows(config.data.train_data, key="data.train_data"))
     return f"{num_steps(config, rows)} ({rows} prompts, {config.trainer.epochs} epochs)"
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--output: the directory {directory} cannot be made: {error}") from error
 
 
 def _resume_command(loaded: configuration.Loaded) -> str:

@@ -6,9 +6,10 @@ torch, for the functions that a run calls.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import attrs
@@ -18,7 +19,7 @@ from rl_core.config.function_params import loss_params, needs_critic, unread_par
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces import LossSpec
 
 # key → the least and the largest value it may have; None: no bound.
@@ -33,7 +34,6 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
         f"trainer.{model}.{key}": bounds
         for model in ("policy", "critic")
         for key, bounds in {
-            "optimizer_config.lr": (0, None),
             "optimizer_config.weight_decay": (0, None),
             "optimizer_config.max_grad_norm": (0, None),
             "optimizer_config.num_warmup_steps": (0, None),
@@ -81,6 +81,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_bucket_bytes": (1, None),
 }
 ABOVE_ZERO = (
+    "trainer.policy.optimizer_config.lr",
+    "trainer.critic.optimizer_config.lr",
     "generator.sampling_params.temperature",
     "trainer.algorithm.temperature",
     "trainer.algorithm.kl_ctrl.kl_target",
@@ -110,16 +112,25 @@ def check_values(config: Config) -> None:
         value_check(config)
 
 
-def check_files(config: Config, *, reads: str = "data.train_data") -> None:
-    """Data, models and the checkpoint to resume from are there; the run directory can be written."""
-    _data_exists(config, reads)
-    _models_exist(config)
+def check_files(config: Config, *, reads: str = "data.train_data", makes: Container[str] = ()) -> None:
+    """Data, models and the checkpoint to resume from are there; the run directory can be written.
+
+    Args:
+        reads: the key of the data without which there is no run.
+        makes: paths that may be missing, because they are going to be made.
+    """
+    _data_exists(config, reads, makes)
+    _models_exist(config, makes)
     _resume_path_exists(config)
     _run_dir_is_writable(config)
 
 
-def check_plugins(config: Config) -> None:
-    """Every plug-in and function that is named can be imported, and accepts the configuration. Imports torch."""
+def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> None:
+    """Every plug-in and function that is named can be imported, and accepts the configuration. Imports torch.
+
+    Args:
+        chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
+    """
     trainer, generator = config.trainer, config.generator
     engine = plugins.load(
         "rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend"
@@ -136,11 +147,10 @@ def check_plugins(config: Config) -> None:
     _check_loss(config)
     if needs_critic(config):
         _check_critic(config)
-    for name in unread_params(config):
-        message = (
-            f"trainer.algorithm.{name}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
-        )
-        warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
+    for key in unread_params(config):
+        if chosen is None or key in chosen:
+            message = f"{key}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
+            warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
     engine.validate(config)
 
 
@@ -148,9 +158,16 @@ def _check_loss(config: Config) -> None:
     from rl_core.workers.objective import objective_from_spec  # imports torch
 
     key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
-    objective = objective_from_spec(LossSpec(name=name, params=loss_params(config)), key=key)
+    params = loss_params(config)
+    try:
+        objective = objective_from_spec(LossSpec(name=name, params=params), key=key)
+    except (PluginError, ConfigError) as error:
+        raise (error if str(error).startswith(key) else type(error)(f"{key}: {name!r}: {error}")) from error
     if "predicted_values" in objective.reads:
-        raise ConfigError(f"{key}: {name!r} trains a critic, not a policy; choose e.g. regular")
+        raise ConfigError(
+            f"{key}: {name!r} trains a critic, not a policy, and does so by itself with "
+            "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
+        )
     if config.trainer.algorithm.off_policy_correction.is_active:
         _check_correction(config, objective.required_columns)
 
@@ -203,6 +220,16 @@ def _bounds(config: Config) -> None:
             raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
 
 
+def _optimizers(config: Config) -> None:
+    for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
+        for name in ("lr", "weight_decay"):
+            if math.isinf(value_at(config, f"{key}.{name}")):
+                raise ConfigError(f"{key}.{name}: {value_at(config, f'{key}.{name}')} is given; expected a finite number")
+        betas = value_at(config, f"{key}.adam_betas")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")
+
+
 def _sampling(config: Config) -> None:
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
@@ -245,7 +272,7 @@ def _batch_sizes(config: Config) -> None:
 def _divides_batch(config: Config, key: str) -> None:
     batch, mini = config.trainer.train_batch_size, value_at(config, key)
     if mini > batch:
-        raise ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}")
+        raise ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; give {batch} or less")
     if batch % mini:
         fitting = max(size for size in range(1, mini) if batch % size == 0)
         raise ConfigError(
@@ -310,6 +337,7 @@ def _resume(config: Config) -> None:
 
 _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
     _bounds,
+    _optimizers,
     _sampling,
     _placement,
     _batch_sizes,
@@ -323,24 +351,27 @@ _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _data_exists(config: Config, reads: str) -> None:
+def _data_exists(config: Config, reads: str, makes: Container[str]) -> None:
     if not value_at(config, reads):
         raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
     for key in ("data.train_data", "data.val_data"):
         for file in value_at(config, key):
-            if not Path(file).is_file():
+            if not Path(file).is_file() and (file not in makes or Path(file).exists()):
                 reason = "is a directory" if Path(file).is_dir() else "does not exist"
                 raise ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})")
 
 
-def _models_exist(config: Config) -> None:
+def _models_exist(config: Config, makes: Container[str]) -> None:
     if config.trainer.policy.model.path is None:
         raise ConfigError("trainer.policy.model.path: no model is given; give a Hugging Face model directory or name")
-    _model_exists("trainer.policy.model.path", config.policy_model_path)
+    paths = {"trainer.policy.model.path": config.policy_model_path}
     if config.trainer.algorithm.needs_reference:
-        _model_exists("trainer.ref.model.path", config.ref_model_path)
+        paths["trainer.ref.model.path"] = config.ref_model_path
     if config.critic_model_path != config.policy_model_path:
-        _model_exists("trainer.critic.model.path", config.critic_model_path)
+        paths["trainer.critic.model.path"] = config.critic_model_path
+    for key, path in paths.items():
+        if path not in makes or Path(path).exists():
+            _model_exists(key, path)
 
 
 def _model_exists(key: str, path: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
 from typing import Any
 
 import attrs
 
 from rl_core import plugins
 from rl_core.config.tree import AlgorithmConfig, Config
+from rl_core.errors import ConfigError
 
 LOSSES = "rl_core.policy_losses"
 ESTIMATORS = "rl_core.advantage_estimators"
@@ -23,15 +24,13 @@ def loss_params(config: Config) -> dict[str, Any]:
     unknown function.
     """
     algorithm = config.trainer.algorithm
-    return _params(LOSSES, algorithm.policy_loss_type, algorithm.policy_loss_params, algorithm, "policy_loss_type")
+    return _params(LOSSES, "policy_loss_type", "policy_loss_params", algorithm)
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
     """Of the advantage estimator, by the same rule from `advantage_params`."""
     algorithm = config.trainer.algorithm
-    return _params(
-        ESTIMATORS, algorithm.advantage_estimator, algorithm.advantage_params, algorithm, "advantage_estimator"
-    )
+    return _params(ESTIMATORS, "advantage_estimator", "advantage_params", algorithm)
 
 
 def needs_critic(config: Config) -> bool:
@@ -41,20 +40,27 @@ def needs_critic(config: Config) -> bool:
     return "values_T" in plugins.positional_parameters(estimator)
 
 
-def _params(group: str, name: str, explicit: Mapping[str, Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
-    key = f"trainer.algorithm.{key}"
+def _params(group: str, name_field: str, params_field: str, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    key, name = f"trainer.algorithm.{name_field}", getattr(algorithm, name_field)
     function = plugins.load(group, name, key=key)
     known = plugins.keyword_parameters(function) if callable(function) else {}
     shared = {field.name: getattr(algorithm, field.name) for field in attrs.fields(AlgorithmConfig)}
-    params = {param: shared[param] for param in known if param in shared} | dict(explicit)
+    params = {param: shared[param] for param in known if param in shared} | dict(getattr(algorithm, params_field))
+    for param, default in known.items():
+        if default is inspect.Parameter.empty and param not in params:
+            raise ConfigError(
+                f"{key}: {name!r} needs the parameter {param!r}; add e.g. trainer.algorithm.{params_field}.{param}=2"
+            )
     plugins.load_function(group, name, params, key=key)
     return params
 
 
 def unread_params(config: Config) -> list[str]:
-    """Keys of `trainer.algorithm` that were changed for a function that does not read them."""
+    """Keys below `trainer.algorithm` that were changed for a function that does not read them."""
     taken = {*loss_params(config), *advantage_params(config), *(["value_clip"] if needs_critic(config) else [])}
     algorithm, defaults = config.trainer.algorithm, AlgorithmConfig()
     return [
-        name for name in _FUNCTION_KEYS if name not in taken and getattr(algorithm, name) != getattr(defaults, name)
+        f"trainer.algorithm.{name}"
+        for name in _FUNCTION_KEYS
+        if name not in taken and getattr(algorithm, name) != getattr(defaults, name)
     ]

@@ -15,7 +15,12 @@ import attrs
 from rl_core.config.layers import ConfigWarning, Given, Layer
 from rl_core.errors import ConfigError
 
-ALIASES = {"trainer.remove_microbatch_padding": "trainer.use_sample_packing"}
+ALIASES = {
+    "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+    "trainer.policy.sequence_parallel_size": "trainer.policy.fsdp_config.sequence_parallel_size",
+    "trainer.ref.sequence_parallel_size": "trainer.ref.fsdp_config.sequence_parallel_size",
+    "trainer.critic.sequence_parallel_size": "trainer.critic.fsdp_config.sequence_parallel_size",
+}
 """Other spellings, accepted as they are."""
 
 VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
@@ -62,9 +67,6 @@ _LOCAL_ONLY = "no engine of this version has it"
 UNSUPPORTED: dict[str, Unsupported] = {
     "deepspeed_config": Unsupported("there is no DeepSpeed backend yet; choose trainer.strategy=fsdp"),
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
-    "trainer.policy.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
-    "trainer.ref.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
-    "trainer.critic.sequence_parallel_size": Unsupported(_ONE_RANK, (1,)),
     "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK),
     "trainer.use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
     "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (False,)),

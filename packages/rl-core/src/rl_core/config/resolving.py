@@ -103,7 +103,7 @@ def resolve(config: Config) -> Config:
     Resolving twice changes nothing. Raises PluginError if the selected backend is not installed.
     """
     for key in PATHS:
-        config = with_value(config, key, _expanded(config, key, value_at(config, key)))
+        config = with_value(config, key, expanded(config, key, value_at(config, key)))
     for rule in RULES:
         if value_at(config, rule.key) is None:
             config = with_value(config, rule.key, rule.value(config))
@@ -115,9 +115,10 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def _expanded(config: Config, key: str, text: Any) -> Any:
+def expanded(config: Config, key: str, text: Any) -> Any:
+    """A text, or each of several, with `~` and `${key.path}` replaced; `key` names it in messages."""
     if isinstance(text, tuple):
-        return tuple(_expanded(config, key, one) for one in text)
+        return tuple(expanded(config, key, one) for one in text)
     if text is None:
         return None
 

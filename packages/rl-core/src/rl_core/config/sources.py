@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from rl_core import plugins
 from rl_core.config.keys import translated
 from rl_core.config.layers import Given, Layer, file_layer, mapping_layer, merge, nested, override_layer
 from rl_core.config.loading import load_class
-from rl_core.config.resolving import RULES, as_mapping, leaves, resolve, section_class
+from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Recipe
+
+
+RECIPE = "recipe "
+"""How a source that is a recipe begins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -27,6 +32,13 @@ class Loaded:
     """What somebody gave, by key path."""
     recipe: Recipe | None = None
     """The recipe, if one was named."""
+    makes: frozenset[str] = frozenset()
+    """Paths that the recipe makes where they are missing."""
+
+    @property
+    def chosen_keys(self) -> frozenset[str]:
+        """Keys that the user gave, in a file or on the command line."""
+        return frozenset(key for key, given in self.given.items() if not given.source.startswith(RECIPE))
 
 
 @attrs.frozen
@@ -51,17 +63,20 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
     """
+    _require_no_path(source)
     if source.endswith((".yaml", ".yml")):
         if tiny:
             raise ConfigError(f"--tiny: {source} is a file; only a recipe has a tiny variant")
         return _loaded([file_layer(Path(source)), override_layer(overrides)])
     recipe = _recipe(source)
-    layers = [mapping_layer(recipe.config, f"recipe {source}")]
+    layers = [mapping_layer(recipe.config, f"{RECIPE}{source}")]
     if tiny:
         if recipe.tiny is None:
             raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant")
-        layers.append(mapping_layer(recipe.tiny, f"recipe {source} --tiny"))
-    return attrs.evolve(_loaded([*layers, override_layer(overrides)]), recipe=recipe)
+        layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny"))
+    loaded = _loaded([*layers, override_layer(overrides)])
+    makes = frozenset(expanded(loaded.config, f"{RECIPE}{source}", path) for path in recipe.makes)
+    return attrs.evolve(loaded, recipe=recipe, makes=makes)
 
 
 def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -91,12 +106,33 @@ def _loaded(layers: Sequence[Layer]) -> Loaded:
     return Loaded(config=resolve(config), given=given)
 
 
+def _require_no_path(source: str) -> None:
+    """A folder or a file without a YAML name is none of what `load` takes; a recipe's name wins over a folder's."""
+    path = Path(source)
+    names = {plugin.name for plugin in plugins.installed("rl_core.recipes")}
+    if not path.exists() or (path.is_file() and path.suffix in (".yaml", ".yml")) or source in names:
+        return
+    kind = "a directory" if path.is_dir() else "a file whose name does not end in .yaml"
+    file = path / "config.yaml"
+    remedy = f"give {file}" if file.is_file() else "give a recipe's name, a .yaml file or package.module:recipe"
+    raise ConfigError(f"{source}: is {kind}; {remedy}")
+
+
 def _recipe(source: str) -> Recipe:
     recipe = plugins.load("rl_core.recipes", source)
-    if callable(recipe):
+    if callable(recipe) and _takes_nothing(recipe):
         recipe = recipe()
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{source}: is of type {type(recipe).__name__}; expected a Recipe, or a function that returns one"
+            f"{source}: is of type {type(recipe).__name__}; expected a Recipe, or a function without parameters that "
+            "returns one"
         )
     return recipe
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):  # ValueError: written in C, with no signature to read
+        return False
+    return True

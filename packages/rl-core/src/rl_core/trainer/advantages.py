@@ -37,6 +37,11 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
     key = "trainer.algorithm.advantage_estimator"
     estimator = plugins.load_function("rl_core.advantage_estimators", name, params, key=key)
     for needed in plugins.positional_parameters(estimator):
+        if needed == "greedy_scores_N":
+            raise ConfigError(
+                f"{key}: {name!r} compares with greedy answers, which this version's loop does not play yet; "
+                "rloo takes the other samples of the prompt as its baseline"
+            )
         if needed not in _AVAILABLE:
             raise ConfigError(
                 f"{key}: {name!r} has the parameter {needed!r}; a training run provides {', '.join(_AVAILABLE)}"

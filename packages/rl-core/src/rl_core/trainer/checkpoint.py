@@ -12,12 +12,14 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from rl_core.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d+)")
+_EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
 @attrs.frozen(kw_only=True)
@@ -64,24 +66,33 @@ def load_state(checkpoint: Path) -> RunState:
         raise CheckpointError(
             f"{checkpoint}: not a complete checkpoint (no complete.json). Give another one as trainer.resume_path"
         )
-    sizes: dict[str, int] = json.loads(listing.read_text())
+    sizes = _read_json(listing)
     for name, size in sizes.items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             has = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(
-                f"{path} {has}, {size} were written: this checkpoint is damaged. "
-                "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
-            )
-    raw = json.loads((checkpoint / "run.json").read_text())
-    return RunState(**{**raw, "restart_groups": tuple(raw["restart_groups"])})
+            raise CheckpointError(f"{path} {has}, {size} were written: this checkpoint is damaged. {_EARLIER}")
+    raw = _read_json(checkpoint / "run.json")
+    try:
+        return RunState(**{**raw, "restart_groups": tuple(raw["restart_groups"])})
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint / 'run.json'}: not a run's state of this version ({error})") from error
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted((path for path in root.glob("step_*") if is_step_name(path.name) and path.is_dir()), key=step_of)
+
+
+def is_step_name(name: str) -> bool:
+    """`step_N`: a complete checkpoint, or an exported model."""
+    return _NAME.fullmatch(name) is not None
+
+
+def step_of(path: Path) -> int:
+    """N of `step_N`."""
+    return int(path.name.removeprefix("step_"))
 
 
 def delete_old_checkpoints(root: Path, keep: int) -> None:
@@ -89,6 +100,16 @@ def delete_old_checkpoints(root: Path, keep: int) -> None:
     if keep >= 0:
         for path in list_checkpoints(root)[: -keep or None]:
             shutil.rmtree(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {type(content).__name__}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): this checkpoint is damaged. {_EARLIER}") from error
+    return content
 
 
 def _flush_to_disk(directory: Path) -> None:

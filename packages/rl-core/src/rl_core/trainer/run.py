@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from rl_core import plugins
 from rl_core.config import Config, advantage_params, loss_params, needs_critic
-from rl_core.errors import DataError
+from rl_core.errors import DataError, RLError
 from rl_core.interfaces import (
     Backend,
     Generator,
@@ -32,13 +30,14 @@ from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import evaluate
+from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.model_update import ModelUpdateSettings
 from rl_core.trainer.models import Models
 from rl_core.trainer.report import write_report
 from rl_core.trainer.reporting import RunReporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
-from rl_core.trainer.run_directory import RunSummary, open_run_directory, read_state, write_summary
+from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
 from rl_core.trainer.samples import SamplesWriter, sample_of
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.update import BatchUpdate, UpdateSettings
@@ -48,21 +47,25 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, *, started: float | None = None) -> RunSummary:
-    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was
-    interrupted.
+    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was stopped.
+
+    In the main thread SIGINT and SIGTERM stop it at the next step boundary, with a checkpoint; a second one ends it at
+    once. In a notebook, whose event loop has that thread: `await asyncio.to_thread(run_training, config)`.
 
     Args:
         started: `time.perf_counter()` at which the process began its work; now, when not given.
 
     Raises:
         RLError: everything that input, data or machine can cause.
+        KeyboardInterrupt: it was ended at once.
     """
-    return asyncio.run(_train(config, time.perf_counter() if started is None else started))
+    interrupts = Interrupts()
+    return interrupts.run(lambda: _train(config, time.perf_counter() if started is None else started, interrupts))
 
 
 def run_evaluation(config: Config) -> dict[str, float]:
     """Plays the held-out rows once with the model at `trainer.policy.model.path`; the metrics."""
-    return asyncio.run(_evaluate(config))
+    return Interrupts().run(lambda: _evaluate(config))
 
 
 def run_generation(config: Config, output: Path) -> int:
@@ -73,23 +76,25 @@ def run_generation(config: Config, output: Path) -> int:
     """
     if output.exists():
         raise DataError(f"{output} exists already: give another file, or remove it first")
-    return asyncio.run(_generate(config, output))
+    return Interrupts().run(lambda: _generate(config, output))
 
 
-async def _train(config: Config, started: float) -> RunSummary:
+async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
     trainer = config.trainer
     train_rows = read_rows(config.data.train_data, key="data.train_data")
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
-    run_dir, checkpoint = open_run_directory(config)
-    state = read_state(checkpoint)
+    start = open_run_directory(config)
+    run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
     async with _engine(config) as (client, generator), _models(config, train_rows) as models:
-        train_rows = _fitting(train_rows, generator, config)
+        train_rows = await _fitting(train_rows, generator, config)
+        eval_rows = await _fitting(eval_rows, generator, config)
         total_steps = num_steps(config, len(train_rows))
         if checkpoint is None:
             state = attrs.evolve(state, kl_coef=trainer.algorithm.kl_loss_coef)
         else:
             logger.info("continuing from %s", checkpoint)
             await models.load_state(checkpoint)
+            set_aside_later_steps(config, state.step)
         reporter = RunReporter(config, run_dir, total_steps=total_steps, first_step=state.step + 1 if checkpoint else 0)
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
@@ -121,14 +126,14 @@ async def _train(config: Config, started: float) -> RunSummary:
             generator=generator,
             client=client,
             transport=plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend),
-            eval_rows=_fitting(eval_rows, generator, config),
+            eval_rows=eval_rows,
             eval_settings=_eval_rollouts(config),
             reporter=reporter,
             callbacks=[_callback(path) for path in trainer.callbacks],
             steps_done=state.step,
         )
         try:
-            with _stopping_on_interrupt(loop.stop), _data_outside_garbage_collection():
+            with interrupts.stops(loop.stop), _data_outside_garbage_collection():
                 await loop.run()
             if not loop.was_stopped:
                 await models.save_model(Path(trainer.export_path or ""))
@@ -146,7 +151,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
     async with _engine(config) as (_, generator):
         result = await evaluate(
             generator,
-            _fitting(rows, generator, config),
+            await _fitting(rows, generator, config),
             _eval_rollouts(config),
             version=0,
             batch_size=config.trainer.eval_batch_size,
@@ -163,7 +168,7 @@ async def _generate(config: Config, output: Path) -> int:
     async with _engine(config) as (_, generator):
         result = await evaluate(
             generator,
-            _fitting(rows, generator, config),
+            await _fitting(rows, generator, config),
             _train_rollouts(config),
             version=0,
             batch_size=config.trainer.eval_batch_size,
@@ -302,7 +307,7 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
     try:
         yield client, create(config, client)
     finally:
-        await client.close()
+        await _closed(client.close, "the inference engine")
 
 
 @asynccontextmanager
@@ -324,7 +329,7 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
                 share_devices_of=beside,
                 timeout_s=config.trainer.worker_timeout_s,
             )
-            closing.push_async_callback(group.close)
+            closing.push_async_callback(_closed, group.close, f"the {role} model")
             return group
 
         policy = await launch("policy")
@@ -334,12 +339,30 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
         yield Models(policy=policy, reference=reference, critic=critic)
 
 
-def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:
+async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
+    """Waits for `close`; of a run that is ended at once only `CLOSE_S`: what is busy longer ends with the process."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        await close()
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await close()
+    except (TimeoutError, RLError) as error:
+        logger.warning("%s did not close: %s", name, error or f"still busy after {CLOSE_S:g} s")
+
+
+async def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:
     """The rows whose prompts are within `max_prompt_length`; a longer one is an error or is left out, as
     `data.on_long_prompt` says."""
     limit, fitting = config.trainer.max_prompt_length, []
-    for row in rows:
-        length = generator.prompt_length(row.row)
+    for number, row in enumerate(rows):
+        if number % 256 == 0:
+            await asyncio.sleep(0)  # a signal is answered between events
+        try:
+            length = generator.prompt_length(row.row)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
         if length <= limit:
             fitting.append(row)
         elif config.data.on_long_prompt == "error":
@@ -417,21 +440,3 @@ def _data_outside_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class _stopping_on_interrupt:
-    """The first Ctrl-C calls `stop`; the second one interrupts at once."""
-
-    def __init__(self, stop: Callable[[], None]):
-        self._stop = stop
-
-    def __enter__(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
-
-    def __exit__(self, *_: Any) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-
-    def _interrupt(self) -> None:
-        logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-        self._stop()

@@ -1,17 +1,27 @@
-"""A run's directory: new, continued, or finished; and what is written at its end."""
+"""A run's directory: new, continued or resumed from an earlier step, without losing anything; and its summary."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from rl_core.config import Config, dump_yaml
-from rl_core.errors import CheckpointError
-from rl_core.trainer.checkpoint import RunState, list_checkpoints, load_state
-from rl_core.trainer.jsonl import read_rows
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.trainer.checkpoint import RunState, is_step_name, list_checkpoints, load_state, step_of
+from rl_core.trainer.jsonl import StepLog, read_rows
+from rl_core.trainer.samples import FILE_NAME as SAMPLES_FILE_NAME
 from rl_core.trainer.trackers import METRICS_FILE_NAME
+
+logger = logging.getLogger(__name__)
+
+_RESUMED = re.compile(r"config\.resumed-(\d+)\.yaml")
 
 
 @attrs.frozen(kw_only=True)
@@ -34,29 +44,75 @@ class RunSummary:
     seed: int
 
 
-def open_run_directory(config: Config) -> tuple[Path, Path | None]:
-    """The run's directory and the checkpoint to continue from, None for a new run.
+@attrs.frozen(kw_only=True)
+class RunStart:
+    """Where a run begins."""
 
-    A new run into a directory that holds an earlier one moves that aside, to `<run_dir>.1`, `.2`, …: nothing is
-    overwritten.
+    run_dir: Path
+    checkpoint: Path | None
+    """What it continues from; None: from the model."""
+    state: RunState
+
+
+def open_run_directory(config: Config) -> RunStart:
+    """Makes the run's directory ready and finds the checkpoint to continue from.
+
+    A checkpoint of `trainer.ckpt_path` continues the run that is there (`set_aside_later_steps` makes room for it).
+    Without one, or with one of elsewhere, a run begins: an earlier one in the directory is moved aside as a whole, to
+    `<run_dir>.1`, `.2`, …. Nothing is overwritten. `config.yaml` is how the run began; a resumed run with another
+    configuration writes `config.resumed-1.yaml`, `-2`, ….
 
     Raises:
-        CheckpointError: `resume_path` is not a checkpoint.
+        CheckpointError: `resume_path` is not a checkpoint, or it is damaged; nothing was changed.
+        ConfigError: the directory cannot be made or written.
     """
-    run_dir = Path(config.trainer.run_dir or "")
-    checkpoint = _checkpoint_to_resume(config)
-    if checkpoint is None and (run_dir / METRICS_FILE_NAME).exists():
-        _move_aside(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    return run_dir, checkpoint
+    run_dir, checkpoint = config.run_dir, _checkpoint_to_resume(config)
+    state = _start_state() if checkpoint is None else load_state(checkpoint)
+    is_continued = checkpoint is not None and checkpoint.resolve().parent == config.ckpt_dir.resolve()
+    try:
+        if not is_continued:
+            checkpoint = _move_aside(config, checkpoint)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write_config(config, is_continued=is_continued)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.run_dir: {run_dir} cannot be made or written ({error}); give another directory"
+        ) from error
+    return RunStart(run_dir=run_dir, checkpoint=checkpoint, state=state)
 
 
-def read_state(checkpoint: Path | None) -> RunState:
-    """The state to start from."""
-    if checkpoint is None:
-        return RunState(step=0, next_group=0, restart_groups=(), kl_coef=float("nan"), nonfinite_steps=0)
-    return load_state(checkpoint)
+def set_aside_later_steps(config: Config, step: int) -> None:
+    """Moves what the run directory holds of steps after `step`, which are going to be done again, to
+    `<run_dir>/replaced_1`, `_2`, …: checkpoints, rows of metrics and samples, and the model and report of the end.
+
+    Does nothing when nothing is later. The model is left where it is if `trainer.export_path` is outside the run
+    directory. Killed on the way, it leaves either what was there or less of it, and a copy of each row.
+    """
+    run_dir = config.run_dir
+    checkpoints = [path for path in list_checkpoints(config.ckpt_dir) if step_of(path) > step]
+    logs = {name: _rows_after(run_dir / name, step) for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)}
+    if not checkpoints and not any(logs.values()):
+        return
+    aside = _free(run_dir / "replaced_")
+    aside.mkdir()
+    for name, rows in logs.items():
+        log = StepLog(aside / name, first_step=0)
+        log.write(rows)
+        log.close()
+    for path in _ends(config, step):
+        _move(path, aside / path.relative_to(run_dir))
+    for path in reversed(checkpoints):
+        _move(path, aside / "checkpoints" / path.name)
+    for name, rows in logs.items():
+        if rows:
+            StepLog(run_dir / name, first_step=step + 1).close()
+    logger.warning("the steps after %d are done again; what was there of them is kept in %s", step, aside)
+
+
+def newest_config(run_dir: Path) -> Path:
+    """The file of the configuration that the run was last started with."""
+    resumed = [path for path in run_dir.glob("config.resumed-*.yaml") if _resumed_number(path)]
+    return max(resumed, key=_resumed_number, default=run_dir / "config.yaml")
 
 
 def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, seed: int) -> RunSummary:
@@ -81,6 +137,10 @@ def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, see
     return summary
 
 
+def _start_state() -> RunState:
+    return RunState(step=0, next_group=0, restart_groups=(), kl_coef=float("nan"), nonfinite_steps=0)
+
+
 def _checkpoint_to_resume(config: Config) -> Path | None:
     trainer = config.trainer
     if trainer.resume_mode == "none":
@@ -92,12 +152,83 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
                 f"trainer.resume_path: {path} is not a directory; give a checkpoint such as …/checkpoints/step_000010"
             )
         return path
-    found = list_checkpoints(Path(trainer.ckpt_path or ""))
+    # A row is written before its step's checkpoint: a checkpoint without one is not of the run that the rows tell of.
+    last = _last_row_step(config.run_dir / METRICS_FILE_NAME)
+    found = [path for path in list_checkpoints(config.ckpt_dir) if last is None or step_of(path) <= last]
     return found[-1] if found else None
 
 
-def _move_aside(run_dir: Path) -> None:
+def _last_row_step(metrics: Path) -> int | None:
+    """None for a file that is not there or has no rows: it contradicts no checkpoint."""
+    return max((row["step"] for row in read_rows(metrics)), default=None) if metrics.exists() else None
+
+
+def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path) if row["step"] > step] if path.exists() else []
+
+
+def _ends(config: Config, step: int) -> list[Path]:
+    """The exported models of later steps, the final one among them, and what sums the run up; inside `run_dir`."""
+    run_dir, export_dir = config.run_dir, config.export_dir
+    models = list(export_dir.iterdir()) if run_dir in export_dir.parents and export_dir.is_dir() else []
+    later = [path for path in models if not (is_step_name(path.name) and step_of(path) <= step)]
+    return [*later, *(run_dir / name for name in ("summary.json", "report.html") if (run_dir / name).exists())]
+
+
+def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
+    """Makes room for a new run; `checkpoint`, or where it is now if it moved too."""
+    run_dir, ckpt_dir = Path(os.path.abspath(config.run_dir)), Path(os.path.abspath(config.ckpt_dir))
+    checkpoints = list_checkpoints(ckpt_dir)
+    is_inside = run_dir in ckpt_dir.parents
+    if (run_dir / METRICS_FILE_NAME).exists() or (is_inside and checkpoints):
+        aside = _free(run_dir.with_name(f"{run_dir.name}."))
+        if checkpoint is not None and checkpoint.resolve().is_relative_to(run_dir.resolve()):
+            checkpoint = aside / checkpoint.resolve().relative_to(run_dir.resolve())
+        run_dir.rename(aside)
+        _say_moved(config, aside)
+    if checkpoints and not is_inside:
+        aside = _free(ckpt_dir / "replaced_")
+        for path in checkpoints:
+            _move(path, aside / path.name)
+        _say_moved(config, aside)
+    return checkpoint
+
+
+def _say_moved(config: Config, aside: Path) -> None:
+    if config.trainer.resume_mode == "latest":
+        logger.warning(
+            "trainer.resume_mode=latest: no checkpoint to go on from in %s, so this run starts from the beginning; "
+            "the earlier run was moved to %s",
+            config.ckpt_dir,
+            aside,
+        )
+    else:
+        logger.info("this is a run of its own; the earlier one was moved to %s", aside)
+
+
+def _write_config(config: Config, *, is_continued: bool) -> None:
+    text, newest = dump_yaml(config), newest_config(config.run_dir)
+    if is_continued and newest.exists():
+        if newest.read_text(encoding="utf-8") == text:
+            return
+        newest = config.run_dir / f"config.resumed-{_resumed_number(newest) + 1}.yaml"
+    newest.write_text(text, encoding="utf-8")
+
+
+def _resumed_number(path: Path) -> int:
+    """0 for `config.yaml`."""
+    found = _RESUMED.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def _free(stem: Path) -> Path:
+    """The first of `<stem>1`, `<stem>2`, … that does not exist."""
     number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+    while (path := stem.with_name(f"{stem.name}{number}")).exists():
         number += 1
-    run_dir.rename(aside)
+    return path
+
+
+def _move(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, target)

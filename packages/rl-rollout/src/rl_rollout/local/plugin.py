@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from rl_core import plugins
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, InferenceClient
 
@@ -29,9 +30,10 @@ class LocalEnginePlugin:
         """Raises ConfigError for what this engine cannot do."""
         engine = config.generator.inference_engine
         if engine.num_engines != 1:
+            others = {plugin.name for plugin in plugins.installed("rl_core.inference")}
+            remedy = f", or choose {_SECTION}.backend=vllm" if "vllm" in others else ""
             raise ConfigError(
-                f"{_SECTION}.num_engines: {engine.num_engines}, but the local engine is always one; set it to 1 or "
-                f"choose {_SECTION}.backend=vllm"
+                f"{_SECTION}.num_engines: {engine.num_engines}, but the local engine is always one; set it to 1{remedy}"
             )
         if engine.max_num_seqs < 1:
             raise ConfigError(f"{_SECTION}.max_num_seqs: {engine.max_num_seqs}, expected at least 1")

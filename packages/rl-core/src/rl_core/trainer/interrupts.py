@@ -1,0 +1,118 @@
+"""SIGINT (Ctrl-C) and SIGTERM of a run: the first asks it to stop at a step boundary, a later one ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""So long each engine and model has to close when the run is ended at once."""
+_BOUNCE_S = 1.0
+"""A second signal within this time is the same press of the key."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """What the signals of a process do while it works on one coroutine.
+
+    They are taken over for the whole of `run`, clean-up included, so that none of them lands in the middle of it. Only
+    the main thread has signals: elsewhere `run` just runs.
+
+    | the work                   | a signal                                                    |
+    |----------------------------|-------------------------------------------------------------|
+    | is not in a `stops` block  | cancels it                                                  |
+    | is in a `stops` block      | the first calls `stop`; one at least 1 s later cancels it   |
+    | was cancelled, is closing  | does nothing; raises KeyboardInterrupt where closing hangs  |
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._stop: Callable[[], None] | None = None
+        self._asked_at: float | None = None
+        self._ended_at: float | None = None
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """The result of `work()` in an event loop of its own.
+
+        Raises:
+            KeyboardInterrupt: a signal ended it; everything is closed.
+            RuntimeError: this thread has a running event loop already.
+        """
+        _require_no_loop()
+
+        async def main() -> _Result:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            try:
+                return await work()
+            finally:
+                self._task = None
+                self._ended_at = self._ended_at or time.monotonic()
+
+        with _handling(self._received):
+            try:
+                return asyncio.run(main())
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
+
+    @contextmanager
+    def stops(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Inside, the first signal calls `stop` in the event loop."""
+        self._stop = stop
+        try:
+            yield
+        finally:
+            self._stop = None
+
+    def _received(self, *_: object) -> None:
+        """The signal handler: between any two instructions, so it leaves the answer to the event loop."""
+        now = time.monotonic()
+        if self._loop is None or (self._ended_at is not None and now - self._ended_at > 2 * CLOSE_S):
+            raise KeyboardInterrupt
+        if self._ended_at is None:
+            self._loop.call_soon_threadsafe(self._answer, now)
+
+    def _answer(self, now: float) -> None:
+        if self._task is None or self._ended_at is not None:
+            return
+        if self._stop is not None and self._asked_at is None:
+            self._asked_at = now
+            logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+            self._stop()
+        elif self._asked_at is None or now - self._asked_at >= _BOUNCE_S:
+            self._ended_at = now
+            self._task.cancel()
+
+
+@contextmanager
+def _handling(handler: Callable[..., None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            # None stands for a handler that was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def _require_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "an event loop is running in this thread, as in a notebook; give the run a thread: "
+        "await asyncio.to_thread(run_training, config)"
+    )
