@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,26 @@ async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Pat
     with pytest.raises(
         CheckpointError, match=r"weights\.bin (has 10 bytes|is missing), 1000 were written.*resume_path"
     ):
+        load_state(path)
+
+
+@pytest.mark.parametrize("name", ["complete.json", "run.json"])
+@pytest.mark.parametrize("content", [b'{"step": 3, "rest', b"[]", b"\xff\xfe"])
+async def test_a_cut_description_is_refused_with_the_file_named(tmp_path: Path, name: str, content: bytes):
+    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    listing = json.loads((path / "complete.json").read_text())
+    (path / name).write_bytes(content)
+    if name == "run.json":
+        (path / "complete.json").write_text(json.dumps(listing | {name: len(content)}))
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read .*this checkpoint is damaged.*resume_path"):
+        load_state(path)
+
+
+async def test_a_state_of_another_version_is_refused(tmp_path: Path):
+    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    run = (path / "run.json").read_text()
+    (path / "run.json").write_text(run.replace('"next_group"', '"nxet_group"'))
+    with pytest.raises(CheckpointError, match=r"run\.json: not a run's state of this version"):
         load_state(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 RECIPES = """
 from pathlib import Path
 from rl_core.interfaces import Recipe
+from rl_core.trainer.callbacks import Callback
 
 BASE = {
     "trainer.strategy": "slim",
@@ -44,14 +46,21 @@ BASE = {
 
 
 def prepare(config):
+    Path("prepared").touch()
     Path("model").mkdir(exist_ok=True)
     for file in ("config.json", "tokenizer.json"):
         (Path("model") / file).write_text("{}")
     Path("train.jsonl").write_text('{"prompt": "1+1="}\\n' * 3)
 
 
-small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:prepare")
+small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:prepare", makes=("model", "train.jsonl"))
 unprepared = Recipe(summary="another", config=BASE)
+with_unread_key = Recipe(
+    summary="a third",
+    config={**BASE, "trainer.algorithm.clip_ratio_c": 5.0},
+    prepare="cli_recipes:prepare",
+    makes=("model", "train.jsonl"),
+)
 
 
 def loss(logprobs_T, mask_T):
@@ -70,6 +79,11 @@ class Engine:
     num_engines_key = None
 
     def validate(self, config):
+        pass
+
+
+class WantsArguments(Callback):
+    def __init__(self, folder):
         pass
 
 
@@ -164,6 +178,12 @@ def test_help_answers_at_once_and_imports_nothing_heavy():
             "error: trainer.policy.slim_config.width: 13 does not fit",
         ),
         (["generate", "small"], "Missing option '--output'"),
+        (["train", "json:loads"], "error: json:loads: is of type function; expected a Recipe, or a function without"),
+        (["train", "site"], "error: site: is a directory; give a recipe's name, a .yaml file or package.module:recipe"),
+        (["train", "site/cli_recipes.py"], "is a file whose name does not end in .yaml"),
+        (["train", "small", "trainer.callbacks=[json:dumps]"], "error: trainer.callbacks: 'json:dumps' is no callback"),
+        (["train", "small", "trainer.callbacks=[cli_recipes:WantsArguments]"], "missing a required argument: 'folder'"),
+        (["eval", "small", "data.val_data=[]"], "error: data.val_data: no file is given; give e.g. data.val_data="),
     ],
 )
 def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments: list[str], message: str):
@@ -236,6 +256,85 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train"], ["train", "--dry-run"], ["eval"], ["generate", "--output", "samples.jsonl"]],
+    ids=["train", "dry run", "eval", "generate"],
+)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_data=[mine.jsonl]", "data.train_data: the file mine.jsonl does not exist"),
+        ("data.val_data=[mine.jsonl]", "data.val_data: the file mine.jsonl does not exist"),
+        ("trainer.policy.model.path=./mine", "trainer.policy.model.path: the directory ./mine does not exist"),
+    ],
+)
+def test_a_path_that_the_recipe_does_not_make_must_be_there_before_anything_is_made(
+    rl: Run, command: list[str], override: str, message: str
+):
+    code, _, err = rl(*command, "small", override)
+    assert code == 2
+    assert f"error: {message}" in err
+    assert not Path("prepared").exists()
+
+
+def test_what_the_recipe_makes_is_checked_where_it_is_there_already(rl: Run):
+    Path("model").mkdir()
+    code, _, err = rl("train", "small")
+    assert code == 2
+    assert "model has no config.json" in err
+    assert not Path("prepared").exists()
+
+
+def test_a_folder_with_a_configuration_says_which_file_to_give_and_a_recipes_name_wins_over_a_folder(rl: Run):
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()
+    assert "error: run: is a directory; give run/config.yaml" in rl("train", "run")[2]
+    Path("small").mkdir()
+    assert rl("config", "small")[0] == 0
+
+
+def test_a_key_without_effect_is_told_to_who_gave_it_and_not_of_what_the_recipe_says(rl: Run):
+    assert "clip_ratio_c" not in rl("train", "cli_recipes:with_unread_key", "--dry-run")[2]
+    err = rl("train", "cli_recipes:with_unread_key", "--dry-run", "trainer.algorithm.clip_ratio_c=6")[2]
+    assert "warning: trainer.algorithm.clip_ratio_c: has no effect with" in err
+
+
+@pytest.mark.parametrize(
+    ("second_row", "message"),
+    [
+        ('{"prompt": "1+1="}', "rows.jsonl:2: the row has no 'env_class' and environment.env_class is not set"),
+        ('{"prompt": "1+1=", "env_class": "arithmetik"}', "rows.jsonl:2: env_class: 'arithmetik' is not among the"),
+    ],
+)
+def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl: Run, second_row: str, message: str):
+    Path("rows.jsonl").write_text(f'{{"prompt": "1+1=", "env_class": "cli_recipes:anything"}}\n{second_row}\n')
+    arguments = ("generator.type=environment", "data.train_data=[rows.jsonl]")
+    code, _, err = rl("train", "small", *arguments)
+    assert code == 2
+    assert f"error: {message}" in err
+    assert not Path("prepared").exists()
+    assert rl("train", "small", "--dry-run", *arguments, "environment.env_class=cli_recipes:anything")[0] == 0
+
+
+def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output: output.write_text("") or 3)
+    code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl")
+    assert (code, out) == (0, "3 samples in new/folder/samples.jsonl\n")
+    code, _, err = rl("generate", "small", "--output", "train.jsonl/samples.jsonl")
+    assert code == 2
+    assert "error: --output: the directory train.jsonl cannot be made" in err
+
+
+def test_the_bars_of_transformers_are_off_unless_the_user_asks_for_them(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    rl("config", "small")
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    rl("config", "small")
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "0"
 
 
 def test_config_shows_values_with_their_sources(rl: Run):

@@ -22,6 +22,7 @@ from rl_core.config import (
 from rl_core.config.checks import ABOVE_ZERO, BOUNDS
 from rl_core.config.loading import known_paths
 from rl_core.errors import ConfigError, PluginError
+from rl_core.trainer.advantages import load_estimator
 from tests.core.fake_plugins import install
 
 FUNCTIONS = """
@@ -112,6 +113,9 @@ def test_the_defaults_pass():
         ("trainer.max_training_steps=0", "trainer.max_training_steps: 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
+        ("trainer.policy.optimizer_config.lr=0", r"policy\.optimizer_config\.lr: 0.0 is given; expected above 0"),
+        ("trainer.critic.optimizer_config.lr=.inf", r"critic\.optimizer_config\.lr: inf .* expected a finite number"),
+        ("trainer.policy.optimizer_config.adam_betas=[1.5,2]", r"adam_betas: \[1\.5, 2\.0\] .* two numbers from 0 to"),
         (
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
             "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave those two out, or",
@@ -183,6 +187,18 @@ def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any
         check_files(from_mapping(complete | change))
 
 
+def test_what_is_going_to_be_made_may_be_missing_but_not_wrong(files: Path):
+    config = from_mapping({"data.train_data": ["new.parquet"], "trainer.policy.model.path": "./new"})
+    check_files(config, makes={"new.parquet", "./new"})
+    with pytest.raises(ConfigError, match="the file new.parquet does not exist"):
+        check_files(config, makes={"./new"})
+    with pytest.raises(ConfigError, match="the directory ./new does not exist"):
+        check_files(config, makes={"new.parquet"})
+    (files / "new").mkdir()
+    with pytest.raises(ConfigError, match="./new has no config.json"):
+        check_files(config, makes={"new.parquet", "./new"})
+
+
 def test_a_models_name_is_left_to_the_backend_and_an_unused_reference_is_not_looked_at(files: Path):
     check_files(from_mapping({"data.train_data": "train.parquet", "trainer.policy.model.path": "some/model"}))
     check_files(
@@ -211,6 +227,18 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         ({"trainer.logger": ["x"]}, PluginError, "trainer.logger: 'x' is not among"),
         ({"trainer.callbacks": ["no_module:Class"]}, PluginError, "trainer.callbacks: .*importing no_module failed"),
         ({"trainer.algorithm.policy_loss_params.sharpnes": 1}, ConfigError, "has no parameter 'sharpnes'.*'sharpness'"),
+        (
+            {"trainer.algorithm.advantage_estimator": "pass_at_k"},
+            ConfigError,
+            "'pass_at_k' needs the parameter 'k'; add e.g. trainer.algorithm.advantage_params.k=2",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "json:dumps"},
+            PluginError,
+            "trainer.algorithm.policy_loss_type: 'json:dumps': .* cannot be bound by name",
+        ),
+        ({"trainer.algorithm.policy_loss_type": "value_clip"}, ConfigError, "trains a critic, not a policy"),
+        ({"trainer.algorithm.policy_loss_type": "ppo"}, PluginError, "Did you mean 'ppo_clip'?"),
         ({"trainer.algorithm.advantage_params.a": 1}, ConfigError, "advantage_estimator: .* has no parameter 'a'"),
         (
             {"trainer.algorithm.policy_loss_type": "own_functions:loss_with_duty"},
@@ -249,6 +277,26 @@ def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
 def test_a_key_that_no_chosen_function_reads_warns_when_it_was_changed(functions: dict[str, Any]):
     with pytest.warns(ConfigWarning, match=r"trainer\.algorithm\.clip_ratio_c: has no effect with"):
         check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}))
+
+
+def test_nothing_warns_of_a_key_that_the_user_did_not_choose(functions: dict[str, Any]):
+    check_plugins(from_mapping(functions | {"trainer.algorithm.clip_ratio_c": 5.0}), chosen={"trainer.epochs"})
+
+
+def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-core")
+    with pytest.raises(PluginError, match=r"The installed rl-core .* does not have it yet$"):
+        plugins.load("rl_core.backends", "later")
+    monkeypatch.setitem(plugins._PACKAGES, ("rl_core.backends", "later"), "rl-no-such-package")
+    with pytest.raises(PluginError, match="pip install rl-no-such-package"):
+        plugins.load("rl_core.backends", "later")
+
+
+def test_an_estimator_of_greedy_answers_says_that_the_loop_plays_none():
+    with pytest.raises(ConfigError, match="'remax' compares with greedy answers, which .* does not play yet; rloo"):
+        load_estimator("remax", {})
 
 
 def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_the_function(functions: dict[str, Any]):

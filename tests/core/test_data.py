@@ -32,7 +32,9 @@ def test_rows_of_all_formats_are_read_with_their_place(tmp_path: Path):
         ('{"prompt": "a"}\n{"question": "b"}\n', r"d\.jsonl:2: expected a row with the column 'prompt', got question"),
         ('{"prompt": "a"}\n{"prompt": 3}\n', r"d\.jsonl:2: 'prompt' must be text or a list of messages"),
         ('{"prompt": "a"}\n{"prompt": [{"role": "user"}]}\n', r"d\.jsonl:2: 'prompt' must be"),
-        ('{"prompt": "a"}\n{"prompt": \n', r"d\.jsonl:2: not valid JSON"),
+        ('{"prompt": "a"}\n{"prompt": \n', r"d\.jsonl:2: not valid JSON: Expecting value \(column 11\)$"),
+        ('{"prompt": "a"}\n\n  \n{"prompt": 3}\n', r"d\.jsonl:4: 'prompt' must be text"),
+        ("\n\n", r"data\.train_data: .*d\.jsonl has no rows"),
         ("", r"data\.train_data: .*d\.jsonl has no rows"),
     ],
 )
@@ -51,6 +53,27 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):
     (tmp_path / "x.csv").write_text("a")
     with pytest.raises(DataError, match=r"\.csv is not a known format"):
         read_rows([tmp_path / "x.csv"], key="data.train_data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", '{"prompt": "a"}\n{"prompt": "ä"}\n'.encode("latin-1"), r"d\.jsonl:2: not UTF-8 text \(byte 13"),
+        ("d.jsonl", b"PAR1\x15\x00\xff\xfe", r"d\.jsonl:1: not UTF-8 text \(byte 7 is 0xff\)"),
+        ("d.json", b'["\xe4"]', r"d\.json: not UTF-8 text"),
+        ("d.json", b'[\n{"prompt": }]', r"d\.json: not valid JSON: Expecting value \(line 2, column 12\)"),
+    ],
+)
+def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_rows([tmp_path / name], key="data.train_data")
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_rows(tmp_path: Path):
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+    read = read_rows([tmp_path / "d.jsonl"], key="data.train_data")
+    assert [row.place.rsplit(":")[-1] for row in read] == ["1", "3"]
 
 
 def test_every_epoch_plays_each_row_once_in_an_order_that_depends_on_the_seed_alone():

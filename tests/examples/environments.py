@@ -31,6 +31,20 @@ class Failing(FirstDigit):
         return await super().step(action)
 
 
+class OddNumbers(FirstDigit):
+    """A reward beyond float32's range (`options.odd=reward`) or a metric that is no number."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._odd = options["odd"]
+
+    async def step(self, action: Action) -> StepResult:
+        if self._odd == "reward":
+            return StepResult(reward=1e39, done=True)
+        name, value = ("reward", 1.0) if self._odd == "name" else ("accuracy", "high")
+        return StepResult(reward=0.0, done=True, metrics={name: value})  # pyright: ignore[reportArgumentType]
+
+
 class NotFinite(FirstDigit):
     """A reward that is no number."""
 

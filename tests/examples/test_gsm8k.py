@@ -75,4 +75,17 @@ def test_the_recipe_trains_its_tiny_variant_from_nothing(tmp_path: Path, monkeyp
     summary = run_training(config)
     assert summary.steps == 2
     assert (tmp_path / "runs" / "gsm8k_tiny" / "model").is_dir()
+
+
+def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    own = load("gsm8k", [], tiny=True)
+    model, train, held_out = own.config.policy_model_path, own.config.data.train_data[0], own.config.data.val_data[0]
+    prepare(load("gsm8k", ["data.train_data=[mine.parquet]", "trainer.policy.model.path=mine/model"], tiny=True).config)
+    assert [path for path in (model, train, held_out, "mine.parquet", "mine") if Path(path).exists()] == [held_out]
+    Path(train).write_text("mine")
+    prepare(own.config)
+    assert Path(train).read_text() == "mine"
+    assert Path(model, "config.json").exists()
+    assert own.makes == {model, train, held_out}
     assert (tmp_path / summary.run_dir / "report.html").exists()

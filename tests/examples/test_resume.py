@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from rl_core.config import Config
 from rl_core.interfaces import Trajectory
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
+from rl_core.trainer.trackers import JsonlTracker
 
 BuildConfig = Callable[..., Config]
 
@@ -45,11 +48,71 @@ class KillInStepAfterCheckpoint(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillAtStep4(Callback):
+    """SIGKILL in step 4: the row of step 3 is the last."""
+
+    def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class StopAtStep3(Callback):
     """What Ctrl-C does, at a known step."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
         return Control(stop=True) if step == 3 else None
+
+
+class PressAtStep3(Callback):
+    """Ctrl-C in step 3, and the bounce of the key."""
+
+    def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class TerminateAtStep3(Callback):
+    """What a scheduler does before it kills."""
+
+    def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class PressTwiceAtStep3(Callback):
+    """Ctrl-C, and again when it does not end soon enough."""
+
+    def on_groups(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def pressing_tracker(*_: object, **__: object) -> JsonlTracker:
+    """Ctrl-C during set-up: when trackers are made, models are loaded."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return JsonlTracker(*_, **__)  # pyright: ignore[reportArgumentType]
+
+
+def train_and_say(config: Config, stderr: Path) -> None:
+    """As the command line: exit code 130 after an interruption, everything that is printed into a file."""
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY), 2)
+    try:
+        summary = run_training(config)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(130 if summary.interrupted else 0)
+
+
+def interrupted_in_child(config: Config, stderr: Path) -> str:
+    """Trains in a forked process that is interrupted; what it printed."""
+    process = multiprocessing.get_context("fork").Process(target=train_and_say, args=(config, stderr))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 130
+    return stderr.read_text()
 
 
 def train_in_child(config: Config) -> int:
@@ -133,6 +196,42 @@ def test_a_stopped_run_leaves_a_checkpoint_and_resumes_exactly(small_run: BuildC
     assert (tmp_path / "run" / "checkpoints" / "step_000003" / "complete.json").exists()
     assert train_in_child(small_run(tmp_path / "run")) == 0
     require_same_run(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("callback", [PressAtStep3, TerminateAtStep3, PressTwiceAtStep3])
+def test_an_interrupted_run_ends_cleanly_and_resumes_exactly(
+    callback: type[Callback], small_run: BuildConfig, expected: Path, tmp_path: Path
+):
+    path = f"{__name__}:{callback.__name__}"
+    printed = interrupted_in_child(small_run(tmp_path / "run", trainer__callbacks=[path]), tmp_path / "stderr")
+    at_once = callback is PressTwiceAtStep3
+    assert len(without_times(tmp_path / "run")) == (3 if at_once else 4)
+    assert (tmp_path / "run" / "checkpoints" / "step_000003").exists() is not at_once
+    assert not any(word in printed for word in ("Traceback", "never", "destroyed")), printed
+    assert train_in_child(small_run(tmp_path / "run")) == 0
+    require_same_run(tmp_path / "run", expected)
+
+
+def test_an_interruption_during_set_up_ends_at_once_and_cleanly(small_run: BuildConfig, tmp_path: Path):
+    config = small_run(tmp_path / "run", trainer__logger=[f"{__name__}:pressing_tracker"])
+    printed = interrupted_in_child(config, tmp_path / "stderr")
+    assert not any(word in printed for word in ("Traceback", "never", "destroyed")), printed
+    assert without_times(tmp_path / "run") == []
+
+
+def test_going_back_and_then_on_with_latest_is_one_run(small_run: BuildConfig, expected: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    assert train_in_child(small_run(run_dir)) == 0
+    path = str(run_dir / "checkpoints" / "step_000002")
+    back = {"trainer__resume_mode": "from_path", "trainer__resume_path": path, "trainer__ckpt_interval": -1}
+    stops = {"trainer__callbacks": [f"{__name__}:KillAtStep4"]}
+    assert train_in_child(small_run(run_dir, **back, **stops)) == -signal.SIGKILL
+    assert [row["step"] for row in without_times(run_dir)] == [0, 1, 2, 3]
+    assert [row["step"] for row in without_times(run_dir / "replaced_1")] == [3, 4, 5, 6]
+    assert (run_dir / "replaced_1" / "model" / "config.json").exists()
+    assert train_in_child(small_run(run_dir)) == 0
+    require_same_run(run_dir, expected)
+    assert [row["step"] for row in without_times(run_dir / "replaced_2")] == [3]
 
 
 def test_the_comparison_notices_another_seed(small_run: BuildConfig, expected: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, load
-from rl_core.errors import CheckpointError, DataError, GenerationError, NonFiniteError
+from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
 from rl_core.trainer.samples import read_samples
 
@@ -129,6 +130,60 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason(
     }
     with pytest.raises(GenerationError, match=message):
         run_training(small_run(tmp_path / "run", **changes))
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("reward", "the limit is 8 .one batch of trainer.train_batch_size.*reward is 1e.39, expected a finite number"),
+        ("metric", "metric 'accuracy' is 'high', expected a finite number"),
+        ("name", "metric 'reward' has a name that the trainer uses"),
+    ],
+)
+def test_numbers_that_cannot_be_trained_on_are_failures_of_their_rollouts(
+    small_run: BuildConfig, tmp_path: Path, odd: str, message: str
+):
+    changes = {
+        "environment__env_class": "tests.examples.environments:OddNumbers",
+        "environment__options": {"odd": odd},
+        "trainer__eval_before_train": False,
+    }
+    with pytest.raises(GenerationError, match=message):
+        run_training(small_run(tmp_path / "run", **changes))
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
+    small_run: BuildConfig, tmp_path: Path, evaluates: bool
+):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "12+34=", "answer": "640", "env_class": "arithmetik"}\n')
+    changes = {
+        "data__train_data": [str(data)],
+        "data__val_data": [str(data)],
+        "environment__env_class": None,
+        "trainer__eval_before_train": evaluates,
+        "trainer__max_training_steps": 1,
+    }
+    with pytest.raises(PluginError, match=r"train\.jsonl:1: the row's env_class: 'arithmetik' is not"):
+        run_training(small_run(tmp_path / "run", **changes))
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_named(small_run: BuildConfig, tmp_path: Path):
+    data = tmp_path / "train.jsonl"
+    rows = [{"prompt": "12+34=", "answer": "640"}, {"prompt": [{"role": "user", "content": None}], "answer": "1"}]
+    data.write_text("\n\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(DataError, match=r"train\.jsonl:3: a prompt is text or a list of messages"):
+        run_training(small_run(tmp_path / "run", data__train_data=[str(data)]))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "not weights"])
+def test_a_damaged_model_file_is_named(small_run: BuildConfig, start: Path, tmp_path: Path, damage: str):
+    shutil.copytree(start / "model", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000] if damage == "cut off" else b"version https://git-lfs")
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path: .*model\.safetensors: the local engine"):
+        run_training(small_run(tmp_path / "run", trainer__policy__model__path=str(tmp_path / "model")))
 
 
 def test_gradients_that_are_not_finite_skip_the_step_and_then_stop_the_run(small_run: BuildConfig, tmp_path: Path):

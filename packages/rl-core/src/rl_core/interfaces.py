@@ -617,7 +617,7 @@ class Recipe:
     tiny: Mapping[str, Any] | None = None
     """On top of `config` with `--tiny`: a run of a minute on two CPU cores."""
     prepare: str | None = None
-    """`package.module:function`, called as `function(config)` before a new run: makes those of the paths in `makes` that
+    """`package.module:function`, called as `function(config)` before a run. Makes those of the paths in `makes` that
     the configuration names and that are missing."""
     makes: tuple[str, ...] = ()
     """What `prepare` can make: data files and model directories, written as in `config` (`${trainer.seed}`). Any other

@@ -18,9 +18,9 @@ from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 
-_TINY_TRAIN = "runs/gsm8k_tiny/train.parquet"
-_TINY_VALIDATION = "runs/gsm8k_tiny/validation.parquet"
-_TINY_MODEL = "runs/gsm8k_tiny/start_model"
+_TINY_TRAIN = "runs/gsm8k_tiny_data/train.parquet"
+_TINY_VALIDATION = "runs/gsm8k_tiny_data/validation.parquet"
+_TINY_MODEL = "runs/gsm8k_tiny_data/start_model"
 
 recipe = Recipe(
     summary="GRPO on grade-school mathematics, as users of this field know it",

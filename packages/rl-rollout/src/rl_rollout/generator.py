@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rl_core import plugins
-from rl_core.errors import ConfigError, DataError, GenerationError
+from rl_core.errors import ConfigError, DataError, GenerationError, PluginError
 from rl_core.interfaces import (
     Action,
     Completion,
@@ -34,6 +34,10 @@ from rl_rollout.chat import TokenCodec, load_tokenizer
 
 if TYPE_CHECKING:
     from rl_core.config import Config
+
+
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_TAKEN_METRICS = {"reward", "response_length", "failed"}
 
 
 @attrs.frozen(kw_only=True)
@@ -77,6 +81,9 @@ class EnvironmentGenerator:
         async with self._free:
             try:
                 return await self._play(request, index, prompts)
+            except (ConfigError, PluginError) as error:
+                # Wrong for every sample, and not the model's doing: the run ends.
+                raise type(error)(f"{request.row_place}: {error}") from error
             except Exception as error:
                 # One rollout's failure is data; the loop stops when a whole batch fails.
                 return Trajectory(
@@ -159,9 +166,22 @@ def _checked(result: object) -> StepResult:
         raise DataError(
             "the environment wants another turn (done=False); the `environment` generator plays one turn per episode"
         )
-    if not math.isfinite(result.reward):
-        raise DataError(f"the environment's reward is {result.reward}, expected a finite number")
-    return result
+    if not isinstance(result.metrics, Mapping):
+        raise DataError(f"the environment's metrics are {type(result.metrics).__name__}, expected a mapping")
+    metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
+    if taken := _TAKEN_METRICS & metrics.keys():
+        raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; give it another")
+    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _FLOAT32_MAX:
+        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
+    return number
 
 
 def _trajectory_step(prompt_tokens: tuple[int, ...], completion: Completion, reward: float) -> TrajectoryStep:

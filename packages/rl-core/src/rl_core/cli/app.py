@@ -109,7 +109,9 @@ def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
 @rl.command()
 @_configured
 @click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
     help="A new .jsonl file, one sample a line; its directory is made where it is missing.",
 )
 def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path) -> int:

@@ -35,12 +35,10 @@ def train(loaded: configuration.Loaded, started: float) -> int:
     try:
         summary = run_training(loaded.config, started=started)
     except KeyboardInterrupt:
-        click.echo(
-            f"interrupted; to go on from its last checkpoint, if it has one:\n  {_resume_command(loaded)}", err=True
-        )
+        click.echo(f"interrupted; {_resume_command(loaded)}", err=True)
         return 130
     if summary.interrupted:
-        click.echo(f"interrupted after step {summary.steps}; to go on:\n  {_resume_command(loaded)}", err=True)
+        click.echo(f"interrupted after step {summary.steps}; {_resume_command(loaded)}", err=True)
         return 130
     _show_summary(summary)
     return 0
@@ -170,8 +168,19 @@ def _make_directory(directory: Path) -> None:
 
 
 def _resume_command(loaded: configuration.Loaded) -> str:
-    file = shlex.quote(str(loaded.config.run_dir / "config.yaml"))
-    return f"rl train {file} trainer.resume_mode=latest"
+    """What is there to go on from, and the command that does."""
+    from rl_core.trainer.checkpoint import list_checkpoints
+    from rl_core.trainer.run_directory import newest_config
+
+    config = loaded.config
+    file, checkpoints = newest_config(config.run_dir), list_checkpoints(config.ckpt_dir)
+    if not file.exists():
+        return "nothing was written; to start again, give the same command"
+    command = f"rl train {shlex.quote(str(file))}"
+    if not checkpoints:
+        return f"it has no checkpoint yet; to start again:\n  {command}"
+    no_path = " trainer.resume_path=null" if config.trainer.resume_path is not None else ""
+    return f"to go on from {checkpoints[-1].name}:\n  {command} trainer.resume_mode=latest{no_path}"
 
 
 def _show_summary(summary: RunSummary) -> None:

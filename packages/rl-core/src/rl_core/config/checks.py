@@ -223,8 +223,9 @@ def _bounds(config: Config) -> None:
 def _optimizers(config: Config) -> None:
     for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
         for name in ("lr", "weight_decay"):
-            if math.isinf(value_at(config, f"{key}.{name}")):
-                raise ConfigError(f"{key}.{name}: {value_at(config, f'{key}.{name}')} is given; expected a finite number")
+            value = value_at(config, f"{key}.{name}")
+            if math.isinf(value):
+                raise ConfigError(f"{key}.{name}: {value} is given; expected a finite number")
         betas = value_at(config, f"{key}.adam_betas")
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")

@@ -142,7 +142,7 @@ def _wrong(given: Any, path: str, expected: str) -> ConfigError:
     kind = "null" if given.value is None else type(given.value).__name__
     shown = kind if given.value is None else f"{given.value!r} ({kind})"
     if isinstance(given.value, float) and math.isnan(given.value):
-        expected = f"{expected}, a finite number"
+        expected = expected.replace("float", "a finite number")
     close = nearest(given.value, expected.split(" | ")) if isinstance(given.value, str) else ""
     return ConfigError(f"{path}: {shown} is given ({given.source}); expected {expected}.{close}")
 

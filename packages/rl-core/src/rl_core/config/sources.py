@@ -18,7 +18,6 @@ from rl_core.config.tree import Config
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Recipe
 
-
 RECIPE = "recipe "
 """How a source that is a recipe begins."""
 

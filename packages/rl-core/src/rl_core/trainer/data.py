@@ -20,7 +20,7 @@ class DataRow:
 
     row: Row
     place: str
-    """`file:row`, rows counted from 1."""
+    """`file:row`, rows (of JSON lines: lines) counted from 1."""
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str) -> list[DataRow]:
@@ -37,7 +37,10 @@ def read_rows(paths: Sequence[str | Path], *, key: str) -> list[DataRow]:
         if not path.is_file():
             raise DataError(f"{key}: {path} does not exist. Give the path of a .parquet, .jsonl or .json file")
         count = len(rows)
-        rows += [_checked(row, f"{path}:{number}") for number, row in enumerate(_read(path), start=1)]
+        try:
+            rows += [_checked(row, f"{path}:{number}") for number, row in _read(path)]
+        except OSError as error:
+            raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
             raise DataError(f"{key}: {path} has no rows")
     if not rows:
@@ -45,18 +48,21 @@ def read_rows(paths: Sequence[str | Path], *, key: str) -> list[DataRow]:
     return rows
 
 
-def _read(path: Path) -> Iterator[Any]:
+def _read(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows with their numbers from 1; of JSON lines those of their lines, of which blank ones are skipped."""
     if path.suffix == ".parquet":
-        yield from _read_parquet(path)
+        yield from enumerate(_read_parquet(path), start=1)
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                yield _parse_json(line, f"{path}:{number}")
+                text = _decoded(line, f"{path}:{number}").strip()
+                if text:
+                    yield number, _parse_json(text, f"{path}:{number}")
     elif path.suffix == ".json":
-        parsed = _parse_json(path.read_text(encoding="utf-8"), str(path))
+        parsed = _parse_json(_decoded(path.read_bytes(), str(path)), str(path))
         if not isinstance(parsed, list):
             raise DataError(f"{path}: expected a list of rows, got {type(parsed).__name__}")
-        yield from parsed
+        yield from enumerate(parsed, start=1)
     else:
         raise DataError(f"{path}: {path.suffix or 'no suffix'} is not a known format; use .parquet, .jsonl or .json")
 
@@ -71,11 +77,21 @@ def _read_parquet(path: Path) -> list[Any]:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
+def _decoded(data: bytes, place: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 text (byte {error.start + 1} is {data[error.start]:#04x}); save the file as UTF-8"
+        ) from error
+
+
 def _parse_json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON: {error}") from error
+        where = f"column {error.colno}" if "\n" not in text else f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"{place}: not valid JSON: {error.msg} ({where})") from error
 
 
 def _checked(row: Any, place: str) -> DataRow:

@@ -275,6 +275,7 @@ def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: 
         "reward/mean": mean,
         "reward/std": spread,
         "rollout/tokens": float(batch.num_tokens),
+        "rollout/sampled_tokens": float(batch["sampled"].sum()),
         "rollout/response_length": means.pop("response_length"),
         "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
         "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),

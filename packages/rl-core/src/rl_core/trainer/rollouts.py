@@ -25,7 +25,9 @@ class RolloutSettings:
     drop_zero_variance: bool
     """Dynamic sampling: a group whose samples all have the same reward is dropped, and another one is played."""
     max_dropped_groups: int
-    """So many groups dropped between two that are kept stop the run."""
+    """More groups than that dropped between two that are kept stop the run."""
+    limit_rule: str = "one batch"
+    """Where `max_dropped_groups` comes from, for the message."""
 
 
 class Rollouts:
@@ -104,7 +106,8 @@ class Rollouts:
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > self._settings.max_dropped_groups:
             raise GenerationError(
-                f"{self._dropped_in_a_row} groups in a row gave nothing to train on; the last one (group "
+                f"{self._dropped_in_a_row} groups in a row gave nothing to train on, and the limit is "
+                f"{self._settings.max_dropped_groups} ({self._settings.limit_rule}); the last one (group "
                 f"{group_id}): {text}"
             )
         await self._buffer.drop(group_id)

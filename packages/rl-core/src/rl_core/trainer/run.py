@@ -386,12 +386,16 @@ def _train_rollouts(config: Config) -> RolloutSettings:
     dynamic = config.trainer.algorithm.dynamic_sampling
     filters = dynamic.type == "filter"
     batches = dynamic.max_sample_batches if dynamic.type is not None else 1
+    rule = "one batch of trainer.train_batch_size"
+    if dynamic.type is not None:
+        rule = "trainer.algorithm.dynamic_sampling.max_sample_batches × trainer.train_batch_size"
     return RolloutSettings(
         num_samples=config.generator.n_samples_per_prompt,
         params=config.generator.sampling_params.to_params(),
         seed=config.trainer.seed,
         drop_zero_variance=filters,
         max_dropped_groups=batches * config.trainer.train_batch_size,
+        limit_rule=rule,
     )
 
 

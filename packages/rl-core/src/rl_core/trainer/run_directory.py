@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
@@ -177,7 +176,7 @@ def _ends(config: Config, step: int) -> list[Path]:
 
 def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
     """Makes room for a new run; `checkpoint`, or where it is now if it moved too."""
-    run_dir, ckpt_dir = Path(os.path.abspath(config.run_dir)), Path(os.path.abspath(config.ckpt_dir))
+    run_dir, ckpt_dir = config.run_dir.absolute(), config.ckpt_dir.absolute()
     checkpoints = list_checkpoints(ckpt_dir)
     is_inside = run_dir in ckpt_dir.parents
     if (run_dir / METRICS_FILE_NAME).exists() or (is_inside and checkpoints):

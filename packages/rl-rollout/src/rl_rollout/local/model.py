@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -44,12 +46,24 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
             )
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"{path}: the local engine cannot load this model: {type(error).__name__}: {error}"
+            f"trainer.policy.model.path: {_broken_file(path) or path}: the local engine cannot load this model: "
+            f"{type(error).__name__}: {error}"
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval().requires_grad_(False)
+
+
+def _broken_file(path: str) -> Path | None:
+    """The first weights file of a model directory that is cut off or no safetensors file."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return None
 
 
 @contextmanager

@@ -1,0 +1,112 @@
+"""Signals while a coroutine works: a stop, an end, and nothing in the middle of the clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rl_core.trainer import interrupts as module
+from rl_core.trainer.interrupts import Interrupts
+
+
+def press(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_and_its_bounce_is_ignored(number: int):
+    interrupts, stops = Interrupts(), []
+
+    async def work() -> str:
+        with interrupts.stops(lambda: stops.append(1)):
+            for _ in range(3):
+                press(number)
+                await asyncio.sleep(0.01)
+        return "whole"
+
+    assert interrupts.run(work) == "whole"
+    assert stops == [1]
+
+
+def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
+    interrupts, events = Interrupts(), []
+
+    async def work() -> None:
+        try:
+            with interrupts.stops(lambda: events.append("stop")):
+                press()
+                time.sleep(1.05)  # noqa: ASYNC251 (a step keeps the event loop busy)
+                press()
+                await asyncio.sleep(60)
+        finally:
+            press()
+            await asyncio.sleep(0.01)
+            events.append("closed")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.run(work)
+    assert events == ["stop", "closed"]
+
+
+def test_a_signal_outside_the_loop_ends_the_work_at_once():
+    started = time.monotonic()
+
+    async def work() -> None:
+        press()
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupts().run(work)
+    assert time.monotonic() - started < 30
+
+
+def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+
+    async def work() -> None:
+        try:
+            press()
+            await asyncio.sleep(60)
+        finally:
+            time.sleep(0.2)  # noqa: ASYNC251
+            press()
+            await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupts().run(work)
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    async def work() -> None:
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+
+    Interrupts().run(work)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_work_in_another_thread_leaves_the_signals_alone():
+    results = []
+
+    async def work() -> object:
+        return signal.getsignal(signal.SIGINT)
+
+    thread = threading.Thread(target=lambda: results.append(Interrupts().run(work)))
+    thread.start()
+    thread.join(30)
+    assert results == [signal.getsignal(signal.SIGINT)]
+
+
+async def test_a_running_event_loop_is_refused_with_the_way_out():
+    async def work() -> int:
+        return 1
+
+    with pytest.raises(RuntimeError, match="await asyncio.to_thread"):
+        Interrupts().run(work)
+    assert await asyncio.to_thread(Interrupts().run, work) == 1

@@ -1,0 +1,178 @@
+"""A run directory loses nothing: resumed in place, resumed from an earlier step, or used by another run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import attrs
+import pytest
+
+from rl_core.config import Config, from_mapping, load
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.trainer.checkpoint import RunState, list_checkpoints, save_checkpoint
+from rl_core.trainer.run_directory import newest_config, open_run_directory, set_aside_later_steps
+
+
+def config_of(run_dir: Path, **trainer: object) -> Config:
+    keys = {f"trainer.{name}": value for name, value in trainer.items()}
+    return from_mapping({"trainer.policy.model.path": "model", "trainer.run_dir": str(run_dir), **keys})
+
+
+async def write_run(run_dir: Path, *, rows: range, checkpoints: list[int]) -> None:
+    """What a run leaves that logged `rows` and saved `checkpoints`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (run_dir / name).write_text("".join(json.dumps({"step": step, "of": str(run_dir)}) + "\n" for step in rows))
+    for step in checkpoints:
+        state = RunState(step=step, next_group=step * 4, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
+        await save_checkpoint(run_dir / "checkpoints", state, write_weights)
+
+
+async def write_weights(directory: Path) -> None:
+    (directory / "weights.bin").write_bytes(b"x")
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def saved(root: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(root)]
+
+
+async def test_going_back_in_a_run_keeps_all_later_steps_beside_it(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
+    for file in ("model/config.json", "model/step_000002/config.json", "model/step_000004/config.json", "report.html"):
+        (run_dir / file).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / file).write_text("of the old branch")
+    path = run_dir / "checkpoints" / "step_000002"
+    config = config_of(run_dir, resume_mode="from_path", resume_path=str(path))
+    start = open_run_directory(config)
+    assert (start.checkpoint, start.state.step) == (path, 2)
+    set_aside_later_steps(config, 2)
+    aside = run_dir / "replaced_1"
+    assert saved(run_dir / "checkpoints") == ["step_000002"]
+    assert saved(aside / "checkpoints") == ["step_000004", "step_000006"]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert steps_in(run_dir / name) == [0, 1, 2]
+        assert steps_in(aside / name) == [3, 4, 5, 6]
+    assert [path.name for path in (run_dir / "model").iterdir()] == ["step_000002"]
+    assert sorted(path.name for path in (aside / "model").iterdir()) == ["config.json", "step_000004"]
+    assert (aside / "report.html").exists()
+    set_aside_later_steps(config, 2)
+    assert not (run_dir / "replaced_2").exists()
+    set_aside_later_steps(config, 1)
+    assert steps_in(run_dir / "replaced_2" / "metrics.jsonl") == [2]
+
+
+async def test_after_going_back_latest_goes_on_with_the_new_branch(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    await write_run(run_dir, rows=range(7), checkpoints=[2, 4, 6])
+    set_aside_later_steps(config_of(run_dir), 2)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "of": "the new branch"}\n')
+    start = open_run_directory(config_of(run_dir, resume_mode="latest"))
+    assert start.checkpoint == run_dir / "checkpoints" / "step_000002"
+
+
+async def test_latest_takes_no_checkpoint_newer_than_the_last_row(tmp_path: Path):
+    await write_run(tmp_path / "run", rows=range(4), checkpoints=[2, 6])
+    config = config_of(tmp_path / "run", resume_mode="latest")
+    assert open_run_directory(config).state.step == 2
+    set_aside_later_steps(config, 2)
+    assert saved(tmp_path / "run" / "replaced_1" / "checkpoints") == ["step_000006"]
+
+
+async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_path: Path):
+    await write_run(tmp_path / "lost", rows=range(0), checkpoints=[2, 4])
+    config = config_of(tmp_path / "run", resume_mode="latest", ckpt_path=str(tmp_path / "lost" / "checkpoints"))
+    assert open_run_directory(config).state.step == 4
+
+
+async def test_resuming_from_another_run_moves_the_one_that_is_there_aside(tmp_path: Path):
+    await write_run(tmp_path / "first", rows=range(5), checkpoints=[4])
+    await write_run(tmp_path / "second", rows=range(7), checkpoints=[2, 6])
+    path = tmp_path / "first" / "checkpoints" / "step_000004"
+    start = open_run_directory(config_of(tmp_path / "second", resume_mode="from_path", resume_path=str(path)))
+    assert start.checkpoint == path
+    assert sorted(file.name for file in (tmp_path / "second").iterdir()) == ["config.yaml"]
+    assert saved(tmp_path / "second.1" / "checkpoints") == ["step_000002", "step_000006"]
+    assert saved(tmp_path / "first" / "checkpoints") == ["step_000004"]
+
+
+async def test_a_replaced_branch_can_be_taken_up_again(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    await write_run(run_dir, rows=range(7), checkpoints=[2, 6])
+    set_aside_later_steps(config_of(run_dir), 2)
+    path = run_dir / "replaced_1" / "checkpoints" / "step_000006"
+    start = open_run_directory(config_of(run_dir, resume_mode="from_path", resume_path=str(path)))
+    assert start.checkpoint == tmp_path / "run.1" / "replaced_1" / "checkpoints" / "step_000006"
+    assert start.checkpoint.is_dir()
+    assert steps_in(tmp_path / "run.1" / "metrics.jsonl") == [0, 1, 2]
+
+
+async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
+    await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
+    await write_run(tmp_path / "disk", rows=range(0), checkpoints=[2])
+    checkpoints = tmp_path / "disk" / "checkpoints"
+    assert open_run_directory(config_of(tmp_path / "run", resume_mode="none", ckpt_path=str(checkpoints))).state.step == 0
+    assert saved(checkpoints) == []
+    assert saved(checkpoints / "replaced_1") == ["step_000002"]
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+
+
+async def test_starting_over_without_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
+    with caplog.at_level(logging.WARNING):
+        open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
+    assert f"starts from the beginning; the earlier run was moved to {tmp_path / 'run.1'}" in caplog.text
+    caplog.clear()
+    open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
+    assert not caplog.text
+
+
+async def test_the_first_configuration_stays_and_others_are_numbered(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    first = config_of(run_dir, seed=1)
+    open_run_directory(first)
+    await write_run(run_dir, rows=range(3), checkpoints=[2])
+    path = str(run_dir / "checkpoints" / "step_000002")
+    resumed = [
+        config_of(run_dir, seed=1),
+        config_of(run_dir, seed=1, resume_mode="from_path", resume_path=path),
+        config_of(run_dir, seed=1, max_training_steps=9),
+        config_of(run_dir, seed=1, max_training_steps=9),
+    ]
+    for config in resumed:
+        open_run_directory(config)
+    assert load(str(run_dir / "config.yaml")).config == first
+    assert sorted(file.name for file in run_dir.glob("config.*")) == [
+        "config.resumed-1.yaml",
+        "config.resumed-2.yaml",
+        "config.yaml",
+    ]
+    assert newest_config(run_dir).name == "config.resumed-2.yaml"
+    assert load(str(newest_config(run_dir))).config == resumed[-1]
+    # What is printed after a run that was resumed from a path.
+    overrides = ["trainer.resume_mode=latest", "trainer.resume_path=null"]
+    again = load(str(run_dir / "config.resumed-1.yaml"), overrides).config
+    assert again == attrs.evolve(first, trainer=attrs.evolve(first.trainer, resume_mode="latest"))
+
+
+async def test_a_damaged_checkpoint_is_refused_before_anything_moves(tmp_path: Path):
+    await write_run(tmp_path / "run", rows=range(5), checkpoints=[2])
+    await write_run(tmp_path / "other", rows=range(5), checkpoints=[4])
+    path = tmp_path / "other" / "checkpoints" / "step_000004"
+    (path / "complete.json").write_text('{"weights')
+    with pytest.raises(CheckpointError, match=r"complete\.json cannot be read"):
+        open_run_directory(config_of(tmp_path / "run", resume_mode="from_path", resume_path=str(path)))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "run"]
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*file/run cannot be made"):
+        open_run_directory(config_of(tmp_path / "file" / "run"))
