@@ -232,10 +232,20 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
     rl: Run, monkeypatch: pytest.MonkeyPatch, ending: str
 ):
     finish_with(monkeypatch, summary(interrupted=True) if ending == "after a step" else KeyboardInterrupt())
-    code, _, err = rl("train", "small", "trainer.run_dir=my run")
-    assert code == 130
-    assert "rl train 'my run/config.yaml' trainer.resume_mode=latest" in err
-    assert "Traceback" not in err
+
+    def interrupted() -> str:
+        code, _, err = rl("train", "small", "trainer.run_dir=my run")
+        assert code == 130
+        assert "Traceback" not in err
+        return err
+
+    assert "nothing was written; to start again, give the same command" in interrupted()
+    Path("my run").mkdir()
+    Path("my run/config.yaml").touch()
+    assert "no checkpoint yet; to start again:\n  rl train 'my run/config.yaml'\n" in interrupted()
+    Path("my run/checkpoints/step_7").mkdir(parents=True)
+    going_on = "to go on from step_7:\n  rl train 'my run/config.yaml' trainer.resume_mode=latest\n"
+    assert going_on in interrupted()
 
 
 def test_a_key_given_twice_is_one_warning_line(rl: Run):

@@ -190,12 +190,12 @@ def test_a_missing_file_is_named_with_its_key(files: Path, change: dict[str, Any
 def test_what_is_going_to_be_made_may_be_missing_but_not_wrong(files: Path):
     config = from_mapping({"data.train_data": ["new.parquet"], "trainer.policy.model.path": "./new"})
     check_files(config, makes={"new.parquet", "./new"})
-    with pytest.raises(ConfigError, match="the file new.parquet does not exist"):
+    with pytest.raises(ConfigError, match=r"the file new\.parquet does not exist"):
         check_files(config, makes={"./new"})
-    with pytest.raises(ConfigError, match="the directory ./new does not exist"):
+    with pytest.raises(ConfigError, match=r"the directory \./new does not exist"):
         check_files(config, makes={"new.parquet"})
     (files / "new").mkdir()
-    with pytest.raises(ConfigError, match="./new has no config.json"):
+    with pytest.raises(ConfigError, match=r"new has no config\.json"):
         check_files(config, makes={"new.parquet", "./new"})
 
 
@@ -295,7 +295,7 @@ def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_
 
 
 def test_an_estimator_of_greedy_answers_says_that_the_loop_plays_none():
-    with pytest.raises(ConfigError, match="'remax' compares with greedy answers, which .* does not play yet; rloo"):
+    with pytest.raises(ConfigError, match=r"'remax' compares with greedy answers, which .* does not play yet; rloo"):
         load_estimator("remax", {})
 
 

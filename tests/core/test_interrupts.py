@@ -40,7 +40,7 @@ def test_a_later_second_signal_cancels_and_the_clean_up_is_whole():
         try:
             with interrupts.stops(lambda: events.append("stop")):
                 press()
-                time.sleep(1.05)  # noqa: ASYNC251 (a step keeps the event loop busy)
+                time.sleep(1.05)
                 press()
                 await asyncio.sleep(60)
         finally:
@@ -73,7 +73,7 @@ def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
             press()
             await asyncio.sleep(60)
         finally:
-            time.sleep(0.2)  # noqa: ASYNC251
+            time.sleep(0.2)
             press()
             await asyncio.sleep(60)
 
@@ -107,6 +107,6 @@ async def test_a_running_event_loop_is_refused_with_the_way_out():
     async def work() -> int:
         return 1
 
-    with pytest.raises(RuntimeError, match="await asyncio.to_thread"):
+    with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread"):
         Interrupts().run(work)
     assert await asyncio.to_thread(Interrupts().run, work) == 1

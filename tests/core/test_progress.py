@@ -48,6 +48,18 @@ def test_piped_output_is_bounded_for_fast_steps_and_has_the_first_and_the_last()
     assert lines[-1] == "warm start: 1,000/1,000 steps · loss 1.0e-03 · after 10 s"
 
 
+def test_work_of_unknown_length_shows_its_numbers_and_no_time_left():
+    stream, clock = io.StringIO(), Clock()
+    with Progress("warm start", None, "updates", stream=stream, clock=clock) as progress:
+        for update in (5, 10):
+            clock.now += 3.0
+            progress.update(update, accuracy=update / 100, target=0.2)
+    assert stream.getvalue().splitlines() == [
+        "warm start: 5 updates · accuracy 0.050 · target 0.200",
+        "warm start: 10 updates · accuracy 0.100 · target 0.200",
+    ]
+
+
 def test_piped_output_has_no_control_characters():
     text = "\n".join(piped_lines(50, seconds_per_step=1.0))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)

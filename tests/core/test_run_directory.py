@@ -118,7 +118,9 @@ async def test_checkpoints_elsewhere_are_kept_apart_too(tmp_path: Path):
     await write_run(tmp_path / "run", rows=range(3), checkpoints=[])
     await write_run(tmp_path / "disk", rows=range(0), checkpoints=[2])
     checkpoints = tmp_path / "disk" / "checkpoints"
-    assert open_run_directory(config_of(tmp_path / "run", resume_mode="none", ckpt_path=str(checkpoints))).state.step == 0
+    assert (
+        open_run_directory(config_of(tmp_path / "run", resume_mode="none", ckpt_path=str(checkpoints))).state.step == 0
+    )
     assert saved(checkpoints) == []
     assert saved(checkpoints / "replaced_1") == ["step_000002"]
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()

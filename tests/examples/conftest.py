@@ -37,6 +37,7 @@ def small_run(start: Path) -> Callable[..., Config]:
             "trainer.run_dir": str(run_dir),
             "trainer.resume_mode": "latest",
             "trainer.max_training_steps": 6,
+            "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
             "trainer.train_batch_size": 8,
             "trainer.policy_mini_batch_size": 4,
             "trainer.update_epochs_per_batch": 1,

@@ -75,6 +75,7 @@ def test_the_recipe_trains_its_tiny_variant_from_nothing(tmp_path: Path, monkeyp
     summary = run_training(config)
     assert summary.steps == 2
     assert (tmp_path / "runs" / "gsm8k_tiny" / "model").is_dir()
+    assert (tmp_path / summary.run_dir / "report.html").exists()
 
 
 def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -88,4 +89,3 @@ def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch
     assert Path(train).read_text() == "mine"
     assert Path(model, "config.json").exists()
     assert own.makes == {model, train, held_out}
-    assert (tmp_path / summary.run_dir / "report.html").exists()

@@ -59,9 +59,9 @@ def test_paths_of_the_user_are_left_alone(warm_started: list[Path]):
     assert warm_started == []
 
 
-def test_without_held_out_data_nothing_is_evaluated(
-    small_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    prepare(small_run(tmp_path / "run", data__val_data=[]))
-    summary = run_training(small_run(tmp_path / "run", data__val_data=[], trainer__max_training_steps=1))
+def test_without_held_out_data_nothing_is_evaluated(small_run: Callable[..., Config], tmp_path: Path):
+    no_data = {"data__val_data": [], "trainer__max_training_steps": 1}
+    run = small_run(tmp_path / "run", **no_data, trainer__policy__optimizer_config__num_warmup_steps=0)
+    prepare(run)
+    summary = run_training(run)
     assert (summary.steps, summary.accuracy_before, summary.accuracy_after) == (1, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,26 @@ def test_a_run_leaves_everything_it_promises(small_run: BuildConfig, tmp_path: P
         assert [engine for engine, _ in pairs] == pytest.approx([trainer for _, trainer in pairs], abs=1e-4)
     AutoTokenizer.from_pretrained(run_dir / "model")
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
+
+
+def test_every_metric_of_a_run_is_documented(small_run: BuildConfig, tmp_path: Path):
+    changes = {
+        "trainer__algorithm__advantage_estimator": "gae",
+        "trainer__critic_mini_batch_size": 4,
+        "trainer__algorithm__use_kl_loss": True,
+        "trainer__algorithm__zero_variance_filter": True,
+        "generator__apply_overlong_filtering": True,
+        "trainer__algorithm__off_policy_correction__tis_ratio_type": "token",
+        "trainer__max_training_steps": 3,
+    }
+    run_training(small_run(tmp_path / "run", **changes))
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"`([^`]+)`", page)) | {"environment/accuracy"}
+    documented |= {f"critic/{name}" for name in ("loss", "grad_norm", "learning_rate", "skipped_steps")}
+    assert {name for row in rows_of(tmp_path / "run") for name in row} <= documented
+    row = rows_of(tmp_path / "run")[1]
+    assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 32)
+    assert row["rollout/tokens"] == row["rollout/sampled_tokens"] + 32 * 6
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
@@ -188,7 +209,7 @@ def test_a_damaged_model_file_is_named(small_run: BuildConfig, start: Path, tmp_
 
 def test_gradients_that_are_not_finite_skip_the_step_and_then_stop_the_run(small_run: BuildConfig, tmp_path: Path):
     changes = {"trainer__algorithm__advantage_estimator": f"{__name__}:not_a_number"}
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+    with pytest.raises(NonFiniteError, match="3 optimizer steps of the policy in a row"):
         run_training(small_run(tmp_path / "run", **changes))
     rows = rows_of(tmp_path / "run")
     assert rows[1]["policy/skipped_steps"] == 1.0
@@ -202,7 +223,8 @@ def not_a_number(scores_N: Any) -> Any:
 def test_a_damaged_checkpoint_ends_the_run_before_anything_is_changed(small_run: BuildConfig, tmp_path: Path):
     run_training(small_run(tmp_path / "run", trainer__max_training_steps=2))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    (weights,) = (tmp_path / "run" / "checkpoints").glob("step_000002/policy/*.safetensors")
+    files = (tmp_path / "run" / "checkpoints" / "step_000002" / "policy").iterdir()
+    weights = max(files, key=lambda file: file.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="this checkpoint is damaged"):
         run_training(small_run(tmp_path / "run"))

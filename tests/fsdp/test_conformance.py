@@ -22,8 +22,8 @@ ONE = Variant(checkpoint=UNTIED)
 
 
 def mixtures(variant: Variant) -> list[Variant]:
-    """Tied, padded, recomputed."""
-    differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED})
+    """Tied, padded, recomputed, and the last two together."""
+    differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED}, {"spec": PADDED | RECOMPUTED})
     return [attrs.evolve(variant, parity_only=True, **difference) for difference in differences]
 
 
@@ -41,7 +41,9 @@ class TestFsdp(BackendConformance):
         ULYSSES,
         *mixtures(ULYSSES),
         FOUR,
+        attrs.evolve(FOUR, options=FsdpOptions()),
         attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
+        attrs.evolve(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

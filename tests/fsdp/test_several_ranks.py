@@ -1,4 +1,4 @@
-"""Several ranks against plain transformers on one: sharded in every way, split by tokens, saved here, resumed there.
+"""What several ranks do beyond the suite of `test_conformance.py`: states across generations, refusals, adapters.
 
 Ranks are forked from one server per run, so a case costs about a second and not the imports.
 """
@@ -14,7 +14,7 @@ import torch
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, WorkerSpec
-from rl_core.testing.backend import BackendConformance, Variant, open_case
+from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.ranks import RankGroup
@@ -30,55 +30,6 @@ PRELOAD = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
 
 def two(**options: object) -> Variant:
     return Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(**options))
-
-
-class TestFsdpOnTwoRanks(BackendConformance):
-    backend = fsdp
-    options = FsdpOptions()
-    preload = PRELOAD
-    variants = (two(),)
-    resumes = (
-        (two(), Variant(checkpoint=UNTIED)),
-        (two(), Variant(world_size=4, checkpoint=UNTIED)),
-        (Variant(checkpoint=UNTIED), two(fsdp_size=1)),
-    )
-
-
-class TestFsdp1OnTwoRanks(BackendConformance):
-    backend = fsdp1
-    options = FsdpOptions()
-    preload = PRELOAD
-    variants = (two(),)
-    resumes = ((two(), Variant(checkpoint=UNTIED)), (two(), Variant(world_size=4, checkpoint=UNTIED)))
-
-
-ARRANGEMENTS = [
-    (fsdp, two(fsdp_size=1)),
-    (fsdp, two(fsdp_size=2)),
-    (fsdp, two(reshard_after_forward=False)),
-    (fsdp, two(cpu_offload=True)),
-    (fsdp, two(sequence_parallel_size=2)),
-    (fsdp, Variant(world_size=2)),
-    *(
-        (fsdp, attrs.evolve(two(sequence_parallel_size=size), spec=spec))
-        for size in (1, 2)
-        for spec in (UNPACKED, RECOMPUTED, UNPACKED | RECOMPUTED)
-    ),
-    (fsdp, Variant(world_size=4, checkpoint=UNTIED)),
-    (fsdp, attrs.evolve(two(fsdp_size=2, sequence_parallel_size=2), world_size=4)),
-    (fsdp, attrs.evolve(two(sequence_parallel_size=4), world_size=4)),
-    (fsdp1, two(reshard_after_forward=False)),
-    (fsdp1, two(sequence_parallel_size=2)),
-    (fsdp1, Variant(world_size=2, spec=UNPACKED | RECOMPUTED)),
-    (fsdp1, attrs.evolve(two(fsdp_size=2), world_size=4)),
-]
-
-
-@pytest.mark.parametrize(("backend", "variant"), ARRANGEMENTS, ids=lambda v: v.name if v in (fsdp, fsdp1) else str(v))
-def test_three_steps_are_those_of_one_process(backend: Backend, variant: Variant, tmp_path: Path):
-    suite = TestFsdpOnTwoRanks()
-    with open_case(backend, FsdpOptions(), variant, tmp_path) as case:
-        suite.test_three_optimizer_steps(case)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
 from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, ModelConfig, SamplingParams
-from rl_core.plugins import load
+from rl_core.plugins import installed, load
 from rl_core.testing.models import make_checkpoint
 from rl_core.weights import tensor_record
 from rl_rollout.local.engine import LocalEngine
@@ -379,8 +379,10 @@ async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, 
 
 
 def test_several_local_engines_are_refused(checkpoint):
-    with pytest.raises(ConfigError, match="num_engines: 2, but the local engine is always one"):
+    with pytest.raises(ConfigError, match="num_engines: 2, but the local engine is always one") as refusal:
         load("rl_core.inference", "local").validate(config_of(checkpoint, num_engines=2))
+    has_vllm = any(plugin.name == "vllm" for plugin in installed("rl_core.inference"))
+    assert ("backend=vllm" in str(refusal.value)) == has_vllm
 
 
 def test_a_missing_model_and_one_with_other_caches_are_config_errors(tmp_path):

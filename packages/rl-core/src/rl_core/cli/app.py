@@ -174,4 +174,4 @@ def _show_config_warnings_plainly() -> None:
             show_others(message, category, *place, **more)
 
     warnings.showwarning = show
-    warnings.filterwarnings("always", module=r"rl_core\.config\..*")
+    warnings.filterwarnings("always", module=r"rl_core\.(cli|config)\..*")

@@ -120,7 +120,8 @@ class TrainingLoop:
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
-        if not self._is_resumed and self._settings.eval_before_train and self._eval_rows:
+        starts = not self._is_resumed and not self._stop.is_set()
+        if starts and self._settings.eval_before_train and self._eval_rows:
             metrics = await self._evaluate()
             self._reporter.step(0, metrics | self._times.lap())
         generating = asyncio.create_task(self._rollouts.run())
