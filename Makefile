@@ -32,7 +32,7 @@ PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test check learn soak bench docs public-api constraints clean
+.PHONY: help setup quickstart test check learn soak bench docs public-api constraints parity clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,11 @@ bench: $(READY)  ## measure: ratios, taken within one run
 docs: $(READY)  ## write the generated pages of docs/ again
 	$(RUN)python -m rl_core.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
+	rm -rf .parity
+	RL_PARITY_DIR=.parity $(RUN)python -m pytest tests/fsdp/test_conformance.py
+	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
 	$(RUN)python -m tests.workspace.public_api

@@ -1,4 +1,4 @@
-"""What the controller costs: the part of a step that is none of generation, scoring, training, publishing, evaluation, saving.
+"""What the controller costs: what is not generation, scoring, training, publishing, evaluation or saving.
 
 Runs some steps of the quick start's GRPO on its untrained model and prints the shares. The goal: controller under 3 %.
 """
