@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -91,3 +92,16 @@ def require_same(sent: Manifest, received: Manifest) -> None:
     ]
     if wrong:
         raise WeightSyncError(f"weight version {sent.version}: {len(wrong)} tensors differ; " + "; ".join(wrong[:3]))
+
+
+def broken_weights_file(model_directory: str | Path) -> Path | None:
+    """The first safetensors file of a model directory that is cut off or none at all; None where all can be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(model_directory).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return None

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -19,6 +19,7 @@ from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
+from rl_core.weights import broken_weights_file
 from rl_fsdp.attention import PACKED_ATTENTION
 from rl_fsdp.backend import SECTIONS
 from rl_fsdp.hidden_states import autocast, predicting_states
@@ -112,7 +113,7 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> Scorer:
                 model = auto_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"{where}.model.path: {_broken_file(path) or path} cannot be loaded as a causal language model: {error}"
+            f"{where}.model.path: {broken_weights_file(path) or path} is not a causal language model: {error}"
         ) from error
     model.requires_grad_(is_trained)
     if is_adapted:
@@ -155,17 +156,6 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
             "it has no config.json" if Path(path).is_dir() else "no directory here, nor a model that can be fetched"
         )
         raise ConfigError(f"{where}.model.path: {path!r} is no Hugging Face model ({reason}): {error}") from error
-
-
-def _broken_file(path: str) -> Path | None:
-    """The first weights file of a model directory that is cut off or no safetensors file."""
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError):
-            return file
-    return None
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:

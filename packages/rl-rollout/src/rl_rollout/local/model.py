@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -17,7 +16,7 @@ from transformers.utils import logging
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.weights import tensor_record, unpack_bucket
+from rl_core.weights import broken_weights_file, tensor_record, unpack_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,22 +47,11 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         raise
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"trainer.policy.model.path: {_broken_file(path) or path}: the local engine cannot load this model: "
+            f"trainer.policy.model.path: {broken_weights_file(path) or path}: the local engine cannot load this model: "
             f"{type(error).__name__}: {error}"
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval().requires_grad_(False)
-
-
-def _broken_file(path: str) -> Path | None:
-    """The first weights file of a model directory that is cut off or no safetensors file."""
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError):
-            return file
-    return None
 
 
 @contextmanager
