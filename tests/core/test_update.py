@@ -122,8 +122,14 @@ def test_a_token_estimator_gives_advantages_and_returns():
 
 
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
-    with pytest.raises(ConfigError, match="parameter 'greedy_scores_N'; a training run provides scores_N"):
+    with pytest.raises(ConfigError, match="compares with greedy answers, which this version's loop does not play yet"):
         load_estimator("rl_core.algorithms.advantages:remax_advantages", {})
+    with pytest.raises(ConfigError, match="parameter 'lengths_P'; a training run provides scores_N"):
+        load_estimator(f"{__name__}:needs_what_nobody_makes", {})
+
+
+def needs_what_nobody_makes(scores_N: torch.Tensor, lengths_P: torch.Tensor) -> torch.Tensor:
+    return scores_N + lengths_P
 
 
 def test_mini_batches_are_whole_groups_in_the_order_of_the_batch():

@@ -73,6 +73,7 @@ def test_it_trains_the_quick_starts_model_on_two_ranks(environment: dict[str, st
         "trainer.strategy": "plain_ddp",
         "trainer.use_sample_packing": "false",
         "trainer.policy.plain_ddp_config.reduce_in_float64": "true",
+        "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
         "trainer.placement.policy_num_gpus_per_node": 2,
         "trainer.policy.model.path": tmp_path / "model",
         "data.train_data": f"[{tmp_path / 'train.parquet'}]",

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 left_out, *names = sys.argv[1:]
+left_out = tuple(f"{module}." for module in left_out.split())
 for name in names:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, f"{name}."):
@@ -53,8 +54,8 @@ class Environment:
         foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         return run([self.folder / "bin" / command, *args], self.folder, without=foreign)
 
-    def import_all(self, *packages: str, left_out: str = "rl_core.testing.") -> None:
-        """Imports every module of `packages`, but those of the extra `testing`."""
+    def import_all(self, *packages: str, left_out: str = "rl_core.testing rl_core.workers.ray_ranks") -> None:
+        """Imports every module of `packages`, but those that stand behind an extra."""
         self.run("python", "-c", IMPORT_ALL, left_out, *packages)
 
     def distributions(self) -> set[str]:
@@ -102,7 +103,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     assert "fsdp" in environment.run("rl", "plugins")
 
     environment.install("rl-core[testing]")
-    environment.import_all("rl_core", left_out="nothing")
+    environment.import_all("rl_core", left_out="rl_core.workers.ray_ranks")
 
 
 def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):

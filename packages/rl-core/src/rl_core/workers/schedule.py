@@ -12,7 +12,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -
 
     Warm-up over W steps: lr · (step + 1) / W, so the first step already moves and step W − 1 has the full rate.
     Afterwards, with x = (step − W) / (total − W): constant lr; linear lr · (1 − x); cosine lr · (1 + cos πx) / 2, which
-    reach 0 right after the last step.
+    reach 0 right after the last step. A run that is not longer than its warm-up ends within it.
 
     Args:
         step: >= 0; a skipped step is not counted.
@@ -25,7 +25,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -
     if config.scheduler == "constant_with_warmup":
         return config.lr
     assert total_steps is not None
-    progress = min(1.0, (step - warmup) / (total_steps - warmup))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.scheduler == "linear":
         return config.lr * (1.0 - progress)
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
