@@ -113,7 +113,8 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> Scorer:
                 model = auto_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"{where}.model.path: {broken_weights_file(path) or path} is not a causal language model: {error}"
+            f"{where}.model.path: {broken_weights_file(path) or path} cannot be loaded as a causal language model: "
+            f"{error}"
         ) from error
     model.requires_grad_(is_trained)
     if is_adapted:
