@@ -93,9 +93,9 @@ def final_answer(text: str) -> Decimal | None:
 
 def ground_truth(row: Row) -> Decimal:
     """The row's number, from `reward_spec.ground_truth`. Raises DataError when the row has none."""
-    spec = row.get("reward_spec")
+    spec: Any = row.get("reward_spec")
     try:
-        return Decimal(str(spec["ground_truth"]).replace(",", ""))  # type: ignore[index]
+        return Decimal(str(spec["ground_truth"]).replace(",", ""))
     except (TypeError, KeyError, InvalidOperation) as error:
         raise DataError(f"a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec={spec!r}") from error
 
