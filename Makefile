@@ -27,6 +27,7 @@ export UV_LINK_MODE ?= copy
 
 VENV := .venv
 READY := $(VENV)/ready
+QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
 PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
@@ -40,14 +41,19 @@ help:  ## list the targets
 $(PRIVATE_UV):
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools/uv-$(UV_VERSION) uv==$(UV_VERSION)
 
-# The stamp says that .venv matches every pyproject.toml, so a second make starts at once.
+# A stamp says that .venv matches every pyproject.toml, so a second make starts at once. The quick start needs neither vLLM nor
+# Megatron; where they are installed already, they stay.
 $(READY): $(PYPROJECTS) $(filter $(PRIVATE_UV),$(UV))
 	$(UV) sync --quiet --python $(PYTHON) --all-packages
+	@touch $@ $(QUICKSTART_READY)
+
+$(QUICKSTART_READY): $(PYPROJECTS) $(filter $(PRIVATE_UV),$(UV))
+	$(UV) sync --quiet --python $(PYTHON) --package rl-examples --no-default-groups --inexact
 	@touch $@
 
 setup: $(READY)  ## install everything into .venv
 
-quickstart: $(READY)  ## teach a small model to add, in minutes, into runs/quickstart (SEED=n, ARGS="key.path=value …")
+quickstart: $(QUICKSTART_READY)  ## teach a small model to add, in minutes, into runs/quickstart (SEED=n, ARGS="key.path=value …")
 	$(RUN)rl train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart $(ARGS)
 
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
