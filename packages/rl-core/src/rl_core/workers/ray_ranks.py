@@ -220,7 +220,7 @@ class _Session:
         common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
         address = os.environ.get("RAY_ADDRESS", "local")
         if address == "local":
-            ray.init("local", include_dashboard=False, **common)
+            self._start_locally(common)
             return
         try:
             ray.init(address, **common)
@@ -229,6 +229,23 @@ class _Session:
                 f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
                 "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
             ) from error
+
+    def _start_locally(self, common: dict[str, Any]) -> None:
+        """Ray gives its own node 30 s to start, a number that cannot be set and that a busy machine exceeds: it gets a
+        second try."""
+        for is_last_try in (False, True):
+            try:
+                ray.init("local", include_dashboard=False, **common)
+                return
+            except Exception as error:
+                if "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
+                if is_last_try:
+                    raise WorkerError(
+                        "Ray did not start on this machine within two tries of 30 s. It may be short of CPU time or "
+                        "memory; Ray's own logs are in the `logs` folder of its newest session"
+                    ) from error
 
 
 _session = _Session()
