@@ -29,6 +29,7 @@ MAY_IMPORT = {
 FLOORS = (
     "errors",
     "batch",
+    "routes",
     "layout",
     "merging",
     "algorithms",

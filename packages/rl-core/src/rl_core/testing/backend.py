@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, ConfigError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import CONTRACT_VERSION, Backend, LossSpec, ModelConfig, OptimizerStep, Worker
 from rl_core.testing.cases import (
     LIMITS,
@@ -41,6 +41,7 @@ from rl_core.testing.cases import (
     open_case,
 )
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.forced_routes import routers
 from rl_core.testing.parity import Measurement, write_down
 from rl_core.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
@@ -75,6 +76,12 @@ MOVED = 1e-3
 
 
 PARITY_CHECKS = (
+ROUTE_CHECKS = (
+    "test_routes_of_another_token_or_layer_give_other_logprobs",
+    "test_routes_that_do_not_fit_the_model_are_refused",
+)
+"""What only variants with `forced_routes` run."""
+
     "test_logprobs_and_entropies_of_the_stream",
     "test_loss_and_every_gradient",
     "test_three_optimizer_steps",
@@ -111,8 +118,11 @@ class BackendConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every check once per variant, or per pair of them."""
         if "variant" in metafunc.fixturenames:
-            in_parity = metafunc.function.__name__ in PARITY_CHECKS
-            metafunc.parametrize("variant", [v for v in self.variants if in_parity or not v.parity_only], ids=str)
+            name = metafunc.function.__name__
+            variants = [v for v in self.variants if name in PARITY_CHECKS or not v.parity_only]
+            variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
+            none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
+            metafunc.parametrize("variant", variants or [none], ids=str)
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
             pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
@@ -188,6 +198,38 @@ class BackendConformance:
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
 
     # --- gradients ---
+    # --- routes ---
+
+    def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
+        """The control: did they not, a backend that mixes routes up would pass."""
+        group, expected = case.start(), expected_scores(case.reference, case.batch)["logprobs"]
+        others = other_routes(case)
+        for batch in others:
+            changed = expected_scores(case.reference, batch)["logprobs"]
+            difference = (changed - expected).abs().max().item()
+            self.measure(case, "other routes", difference, MOVED, "the same log-probs", at_least=True)
+            found = group.forward(batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+            require_close(found, changed, self.tolerances.logprob, "log-probs of other routes")
+
+    def test_routes_that_do_not_fit_the_model_are_refused(self, case: Case) -> None:
+        routes_TLK = case.batch["routed_experts"]
+        routed = case.batch["routed"].nonzero()[0]
+        wrong_id, twice = routes_TLK.clone(), routes_TLK.clone()
+        wrong_id[routed] = 250
+        twice[routed] = 0
+        wrong = {
+            "layers": case.batch.with_columns(routed_experts=routes_TLK[:, 1:]),
+            "experts per token": case.batch.with_columns(routed_experts=routes_TLK[..., 1:]),
+            "250": case.batch.with_columns(routed_experts=wrong_id),
+            r"\[0, 0": case.batch.with_columns(routed_experts=twice),
+            "no routes": case.batch.without_columns("routed_experts", "routed"),
+        }
+        for message, batch in wrong.items():
+            group = case.start()
+            with pytest.raises((ConfigError, ShapeError), match=message):
+                group.forward(batch, LIMITS, temperature=TEMPERATURE)
+            group.close()
+
 
     def test_loss_and_every_gradient(self, case: Case) -> None:
         group = case.start()
@@ -489,6 +531,19 @@ def train_and_save(case: Case, directory: Path) -> RankGroup:
     """New ranks that took a step and saved their state."""
     group = case.start()
     train_step(group, case)
+def other_routes(case: Case) -> list[Batch]:
+    """The case's batch with every route one token late, and with the routes of another layer."""
+    layers = sorted(routers(case.reference.model))
+    by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
+    by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
+    late_T = case.batch["routed"] & case.batch["routed"].roll(1)
+    assert len(layers) > 1, "with one layer of experts there is no other one to take routes from"
+    return [
+        case.batch.with_columns(routed_experts=by_token_TLK, routed=late_T),
+        case.batch.with_columns(routed_experts=by_layer_TLK),
+    ]
+
+
     group.call("save_state", directory)
     return group
 
