@@ -28,10 +28,17 @@ _INDEX = ".metadata"
 
 
 def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: Ranks | None) -> None:
-    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return."""
+    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
+
+    Raises:
+        CheckpointError: a rank could not write its files. On all ranks alike.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _expect_one_rank()
-    metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
+    try:
+        metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory}: could not be written ({_reason(error)})") from error
     if ranks is None or ranks.is_first:
         _write_list(directory, metadata, steps_done)
     if ranks is not None:
@@ -83,7 +90,9 @@ class BackgroundWriter:
             if self._ranks is None or self._ranks.is_first:
                 _write_list(self._directory, metadata, self._steps_done)
         except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"{self._directory}: could not be written in the background ({error})") from error
+            raise CheckpointError(
+                f"{self._directory}: could not be written in the background ({_reason(error)})"
+            ) from error
         self._writing = None
         return True
 
@@ -115,7 +124,9 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks |
         _expect_one_rank()
         load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error}); resume from an earlier checkpoint") from error
+        raise CheckpointError(
+            f"{directory}: cannot be read ({_reason(error)}); resume from an earlier checkpoint"
+        ) from error
     return steps_done
 
 
@@ -123,6 +134,13 @@ def _expect_one_rank() -> None:
     """torch warns of a single rank even where it is asked for; in the background it does so in a thread of its own, so
     the filter stays."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+
+
+def _reason(error: BaseException) -> str:
+    """In a line, of all ranks; torch tells it with every rank's traceback, in an exception that is no `Exception`."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
 
 
 def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:
