@@ -16,6 +16,7 @@ makes its own tiny checkpoint and batch. Every number is compared with `Referenc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,8 +41,8 @@ from rl_core.testing.cases import (
     make_batch,
     open_case,
 )
-from rl_core.testing.models import make_checkpoint
 from rl_core.testing.forced_routes import routers
+from rl_core.testing.models import make_checkpoint
 from rl_core.testing.parity import Measurement, write_down
 from rl_core.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
@@ -75,13 +76,13 @@ MOVED = 1e-3
 """What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
 
 
-PARITY_CHECKS = (
 ROUTE_CHECKS = (
     "test_routes_of_another_token_or_layer_give_other_logprobs",
     "test_routes_that_do_not_fit_the_model_are_refused",
 )
 """What only variants with `forced_routes` run."""
 
+PARITY_CHECKS = (
     "test_logprobs_and_entropies_of_the_stream",
     "test_loss_and_every_gradient",
     "test_three_optimizer_steps",
@@ -197,7 +198,6 @@ class BackendConformance:
         with pytest.raises(WorkerError):
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
 
-    # --- gradients ---
     # --- routes ---
 
     def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
@@ -230,6 +230,7 @@ class BackendConformance:
                 group.forward(batch, LIMITS, temperature=TEMPERATURE)
             group.close()
 
+    # --- gradients ---
 
     def test_loss_and_every_gradient(self, case: Case) -> None:
         group = case.start()
@@ -307,7 +308,7 @@ class BackendConformance:
 
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
-        if not group.ranks.can_offload:
+        if not group.ranks.abilities.offload:
             pytest.skip("the worker is not Offloadable, which is an ability that a backend may have or not")
         for batch in steps_of(case.batch):
             group.call("offload", parameters=True, optimizer=True)
@@ -392,6 +393,25 @@ class BackendConformance:
             self._open(resumed[1], tmp_path / "loaded", tmp_path_factory) as other_case,
         ):
             self.check_resumed(case, other_case)
+
+    def test_a_state_saved_in_the_background_is_that_of_its_start(self, case: Case) -> None:
+        first, second = case.start(), case.start()
+        if not first.ranks.abilities.save_in_background:
+            pytest.skip("the worker is not a BackgroundSaver, which is an ability that a backend may have or not")
+        for directory in (case.directory / "state-1", case.directory / "state-2"):
+            train_step(first, case)
+            saved = first.weights()
+            first.call("start_saving", directory)
+            train_step(first, case)
+            deadline = time.monotonic() + self.timeout_s
+            while not all(first.call("has_saved")):
+                assert time.monotonic() < deadline, f"{directory.name} was not saved within {self.timeout_s:g} s"
+            second.call("load_state", directory)
+            require_equal(second.weights(), saved, "loaded")
+            train_step(second, case)
+            after = second.weights()
+            for name, weight in first.weights().items():
+                require_close(after[name], weight, self.tolerances.weight, f"{name}, a step after loading")
 
     def check_resumed(self, case: Case, other_case: Case) -> None:
         """What `case` saved goes on at `other_case`."""
@@ -511,6 +531,19 @@ def steps_of(batch: Batch) -> list[Batch]:
     return [batch.select(sequences) for sequences in STEPS]
 
 
+def other_routes(case: Case) -> list[Batch]:
+    """The case's batch with every route one token late, and with the routes of another layer."""
+    layers = sorted(routers(case.reference.model))
+    by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
+    by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
+    late_T = case.batch["routed"] & case.batch["routed"].roll(1)
+    assert len(layers) > 1, "with one layer of experts there is no other one to take routes from"
+    return [
+        case.batch.with_columns(routed_experts=by_token_TLK, routed=late_T),
+        case.batch.with_columns(routed_experts=by_layer_TLK),
+    ]
+
+
 def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:
     """Of the whole batch."""
     return reference.forward(batch, [range(batch.num_sequences)], temperature=TEMPERATURE)
@@ -531,19 +564,6 @@ def train_and_save(case: Case, directory: Path) -> RankGroup:
     """New ranks that took a step and saved their state."""
     group = case.start()
     train_step(group, case)
-def other_routes(case: Case) -> list[Batch]:
-    """The case's batch with every route one token late, and with the routes of another layer."""
-    layers = sorted(routers(case.reference.model))
-    by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
-    by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
-    late_T = case.batch["routed"] & case.batch["routed"].roll(1)
-    assert len(layers) > 1, "with one layer of experts there is no other one to take routes from"
-    return [
-        case.batch.with_columns(routed_experts=by_token_TLK, routed=late_T),
-        case.batch.with_columns(routed_experts=by_layer_TLK),
-    ]
-
-
     group.call("save_state", directory)
     return group
 
