@@ -7,7 +7,8 @@ Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; w
 | Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
 | TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
-An evaluation runs within the training task, before the next version is published: it sees one version.
+An evaluation runs within the training task, before the next version is published: it sees one version. Where engine and
+models share devices (`EngineTurns`), the next groups are started after all that a step does with the models.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate
+from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
@@ -88,6 +90,7 @@ class TrainingLoop:
         eval_settings: RolloutSettings,
         reporter: Reporter,
         callbacks: Sequence[Callback],
+        turns: EngineTurns,
         steps_done: int,
     ):
         self._settings = settings
@@ -103,6 +106,7 @@ class TrainingLoop:
         self._eval_settings = eval_settings
         self._reporter = reporter
         self._callbacks = callbacks
+        self._turns = turns
         self._times = PhaseTimes()
         self._stop = asyncio.Event()
         self._saver = CheckpointSaver(
@@ -146,6 +150,7 @@ class TrainingLoop:
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
                 await self._saver.finish()
+            await self._turns.to_models()
         finally:
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -161,6 +166,7 @@ class TrainingLoop:
             await self._saver.poll()
         self._reporter.phase("score")
         with self._times.phase("score"):
+            await self._turns.to_models()
             batch = await self._update.score(batch)
         agreement = rollout_agreement(batch, version=self.steps_done)
         batch, prepared = self._update.prepare(batch)
@@ -169,7 +175,8 @@ class TrainingLoop:
             trained = await self._update.train(batch, step)
         self.steps_done = step
         await self._publish()
-        await self._buffer.published(step)
+        if not self._turns.are_shared:
+            await self._buffer.published(step)
 
         metrics = _divided({**agreement, **prepared, **trained, **self._selection.lap()})
         metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
@@ -197,10 +204,16 @@ class TrainingLoop:
             await self._checkpoint()
         if settings.hf_save_interval > 0 and step % settings.hf_save_interval == 0:
             with self._times.phase("checkpoint"):
+                await self._turns.to_models()
                 await self._models.save_model(settings.export_root / f"step_{step:06d}")
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
         """The groups of the next step; None when the run is to stop."""
+        if self._stop.is_set():
+            return None
+        if self._turns.engine_sleeps:
+            await self._publish()
+        await self._buffer.published(self.steps_done)
         self._reporter.phase("generate")
         with self._times.phase("generate"):
             while True:
@@ -221,14 +234,15 @@ class TrainingLoop:
     async def _publish(self) -> None:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
-            await publish_weights(
-                self._models.policy,
-                self._client,
-                self._transport,
-                self.steps_done,
-                max_bucket_bytes=self._settings.max_bucket_bytes,
-                num_engines=self._settings.num_engines,
-            )
+            async with self._turns.handover():
+                await publish_weights(
+                    self._models.policy,
+                    self._client,
+                    self._transport,
+                    self.steps_done,
+                    max_bucket_bytes=self._settings.max_bucket_bytes,
+                    num_engines=self._settings.num_engines,
+                )
 
     async def _evaluate(self) -> dict[str, float]:
         self._reporter.phase("evaluate")
@@ -259,6 +273,7 @@ class TrainingLoop:
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
         )
         with self._times.phase("checkpoint"):
+            await self._turns.to_models()
             await self._saver.save(state)
         self._saved_step = self.steps_done
 
