@@ -30,6 +30,7 @@ FLOORS = (
     "errors",
     "batch",
     "routes",
+    "hugging_face",
     "layout",
     "merging",
     "algorithms",

@@ -11,6 +11,8 @@ import attrs
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, ShapeError
 
+ROUTE_COLUMNS = ("routed_experts", "routed")
+
 
 @attrs.frozen(kw_only=True)
 class RouteShape:
@@ -37,7 +39,7 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
         ConfigError: routes arrived and replay is off, or the other way round.
         ShapeError: L or K is another, an expert's id is out of range, or a token has an expert twice.
     """
-    arrived = [name for name in ("routed_experts", "routed") if name in batch]
+    arrived = [name for name in ROUTE_COLUMNS if name in batch]
     if shape is None:
         if arrived:
             raise ConfigError(

@@ -460,6 +460,9 @@ class InferenceEngineConfig:
     weight_sync_backend: str = "files"
     """The weight transport (`rl plugins`) or `package.module:object`."""
     weight_bucket_bytes: int = 268435456
+    enable_return_routed_experts: bool = False
+    """The engine returns the experts that it sent each token to; for the backend's `moe_enable_routing_replay`, and
+    only together with it."""
     """Weights travel in buckets of at most so many bytes."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""
