@@ -64,7 +64,7 @@ def main() -> None:
     batch = make_batch(arguments.tokens)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_checkpoint(Path(directory), **MODEL)
-        worker = make_worker(checkpoint)
+        worker = FsdpWorker(spec_of(checkpoint), RankInfo())
         steps = {
             "worker": lambda: worker_step(worker, batch),
             "transformers, rectangles": bare_step(checkpoint, rectangles_of(batch)),
@@ -100,9 +100,9 @@ def make_batch(num_tokens: int) -> Batch:
     return batch.with_columns(loss_weights=batch["loss_mask"].float() / batch["loss_mask"].sum())
 
 
-def make_worker(checkpoint: Path) -> FsdpWorker:
+def spec_of(checkpoint: Path) -> WorkerSpec:
     """A packed float32 policy."""
-    spec = WorkerSpec(
+    return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(checkpoint)),
         optimizer=OPTIMIZER,
@@ -114,7 +114,6 @@ def make_worker(checkpoint: Path) -> FsdpWorker:
         total_optimizer_steps=None,
         seed=0,
     )
-    return FsdpWorker(spec, RankInfo())
 
 
 def worker_step(worker: FsdpWorker, batch: Batch) -> None:

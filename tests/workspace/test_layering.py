@@ -29,6 +29,8 @@ MAY_IMPORT = {
 FLOORS = (
     "errors",
     "batch",
+    "routes",
+    "hugging_face",
     "layout",
     "merging",
     "algorithms",

@@ -1,7 +1,7 @@
 """The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own (`Offloadable`, `Inspectable`, `Sleepable`).
+Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Sleepable`).
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `Generator`; a recipe an `Environment`. `WorkerGroup` and the loop are ours.
@@ -212,6 +212,22 @@ class Offloadable(Protocol):
 
 
 @runtime_checkable
+class BackgroundSaver(Protocol):
+    """A worker that can save while training goes on (`trainer.async_save`). One save at a time."""
+
+    def start_saving(self, directory: Path) -> None:
+        """Copies what `save_state` writes and returns; files are written in the background, from the copy alone."""
+        ...
+
+    def has_saved(self) -> bool:
+        """What `start_saving` began is complete on this rank; never waits for it. Raises what went wrong with it.
+
+        Asked again, it answers again; without a save it is True.
+        """
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """A worker whose accumulated gradients can be read: the conformance suite's side door."""
 
@@ -245,6 +261,16 @@ class Backend(Protocol):
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Called once, in the rank's process and thread."""
+        ...
+
+
+@runtime_checkable
+class RouteFollowing(Protocol):
+    """A backend that can send the policy's tokens to the experts that the engine chose (router replay). Its workers
+    then refuse batches without routes, and others batches with routes (`rl_core.routes.require_routes`)."""
+
+    def follows_routes(self, options: Any) -> bool:
+        """Whether these options of the policy ask for it, whichever of them does."""
         ...
 
 
@@ -642,6 +668,7 @@ __all__ = [
     "OptimizerStep",
     "Worker",
     "Offloadable",
+    "BackgroundSaver",
     "Inspectable",
     "Backend",
     "WeightBucket",
@@ -649,6 +676,7 @@ __all__ = [
     "Manifest",
     "Rendezvous",
     "WeightSender",
+    "RouteFollowing",
     "WeightReceiver",
     "WeightTransport",
     "SamplingParams",

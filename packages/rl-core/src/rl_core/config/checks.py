@@ -20,7 +20,7 @@ from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import LossSpec
+from rl_core.interfaces import LossSpec, RouteFollowing
 
 # key → the least and the largest value it may have; None: no bound.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -145,6 +145,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
     for name in trainer.callbacks:
         plugins.import_object(name, "trainer.callbacks: ")
     _check_loss(config)
+    _check_routes(config)
     if needs_critic(config):
         _check_critic(config)
     for key in unread_params(config):
@@ -152,6 +153,29 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
             message = f"{key}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
             warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
     engine.validate(config)
+
+
+def _check_routes(config: Config) -> None:
+    """The engine returns routes exactly where the policy follows them."""
+    backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+    section = backend.config_section
+    trainer, returned = config.trainer, config.generator.inference_engine.enable_return_routed_experts
+    follows = backend.follows_routes if isinstance(backend, RouteFollowing) else lambda options: False
+    engine_key, key = "generator.inference_engine.enable_return_routed_experts", f"{section}.moe_enable_routing_replay"
+    for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
+        if follows(model.options(section)):
+            raise ConfigError(
+                f"trainer.{name}.{key}: routes are the policy's, the other models choose experts by themselves; set it "
+                "for trainer.policy"
+            )
+    if follows(trainer.policy.options(section)) != returned:
+        state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
+        remedy = (
+            f"set both, {engine_key} and trainer.policy.{key}, to true or to false"
+            if isinstance(backend, RouteFollowing)
+            else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
+        )
+        raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
 
 
 def _check_loss(config: Config) -> None:

@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError
 
 ALIASES = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+    "trainer.policy.megatron_config.async_dist_ckpt_save": "trainer.async_save",
     "trainer.policy.sequence_parallel_size": "trainer.policy.fsdp_config.sequence_parallel_size",
     "trainer.ref.sequence_parallel_size": "trainer.ref.fsdp_config.sequence_parallel_size",
     "trainer.critic.sequence_parallel_size": "trainer.critic.fsdp_config.sequence_parallel_size",
@@ -122,7 +123,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.pipeline_parallel_size": _ONE_ENGINE,
     "generator.inference_engine.expert_parallel_size": _ONE_ENGINE,
     "generator.inference_engine.data_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.enable_return_routed_experts": Unsupported("there is no router replay yet", (False,)),
     "generator.inference_engine.delta_weight_sync": Unsupported("all weights are sent", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),

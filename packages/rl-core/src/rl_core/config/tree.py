@@ -343,6 +343,9 @@ class TrainerConfig:
     """Steps between checkpoints, the last step always among them; below 1: none."""
     max_ckpts_to_keep: int = -1
     """Older checkpoints are removed; -1 keeps all."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, for a copy of the state in CPU memory. A checkpoint counts once all
+    ranks have written theirs."""
     hf_save_interval: int = -1
     """Steps between saves of the model in Hugging Face format; below 1: only the final model."""
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
@@ -457,6 +460,9 @@ class InferenceEngineConfig:
     weight_sync_backend: str = "files"
     """The weight transport (`rl plugins`) or `package.module:object`."""
     weight_bucket_bytes: int = 268435456
+    enable_return_routed_experts: bool = False
+    """The engine returns the experts that it sent each token to; for the backend's `moe_enable_routing_replay`, and
+    only together with it."""
     """Weights travel in buckets of at most so many bytes."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""

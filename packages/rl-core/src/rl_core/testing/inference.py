@@ -31,6 +31,7 @@ from rl_core.interfaces import (
     InferenceClient,
     Manifest,
     SamplingParams,
+    Sleepable,
     WeightTransport,
 )
 from rl_core.testing.models import make_checkpoint
@@ -364,6 +365,14 @@ class InferenceClientConformance:
             self.test_logprobs_are_the_models_own(bench)
             (completion,) = bench.generate(bench.request("version", SamplingParams(max_tokens=5)))[0]
             assert set(completion.policy_versions) == {version}
+
+    def test_an_engine_that_slept_serves_what_it_is_given_when_it_wakes(self, bench: Bench) -> None:
+        client = bench.client
+        if not isinstance(client, Sleepable):
+            pytest.skip("the client is not Sleepable, which is an ability that an engine may have or not")
+        for call in (client.sleep, client.sleep, client.wake, client.wake):
+            bench.run(call())
+        self.test_new_weights_are_served_and_named(bench)
 
     def test_a_request_that_lives_through_an_update_names_the_weights_of_each_token(self, bench: Bench) -> None:
         version, tensors = bench.version + 1, bench.perturbed(bench.version + 90)

@@ -37,7 +37,10 @@ class _Running:
 
 
 class ReferenceEngine:
-    """InferenceClient without cache, batching or threads. Weight versions come through any transport."""
+    """InferenceClient without cache, batching or threads. Weight versions come through any transport.
+
+    It is `Sleepable`: asleep it has no weights, and until new ones come it generates nothing.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0) -> None:
         self.model = model.eval()
@@ -50,6 +53,9 @@ class ReferenceEngine:
         self._may_sample = asyncio.Event()
         self._may_sample.set()
         self._is_closed = False
+        self._is_asleep = False
+        self._lacks_weights = False
+        self._shapes: dict[str, torch.Size] = {}
 
     @classmethod
     def from_checkpoint(cls, path: str) -> ReferenceEngine:
@@ -62,6 +68,8 @@ class ReferenceEngine:
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         if self._is_closed:
             raise GenerationError("the engine was closed")
+        if self._lacks_weights:
+            raise GenerationError("the engine slept and has had no weights since")
         self._require_possible(request)
         running = self._running.get(request.sample_id)
         if running is None:
@@ -96,6 +104,8 @@ class ReferenceEngine:
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+        if self._is_asleep:
+            raise WeightSyncError(f"version {version} was sent to an engine that sleeps")
         buckets = await asyncio.to_thread(lambda: list(receiver.receive(version)))
         tensors = dict(pair for bucket in buckets for pair in unpack_bucket(bucket))
         parameters = dict(self.model.named_parameters())
@@ -112,6 +122,24 @@ class ReferenceEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self._last = None
+        self._lacks_weights = False
+
+    async def sleep(self) -> None:
+        """See `Sleepable`."""
+        if self._running:
+            raise GenerationError(f"the engine was to sleep with {len(self._running)} requests under way")
+        if not self._is_asleep:
+            self._is_asleep = self._lacks_weights = True
+            self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+            for parameter in self.model.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    async def wake(self) -> None:
+        """See `Sleepable`."""
+        if self._is_asleep:
+            self._is_asleep = False
+            for name, parameter in self.model.named_parameters():
+                parameter.data = torch.full(self._shapes[name], float("nan"), dtype=parameter.dtype)
 
     async def health(self) -> EngineHealth:
         return EngineHealth(version=self._version, num_running=len(self._running), num_waiting=0)

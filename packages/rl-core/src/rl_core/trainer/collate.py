@@ -70,6 +70,10 @@ def _require_whole(trajectory: Trajectory) -> None:
         }
         if len(set(lengths.values())) != 1:
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
+        if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):
+            raise GenerationError(
+                f"{where}, step {index}: routed_experts of {len(step.routed_experts)} tokens for {len(step.tokens)}"
+            )
         if not any(step.sampled):
             raise GenerationError(f"{where}, step {index}: no token was sampled")
 
@@ -86,6 +90,8 @@ def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tenso
     if not known:
         return {}
     num_tokens = int(offsets[-1])
+    if len(shapes := {routes_TLK.shape[1:] for routes_TLK in known}) > 1:
+        raise GenerationError(f"routed_experts: steps differ in layers and experts per token: {sorted(shapes)}")
     routes = np.zeros((num_tokens, *known[0].shape[1:]), known[0].dtype)
     routed = np.zeros(num_tokens, np.bool_)
     for start, step in zip(offsets.tolist(), steps, strict=False):

@@ -7,7 +7,8 @@ Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; w
 | Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
 | TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
-An evaluation runs within the training task, before the next version is published: it sees one version.
+An evaluation runs within the training task, before the next version is published: it sees one version. Where engine and
+models share devices (`EngineTurns`), the next groups are started after all that a step does with the models.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from rl_core.batch import Batch
 from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, WeightTransport
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
-from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
+from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate
+from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
@@ -64,6 +67,8 @@ class LoopSettings:
     max_bucket_bytes: int
     num_engines: int
     generation_timeout_s: float
+    worker_timeout_s: float
+    saves_in_background: bool
 
 
 class TrainingLoop:
@@ -85,6 +90,7 @@ class TrainingLoop:
         eval_settings: RolloutSettings,
         reporter: Reporter,
         callbacks: Sequence[Callback],
+        turns: EngineTurns,
         steps_done: int,
     ):
         self._settings = settings
@@ -100,8 +106,17 @@ class TrainingLoop:
         self._eval_settings = eval_settings
         self._reporter = reporter
         self._callbacks = callbacks
+        self._turns = turns
         self._times = PhaseTimes()
         self._stop = asyncio.Event()
+        self._saver = CheckpointSaver(
+            settings.checkpoint_root,
+            models,
+            keep=settings.max_ckpts_to_keep,
+            in_background=settings.saves_in_background,
+            timeout_s=settings.worker_timeout_s,
+            on_complete=self._checkpoint_completed,
+        )
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
         self.steps_done = steps_done
@@ -133,6 +148,9 @@ class TrainingLoop:
                 await self._step(groups)
             if self._settings.ckpt_interval > 0 or self._stop.is_set():
                 await self._checkpoint()
+            with self._times.phase("checkpoint"):
+                await self._saver.finish()
+            await self._turns.to_models()
         finally:
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -144,8 +162,11 @@ class TrainingLoop:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch = self._selection.masked(collate(trajectories), trajectories)
+        with self._times.phase("checkpoint"):
+            await self._saver.poll()
         self._reporter.phase("score")
         with self._times.phase("score"):
+            await self._turns.to_models()
             batch = await self._update.score(batch)
         agreement = rollout_agreement(batch, version=self.steps_done)
         batch, prepared = self._update.prepare(batch)
@@ -154,7 +175,8 @@ class TrainingLoop:
             trained = await self._update.train(batch, step)
         self.steps_done = step
         await self._publish()
-        await self._buffer.published(step)
+        if not self._turns.are_shared:
+            await self._buffer.published(step)
 
         metrics = _divided({**agreement, **prepared, **trained, **self._selection.lap()})
         metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
@@ -182,10 +204,16 @@ class TrainingLoop:
             await self._checkpoint()
         if settings.hf_save_interval > 0 and step % settings.hf_save_interval == 0:
             with self._times.phase("checkpoint"):
+                await self._turns.to_models()
                 await self._models.save_model(settings.export_root / f"step_{step:06d}")
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
         """The groups of the next step; None when the run is to stop."""
+        if self._stop.is_set():
+            return None
+        if self._turns.engine_sleeps:
+            await self._publish()
+        await self._buffer.published(self.steps_done)
         self._reporter.phase("generate")
         with self._times.phase("generate"):
             while True:
@@ -206,14 +234,15 @@ class TrainingLoop:
     async def _publish(self) -> None:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
-            await publish_weights(
-                self._models.policy,
-                self._client,
-                self._transport,
-                self.steps_done,
-                max_bucket_bytes=self._settings.max_bucket_bytes,
-                num_engines=self._settings.num_engines,
-            )
+            async with self._turns.handover():
+                await publish_weights(
+                    self._models.policy,
+                    self._client,
+                    self._transport,
+                    self.steps_done,
+                    max_bucket_bytes=self._settings.max_bucket_bytes,
+                    num_engines=self._settings.num_engines,
+                )
 
     async def _evaluate(self) -> dict[str, float]:
         self._reporter.phase("evaluate")
@@ -244,11 +273,13 @@ class TrainingLoop:
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
         )
         with self._times.phase("checkpoint"):
-            path = await save_checkpoint(self._settings.checkpoint_root, state, self._models.save_state)
-            delete_old_checkpoints(self._settings.checkpoint_root, self._settings.max_ckpts_to_keep)
+            await self._turns.to_models()
+            await self._saver.save(state)
         self._saved_step = self.steps_done
+
+    def _checkpoint_completed(self, step: int, path: Path) -> None:
         for callback in self._callbacks:
-            callback.on_checkpoint(self.steps_done, path)
+            callback.on_checkpoint(step, path)
 
     def _ask_callbacks(self, step: int, metrics: Mapping[str, float]) -> Control:
         answers = [callback.on_step_end(step, metrics) or Control() for callback in self._callbacks]

@@ -14,7 +14,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config import Config, advantage_params, loss_params, needs_critic
-from rl_core.errors import DataError, RLError
+from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import (
     Backend,
     Generator,
@@ -28,6 +28,7 @@ from rl_core.interfaces import (
 from rl_core.trainer.advantages import load_estimator
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.callbacks import Callback
+from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import evaluate
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
@@ -85,7 +86,12 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
-    async with _engine(config) as (client, generator), _models(config, train_rows) as models:
+    async with AsyncExitStack() as closing:
+        client, generator = await closing.enter_async_context(_engine(config))
+        are_shared = await begin_with_models(
+            client, colocate_all=trainer.placement.colocate_all, max_staleness=trainer.max_staleness
+        )
+        models = await closing.enter_async_context(_models(config, train_rows))
         train_rows = await _fitting(train_rows, generator, config)
         eval_rows = await _fitting(eval_rows, generator, config)
         total_steps = num_steps(config, len(train_rows))
@@ -130,6 +136,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             eval_settings=_eval_rollouts(config),
             reporter=reporter,
             callbacks=[_callback(path) for path in trainer.callbacks],
+            turns=EngineTurns(client, models.policy, are_shared=are_shared),
             steps_done=state.step,
         )
         try:
@@ -330,6 +337,11 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
                 timeout_s=config.trainer.worker_timeout_s,
             )
             closing.push_async_callback(_closed, group.close, f"the {role} model")
+            if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
+                raise ConfigError(
+                    f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save while training goes "
+                    "on; set trainer.async_save=false"
+                )
             return group
 
         policy = await launch("policy")
@@ -425,6 +437,8 @@ def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
         max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
         num_engines=config.generator.inference_engine.num_engines,
         generation_timeout_s=trainer.generation_timeout_s,
+        worker_timeout_s=trainer.worker_timeout_s,
+        saves_in_background=trainer.async_save,
     )
 
 

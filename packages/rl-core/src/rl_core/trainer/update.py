@@ -12,6 +12,7 @@ from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
 from rl_core.errors import first_error
 from rl_core.interfaces import Metrics
+from rl_core.routes import ROUTE_COLUMNS
 from rl_core.trainer.advantages import (
     Estimator,
     with_advantages,
@@ -76,10 +77,19 @@ class BatchUpdate:
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch) -> Batch:
-        """Adds `old_logprobs`, `old_entropies`, `ref_logprobs` where a KL term needs them, and a critic's `values`."""
+        """Adds `old_logprobs`, `old_entropies`, `ref_logprobs` where a KL term needs them, and a critic's `values`.
+
+        Routes are the policy's: reference and critic choose experts by themselves.
+        """
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
         groups = [group for group in (models.policy, models.reference, models.critic) if group is not None]
-        scores = await asyncio.gather(*(group.forward(batch, limits, temperature=temperature) for group in groups))
+        others = batch.without_columns(*ROUTE_COLUMNS)
+        scores = await asyncio.gather(
+            *(
+                group.forward(batch if group is models.policy else others, limits, temperature=temperature)
+                for group in groups
+            )
+        )
         by_group = dict(zip(groups, scores, strict=True))
         policy = by_group[models.policy]
         columns = {"old_logprobs": policy["logprobs"], "old_entropies": policy["entropies"]}
@@ -118,11 +128,12 @@ class BatchUpdate:
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
+        own = {self._policy: batch, self._critic: batch.without_columns(*ROUTE_COLUMNS)}
         if critic.takes_turns_with(policy):
-            return {**await self._critic.train(batch, step), **await self._policy.train(batch, step)}
+            return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
         try:
             async with asyncio.TaskGroup() as both:
-                trainings = [both.create_task(update.train(batch, step)) for update in (self._policy, self._critic)]
+                trainings = [both.create_task(update.train(its_batch, step)) for update, its_batch in own.items()]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         return {name: value for training in trainings for name, value in training.result().items()}

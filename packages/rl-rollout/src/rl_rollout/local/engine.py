@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from rl_core.errors import DeadlineError, GenerationError, RLError
+from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
 from rl_rollout.local.model import eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
+ROUTES_KEY = "generator.inference_engine.enable_return_routed_experts"
 Load = Callable[[], "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]"]
 
 
@@ -74,6 +76,7 @@ class LocalEngine:
         max_num_seqs: int,
         timeout_s: float,
         num_threads: int | None = None,
+        return_routed_experts: bool = False,
     ) -> LocalEngine:
         """Loads the model on the engine's thread and returns when it can serve.
 
@@ -82,6 +85,7 @@ class LocalEngine:
             max_num_seqs: samples that decode together.
             timeout_s: deadline of every call.
             num_threads: torch threads of the engine; None leaves torch's choice.
+            return_routed_experts: completions say where the model's routers sent each token.
 
         Raises:
             Whatever `load` raises; DeadlineError.
@@ -90,7 +94,7 @@ class LocalEngine:
         ready = engine._new_answer()
         engine._thread = threading.Thread(
             target=engine._run,
-            args=(load, max_num_seqs, num_threads, ready),
+            args=(load, max_num_seqs, num_threads, return_routed_experts, ready),
             name="rl-rollout-local-engine",
             daemon=True,
         )
@@ -299,7 +303,14 @@ class LocalEngine:
 
     # --- engine thread side -------------------------------------------------------------------------------------------
 
-    def _run(self, load: Load, max_num_seqs: int, num_threads: int | None, ready: asyncio.Future[None]) -> None:
+    def _run(
+        self,
+        load: Load,
+        max_num_seqs: int,
+        num_threads: int | None,
+        return_routed_experts: bool,
+        ready: asyncio.Future[None],
+    ) -> None:
         try:
             if num_threads is not None:
                 torch.set_num_threads(num_threads)
@@ -308,7 +319,8 @@ class LocalEngine:
             text_config = model.config.get_text_config(decoder=True)
             self._max_positions = getattr(text_config, "max_position_embeddings", None)
             self._vocab_size = text_config.vocab_size
-            self._scheduler = Scheduler(model, max_num_seqs=max_num_seqs)
+            choices = ExpertChoices.of(model, where=ROUTES_KEY) if return_routed_experts else None
+            self._scheduler = Scheduler(model, max_num_seqs=max_num_seqs, choices=choices)
         except Exception as error:
             self._failure = error
             self._answer(ready, error)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,10 +10,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.hugging_face import no_progress_bars
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.weights import broken_weights_file, tensor_record, unpack_bucket
 
@@ -39,7 +39,7 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
     try:
         config = AutoConfig.from_pretrained(path)
         _require_servable(path, config)
-        with _no_progress_bar():
+        with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=getattr(torch, dtype), **model_kwargs
             )
@@ -52,18 +52,6 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         ) from error
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    # transformers draws a bar for every model it reads, across the run's own display.
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _require_servable(path: str, config: Any) -> None:
@@ -105,20 +93,23 @@ def stage(rendezvous: Rendezvous, version: int) -> StagedWeights:
 
 
 def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
-    """The staged tensors are the model's parameters, by name and shape; a tied weight may come under any of its names.
+    """The staged tensors are the model's parameters, by name and shape.
+
+    Names are those of a checkpoint: each expert stands by itself, where the model holds all as one tensor. A tied
+    weight may come under any of its names.
 
     Raises:
         WeightSyncError: naming what is missing, unknown, of another shape, or tied but different.
     """
-    aliases = _canonical_names(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = _checkpoint_shapes(model)
+    aliases = {name: name for name in expected} | _tied_names(model)
     problems = [f"{name} is not a parameter of the model" for name in staged.tensors if name not in aliases]
     arrived = {aliases[name]: name for name in staged.tensors if name in aliases}
-    problems += [f"{name} did not arrive" for name in shapes if name not in arrived]
+    problems += [f"{name} did not arrive" for name in expected if name not in arrived]
     for name, record in staged.manifest.tensors.items():
         canonical = aliases.get(name)
-        if canonical and record.shape != shapes[canonical]:
-            problems.append(f"{name} has shape {record.shape}, the model's is {shapes[canonical]}")
+        if canonical and record.shape != expected[canonical]:
+            problems.append(f"{name} has shape {record.shape}, the model's is {expected[canonical]}")
         if canonical and record != staged.manifest.tensors[arrived[canonical]]:
             problems.append(f"{name} and {arrived[canonical]} are one tied weight, but different tensors arrived")
     if problems:
@@ -130,13 +121,37 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
-    """Copies checked weights into the model, in its own dtype."""
-    aliases = _canonical_names(model)
+    """Copies checked weights into the model, in its own dtype.
+
+    What a checkpoint names otherwise than the model is first converted as a whole: an error leaves the model as it was.
+    """
+    aliases = {name: name for name in _checkpoint_shapes(model)} | _tied_names(model)
+    tensors = {aliases[name]: tensor for name, tensor in staged.tensors.items()}
     parameters = dict(model.named_parameters())
-    for name, tensor in staged.tensors.items():
-        parameters[aliases[name]].copy_(tensor)
+    if tensors.keys() != parameters.keys():
+        tensors = _converted(model, tensors, staged.version)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
 
 
-def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
-    by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: by_identity[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+    """From a checkpoint's names to the model's, as transformers reads one: a second model exists for a while."""
+    try:
+        with no_progress_bars():
+            loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)
+    except (RuntimeError, ValueError) as error:
+        raise WeightSyncError(f"weight version {version} cannot be converted, nothing was loaded: {error}") from error
+    return dict(loaded.named_parameters())
+
+
+def _checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The model's parameters as a checkpoint names them; of tied ones, the first."""
+    empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Further names of tied weights → the first."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}

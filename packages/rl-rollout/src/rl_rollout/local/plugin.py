@@ -64,6 +64,7 @@ class LocalEnginePlugin:
             max_num_seqs=engine.max_num_seqs,
             timeout_s=config.trainer.generation_timeout_s,
             num_threads=config.trainer.num_threads,
+            return_routed_experts=engine.enable_return_routed_experts,
         )
 
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rl_core.errors import GenerationError
+from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion, SamplingParams, StopReason
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
 from rl_rollout.local.stop_strings import StopStringWatch
@@ -89,11 +90,14 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
 class Rows:
     """At most `max_rows` samples that decode together. Synchronous, and touched by one thread only."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
         self._model = model
         self._samples: list[Sample] = []
         self._cache: _Cache | None = None
         self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._choices = choices
+        self._routes: list[list[npt.NDArray[Any]]] = []
+        """Of each row, pieces [tokens, L, K]: one for what its cache began with, one for each token since."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -102,11 +106,12 @@ class Rows:
     def join(self, samples: Sequence[Sample], version: int) -> Ended:
         """Adds samples, each with its first token; returns those that ended. Each distinct prompt is computed once."""
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt_tokens for sample in samples))}
-        cache, logits_PV = self._prefill(list(place))
+        cache, logits_PV, routes = self._prefill(list(place))
         prompt_B = np.array([place[sample.prompt_tokens] for sample in samples])
         self._cache = _Cache.concat(([self._cache] if self._cache else []) + [cache.select(prompt_B)])
         first_new = len(self._samples)
         self._samples += samples
+        self._routes += [[routes[i]] for i in prompt_B.tolist()] if routes else []
         self._arrays = _joined(self._arrays, _new_arrays(samples))
         logits_BV = logits_PV[torch.from_numpy(prompt_B).to(logits_PV.device)]
         return self._sample(logits_BV, np.arange(first_new, len(self._samples)), version)
@@ -117,14 +122,18 @@ class Rows:
         assert self._cache is not None
         rows_B = np.arange(len(self))
         inputs_B = self._arrays["tokens"][rows_B, self._arrays["num_sampled"] - 1]
-        logits_BV, self._cache = self._forward(inputs_B[:, None], self._cache)
+        logits_BV, self._cache, routes_BQLK = self._forward(inputs_B[:, None], self._cache)
+        if routes_BQLK is not None:
+            for pieces, routes_QLK in zip(self._routes, routes_BQLK, strict=True):
+                pieces.append(routes_QLK)
         return self._sample(logits_BV, rows_B, version)
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Rebuilds the cache from the tokens, after the weights have changed."""
+        """Rebuilds the cache, and the routes it was made by, from the tokens, after the weights have changed."""
         if self._samples:
-            self._cache, _ = self._prefill([self._inputs(row) for row in range(len(self))])
+            self._cache, _, routes = self._prefill([self._inputs(row) for row in range(len(self))])
+            self._routes = [[routes_TLK] for routes_TLK in routes]
 
     def remove(self, rows: Iterable[int]) -> Ended:
         """Takes rows out before their end, with what they have and the stop reason `abort`."""
@@ -172,6 +181,7 @@ class Rows:
         ]
         keep_B = np.setdiff1d(np.arange(len(self)), rows_F)
         self._samples = [self._samples[row] for row in keep_B.tolist()]
+        self._routes = [self._routes[row] for row in keep_B.tolist()] if self._routes else []
         self._arrays = {name: values[keep_B] for name, values in self._arrays.items()}
         self._cache = self._cache.select(keep_B) if self._cache and len(keep_B) else None
         return ended
@@ -180,7 +190,13 @@ class Rows:
         count = self._arrays["num_sampled"][row]
         columns = (self._arrays[name][row, :count].tolist() for name in ("tokens", "logprobs", "versions"))
         tokens, logprobs, versions = map(tuple, columns)
-        return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, stop_reason=stop_reason)
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            policy_versions=versions,
+            stop_reason=stop_reason,
+            routed_experts=np.concatenate(self._routes[row]) if self._routes else None,
+        )
 
     def _inputs(self, row: int) -> tuple[int, ...]:
         count = self._arrays["num_sampled"][row]
@@ -194,24 +210,30 @@ class Rows:
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    def _prefill(self, sequences: Sequence[tuple[int, ...]]) -> tuple[_Cache, Tensor]:
-        """Cache and last logits [P, V] of whole sequences; those of similar length share a forward."""
+    def _prefill(self, sequences: Sequence[tuple[int, ...]]) -> tuple[_Cache, Tensor, list[npt.NDArray[Any]]]:
+        """Cache, last logits [P, V] and routes (none, where they are not returned) of whole sequences; those of similar
+        length share a forward."""
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        caches, logits = [], []
+        caches, logits, routes = [], [], []
         for chunk in _chunks([len(sequences[i]) for i in order], _PREFILL_TOKENS):
             part = [sequences[order[i]] for i in chunk]
             width = max(map(len, part))
             pad_B = np.array([width - len(tokens) for tokens in part])
             inputs_BS = np.array([(0,) * (width - len(tokens)) + tokens for tokens in part])
-            logits_BV, cache = self._forward(inputs_BS, _Cache([], pad_B))
+            logits_BV, cache, routes_BSLK = self._forward(inputs_BS, _Cache([], pad_B))
+            if routes_BSLK is not None:
+                routes += [routes_BSLK[b, pad:] for b, pad in enumerate(pad_B.tolist())]
             caches.append(cache)
             logits.append(logits_BV)
         inverse = np.argsort(order)
         logits_PV = torch.cat(logits)
-        return _Cache.concat(caches).select(inverse), logits_PV[torch.from_numpy(inverse).to(logits_PV.device)]
+        logits_PV = logits_PV[torch.from_numpy(inverse).to(logits_PV.device)]
+        return _Cache.concat(caches).select(inverse), logits_PV, [routes[i] for i in inverse.tolist()] if routes else []
 
-    def _forward(self, inputs_BQ: npt.NDArray[np.int64], cache: _Cache) -> tuple[Tensor, _Cache]:
-        """Appends Q columns; the logits [B, V] after the last one."""
+    def _forward(
+        self, inputs_BQ: npt.NDArray[np.int64], cache: _Cache
+    ) -> tuple[Tensor, _Cache, npt.NDArray[Any] | None]:
+        """Appends Q columns; the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
         device = self._model.device
         before = cache.width if cache.layers else 0
         columns_1S = np.arange(before + inputs_BQ.shape[1])[None]
@@ -219,6 +241,8 @@ class Rows:
         mask = torch.from_numpy(columns_1S >= pad_B1).to(device) if cache.pad_B.any() else None
         positions_BQ = np.maximum(columns_1S[:, before:] - pad_B1, 0)
         past = _transformers_cache(cache.layers)
+        if self._choices is not None:
+            self._choices.follow(None, None)
         output = self._model(
             input_ids=torch.from_numpy(inputs_BQ).to(device),
             attention_mask=mask,
@@ -228,7 +252,14 @@ class Rows:
             logits_to_keep=1,
         )
         layers = [(layer.keys, layer.values) for layer in past.layers]  # pyright: ignore[reportAttributeAccessIssue]
-        return output.logits[:, -1], _Cache(layers, cache.pad_B)  # pyright: ignore[reportArgumentType]
+        routes_BQLK = None if self._choices is None else _routes(self._choices, len(inputs_BQ))
+        return output.logits[:, -1], _Cache(layers, cache.pad_B), routes_BQLK  # pyright: ignore[reportArgumentType]
+
+
+def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:
+    """[B, Q, L, K] of the latest forward, in the smallest dtype that a batch takes."""
+    dtype = torch.uint8 if choices.shape.num_experts <= 256 else torch.int16
+    return choices.taken().to(dtype).unflatten(0, (num_rows, -1)).cpu().numpy()
 
 
 def _transformers_cache(layers: Sequence[tuple[Tensor, ...]]) -> DynamicCache:
@@ -261,10 +292,6 @@ def _new_arrays(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
         ),
         **{name: np.full((len(samples), 8), _NO_TOKEN, dtype=dtype) for name, dtype in _PER_TOKEN},
     }
-
-
-def _stop_row(sample: Sample, num_stops: int) -> tuple[int, ...]:
-    return sample.stop_tokens + (_NO_TOKEN,) * (num_stops - len(sample.stop_tokens))
 
 
 def _joined(old: dict[str, npt.NDArray[Any]], new: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion
 from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
@@ -25,10 +26,10 @@ _JOIN_FRACTION = 8
 class Scheduler:
     """Samples in, completions out, at most `max_num_seqs` at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int, choices: ExpertChoices | None = None) -> None:
         self._model = model
         self._max_num_seqs = max_num_seqs
-        self._rows = Rows(model)
+        self._rows = Rows(model, choices)
         self._waiting: deque[Sample] = deque()
         self._held: deque[Sample] = deque()
         self._pause: PauseMode | None = None

@@ -1,0 +1,62 @@
+"""Engine and models on the same devices, in turns (`trainer.placement.colocate_all`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rl_core.interfaces import InferenceClient, Sleepable
+from rl_core.workers import WorkerGroup
+
+
+async def begin_with_models(client: InferenceClient, *, colocate_all: bool, max_staleness: int) -> bool:
+    """Puts a new engine to sleep where it shares devices with the models that are loaded next; whether it does.
+
+    It must be `Sleepable`, and have nothing to do while models compute: with `max_staleness` above 0 it generates while
+    the policy trains, so neither ever leaves.
+    """
+    if not (colocate_all and max_staleness == 0 and isinstance(client, Sleepable)):
+        return False
+    await client.sleep()
+    return True
+
+
+class EngineTurns:
+    """Whose turn it is on devices that engine and models share.
+
+    The models leave by `WorkerGroup.offload`, come back with their next call, and take turns among themselves
+    (`rl_core.workers.devices`). The engine loses its weights when it sleeps, so after that they are published again.
+    Where they share nothing, nobody ever moves.
+    """
+
+    def __init__(self, client: InferenceClient, policy: WorkerGroup, *, are_shared: bool):
+        """`are_shared` as `begin_with_models` says: the engine is asleep."""
+        self._client = client
+        self._policy = policy
+        self.are_shared = are_shared
+        self.engine_sleeps = are_shared
+
+    async def to_models(self) -> None:
+        """Before any model computes, with no request under way: the engine sleeps."""
+        if self.are_shared and not self.engine_sleeps:
+            await self._sleepable.sleep()
+            self.engine_sleeps = True
+
+    @asynccontextmanager
+    async def handover(self) -> AsyncIterator[None]:
+        """Around a weight sync: outside it one side is on the devices, inside the awake engine and the policy's
+        parameters, without its optimizer's state."""
+        if not self.are_shared:
+            yield
+            return
+        await self._policy.offload()
+        if self.engine_sleeps:
+            await self._sleepable.wake()
+            self.engine_sleeps = False
+        yield
+        await self._policy.offload()
+
+    @property
+    def _sleepable(self) -> Sleepable:
+        assert isinstance(self._client, Sleepable)
+        return self._client

@@ -1,0 +1,114 @@
+"""When a checkpoint counts: written at once, or in the background by ranks that answer when they please."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import CheckpointError, DeadlineError
+from rl_core.trainer.checkpoint import RunState, list_checkpoints, list_unfinished, load_state
+from rl_core.trainer.saving import CheckpointSaver
+
+
+class RecordedModels:
+    """Writes one file; in the background only when it is let."""
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        self.is_written = True
+        self.error: Exception | None = None
+
+    async def save_state(self, directory: Path) -> None:
+        self.directory = directory
+        self.write()
+
+    async def start_saving(self, directory: Path) -> None:
+        self.directory, self.is_written = directory, False
+
+    async def has_saved(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_written
+
+    def write(self) -> None:
+        (self.directory / "weights.bin").write_bytes(b"x" * 1000)
+        self.is_written = True
+
+
+@pytest.fixture
+def models() -> RecordedModels:
+    return RecordedModels()
+
+
+@pytest.fixture
+def new_saver(tmp_path: Path, models: RecordedModels) -> Callable[..., CheckpointSaver]:
+    """A saver that records what is complete in `saver.completed`."""
+
+    def new(*, in_background: bool = True, timeout_s: float = 60.0, keep: int = -1) -> CheckpointSaver:
+        completed: list[int] = []
+        saver: Any = CheckpointSaver(
+            tmp_path,
+            models,  # pyright: ignore[reportArgumentType]
+            keep=keep,
+            in_background=in_background,
+            timeout_s=timeout_s,
+            on_complete=lambda step, path: completed.append(step),
+        )
+        saver.completed = completed
+        return saver
+
+    return new
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, next_group=step * 4, restart_groups=(), kl_coef=0.1, nonfinite_steps=0)
+
+
+async def test_a_checkpoint_is_complete_when_save_returns_or_once_all_ranks_have_written(tmp_path, models, new_saver):
+    saver = new_saver(in_background=False)
+    await saver.save(state(1))
+    assert saver.completed == [1]
+    saver = new_saver()
+    await saver.save(state(2))
+    await saver.poll()
+    assert saver.completed == []
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000001"]
+    assert [path.name for path in list_unfinished(tmp_path)] == ["step_000002.partial"]
+    models.write()
+    await saver.poll()
+    await saver.poll()
+    assert saver.completed == [2]
+    assert load_state(list_checkpoints(tmp_path)[-1]) == state(2)
+    assert list_unfinished(tmp_path) == []
+
+
+async def test_the_next_save_waits_for_the_one_before_and_old_ones_go_when_it_is_complete(tmp_path, models, new_saver):
+    saver = new_saver(keep=1, timeout_s=0.2)
+    await saver.save(state(1))
+    with pytest.raises(DeadlineError, match=r"step_000001\.partial: waited 0\.2 s \(trainer\.worker_timeout_s\)"):
+        await saver.save(state(2))
+    models.write()
+    await saver.save(state(2))
+    assert saver.completed == [1]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000001"], "the newest complete one stays"
+    models.write()
+    await saver.finish()
+    await saver.finish()
+    assert saver.completed == [1, 2]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+
+
+@pytest.mark.parametrize("wait", ["poll", "finish", "save"])
+async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait, tmp_path, models, new_saver):
+    saver = new_saver()
+    await saver.save(state(1))
+    models.write()
+    models.error = CheckpointError("the disk is full")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="disk is full"):
+            await (saver.save(state(2)) if wait == "save" else getattr(saver, wait)())
+    assert saver.completed == []
+    assert list_checkpoints(tmp_path) == []

@@ -1,0 +1,116 @@
+"""An engine and a trained model of which only one has its weights: what leaves the devices is gone until it comes back.
+
+Both record what they do in `EVENTS`, and whoever computes while the other is there fails.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from rl_core.config import Config
+from rl_core.interfaces import CONTRACT_VERSION, InferenceClient, RankInfo, Worker, WorkerSpec
+from rl_core.testing.reference_engine import ReferenceEngine
+from rl_fsdp.backend import FsdpBackend
+
+EVENTS: list[str] = []
+ON_DEVICES: set[str] = set()
+
+
+class SleepingEngine(ReferenceEngine):
+    """Generates only when no model is on the devices, if it ever slept."""
+
+    async def generate(self, request):
+        if EVENTS[-1] != "generate":
+            EVENTS.append("generate")
+        assert "engine sleeps" not in EVENTS or {"engine"} == ON_DEVICES, ON_DEVICES
+        return await super().generate(request)
+
+    async def sleep(self):
+        EVENTS.append("engine sleeps")
+        ON_DEVICES.discard("engine")
+        await super().sleep()
+
+    async def wake(self):
+        EVENTS.append("engine wakes")
+        assert not ON_DEVICES, "the models have left before the engine takes the memory"
+        ON_DEVICES.add("engine")
+        await super().wake()
+
+    async def update_weights(self, rendezvous, version):
+        manifest = await super().update_weights(rendezvous, version)
+        EVENTS.append(f"weights {version}")
+        return manifest
+
+
+@attrs.frozen
+class SleepingEnginePlugin:
+    contract_version: int = CONTRACT_VERSION
+    name: str = "sleeping"
+    num_engines_key: str | None = None
+
+    def validate(self, config: Config) -> None:
+        pass
+
+    async def create(self, config: Config) -> InferenceClient:
+        ON_DEVICES.add("engine")
+        EVENTS.append("engine starts")
+        return SleepingEngine.from_checkpoint(config.policy_model_path)
+
+
+engine = SleepingEnginePlugin()
+
+
+class LeavingFsdp(FsdpBackend):
+    """Its models really leave: parameters and moments that are off the devices are not a number."""
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        from rl_fsdp.worker import FsdpWorker
+
+        class LeavingWorker(FsdpWorker):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.elsewhere = {}
+                EVENTS.append(f"{spec.role} starts")
+                ON_DEVICES.add(spec.role)
+
+            def tensors(self, *, parameters, optimizer):
+                held = self.optimizer.state.values() if optimizer and self.optimizer else ()
+                moments = [tensor for state in held for tensor in state.values()]
+                return [*(self.scorer.parameters() if parameters else ()), *moments]
+
+            def offload(self, *, parameters, optimizer):
+                for tensor in self.tensors(parameters=parameters, optimizer=optimizer):
+                    self.elsewhere[id(tensor)] = tensor.detach().clone()
+                    tensor.data.fill_(float("nan"))
+                if parameters:
+                    EVENTS.append(f"{spec.role} leaves")
+                    ON_DEVICES.discard(spec.role)
+
+            def onload(self, *, parameters, optimizer):
+                for tensor in self.tensors(parameters=parameters, optimizer=optimizer):
+                    if id(tensor) in self.elsewhere:
+                        tensor.data.copy_(self.elsewhere.pop(id(tensor)))
+                if parameters:
+                    EVENTS.append(f"{spec.role} comes back")
+                    ON_DEVICES.add(spec.role)
+
+            def forward(self, *args, **kwargs):
+                self.require_alone()
+                return super().forward(*args, **kwargs)
+
+            def forward_backward(self, *args, **kwargs):
+                self.require_alone()
+                return super().forward_backward(*args, **kwargs)
+
+            def save_state(self, directory):
+                self.require_alone()
+                EVENTS.append("checkpoint")
+                super().save_state(directory)
+
+            def require_alone(self):
+                assert "engine sleeps" not in EVENTS or {spec.role} == ON_DEVICES, ON_DEVICES
+
+        return LeavingWorker(spec, rank)
+
+
+backend = LeavingFsdp()

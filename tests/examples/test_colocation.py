@@ -1,0 +1,57 @@
+"""Engine and models share devices: each is gone while the other works, and the run is as if nobody had moved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.trainer.run import run_training
+from tests.examples import shared_devices
+from tests.examples.test_resume import BuildConfig, require_same_run
+
+SHARED = {
+    "generator__inference_engine__backend": f"{shared_devices.__name__}:engine",
+    "trainer__strategy": f"{shared_devices.__name__}:backend",
+    "trainer__max_training_steps": 4,
+    "trainer__eval_interval": 2,
+}
+WITH_REFERENCE = {"trainer__algorithm__use_kl_loss": True}
+
+
+def events_of(small_run: BuildConfig, run_dir: Path, **overrides: object) -> list[str]:
+    shared_devices.EVENTS.clear()
+    shared_devices.ON_DEVICES.clear()
+    run_training(small_run(run_dir, **{**SHARED, **overrides}))
+    return list(shared_devices.EVENTS)
+
+
+def test_engine_and_models_take_turns_and_train_as_if_they_had_not(small_run: BuildConfig, tmp_path: Path):
+    events = events_of(small_run, tmp_path / "shared", **WITH_REFERENCE)
+    apart = events_of(small_run, tmp_path / "apart", **WITH_REFERENCE, trainer__placement__colocate_all=False)
+    assert not {"engine sleeps", "engine wakes"} & set(apart)
+    require_same_run(tmp_path / "shared", tmp_path / "apart")
+    assert events[:2] == ["engine starts", "engine sleeps"], "before a model is loaded"
+    rest = [event for event in events if not event.startswith("reference")]
+    joined = " · ".join(_without_repeats(rest))
+    handover = "policy leaves · engine wakes · policy comes back · weights {} · policy leaves · generate"
+    assert "generate · engine sleeps · policy comes back · " in joined
+    assert handover.format(1) in joined, joined
+    assert f"checkpoint · {handover.format(2)}" in joined, joined
+    assert events.count("weights 2") == 2, "after the checkpoint of step 2 the engine is given its weights again"
+    assert events.count("weights 4") == 1, "after the last one nobody generates"
+
+
+@pytest.mark.parametrize("overrides", [{"trainer__max_staleness": 1}, {"trainer__placement__colocate_all": False}])
+def test_nobody_moves_where_generation_and_training_overlap_or_devices_are_apart(
+    overrides: dict[str, object], small_run: BuildConfig, tmp_path: Path
+):
+    events = events_of(small_run, tmp_path / "run", **overrides)
+    assert not {"engine sleeps", "policy leaves"} & set(events)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+
+
+def _without_repeats(events: list[str]) -> list[str]:
+    return [event for before, event in zip([None, *events], events, strict=False) if event != before]
