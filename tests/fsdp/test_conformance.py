@@ -29,13 +29,13 @@ DENSE_FIRST = MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0]}
 
 
 def experts(world_size: int, **options: Any) -> list[Variant]:
-    """Qwen3-MoE by its own choices and by given ones, packed; the latter also padded and recomputed."""
+    """Qwen3-MoE by its own choices and by given ones, each packed, and padded with recomputation."""
     own = Variant(world_size=world_size, checkpoint=MOE, options=FsdpOptions(**options), parity_only=True)
     forced = attrs.evolve(own, options=FsdpOptions(**FOLLOWING, **options), forced_routes=True)
     return [
         own,
         forced,
-        attrs.evolve(own, spec=RECOMPUTED),
+        attrs.evolve(own, spec=PADDED | RECOMPUTED),
         attrs.evolve(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
     ]
 
