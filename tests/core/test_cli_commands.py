@@ -268,15 +268,46 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
 
 
+PLAYING = [["eval"], ["generate", "--output", "samples.jsonl"]]
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"]], ids=["train", "dry run"])
+def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anything_is_made(rl: Run, command: list[str]):
+    code, _, err = rl(*command, "small", "data.train_data=[mine.jsonl]")
+    assert code == 2
+    assert "error: data.train_data: the file mine.jsonl does not exist" in err
+    assert not Path("prepared").exists()
+
+
+@pytest.mark.parametrize("command", PLAYING, ids=["eval", "generate"])
 @pytest.mark.parametrize(
-    "command",
-    [["train"], ["train", "--dry-run"], ["eval"], ["generate", "--output", "samples.jsonl"]],
-    ids=["train", "dry run", "eval", "generate"],
+    "override",
+    [
+        "data.train_data=[mine.jsonl]",
+        "trainer.policy_mini_batch_size=3",
+        "trainer.algorithm.policy_loss_type=mine",
+        "trainer.algorithm.advantage_estimator=remax",
+        "trainer.ref.model.path=./mine",
+        "trainer.logger=mine",
+        "trainer.resume_path=mine",
+    ],
+)
+def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
+    rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], override: str
+):
+    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: 3)
+    monkeypatch.setattr(trainer_run, "run_evaluation", lambda config: {"eval/reward": 0.5})
+    assert rl("train", "small", "trainer.algorithm.use_kl_loss=true", override)[0] == 2
+    code, _, err = rl(*command, "small", "trainer.algorithm.use_kl_loss=true", override)
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["train", "--dry-run"], *PLAYING], ids=["train", "dry run", "eval", "generate"]
 )
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train_data=[mine.jsonl]", "data.train_data: the file mine.jsonl does not exist"),
         ("data.val_data=[mine.jsonl]", "data.val_data: the file mine.jsonl does not exist"),
         ("trainer.policy.model.path=./mine", "trainer.policy.model.path: the directory ./mine does not exist"),
     ],
@@ -330,9 +361,10 @@ def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl:
 
 
 def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output: output.write_text("") or 3)
-    code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl")
+    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or limit)
+    code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl", "--limit", "3")
     assert (code, out) == (0, "3 samples in new/folder/samples.jsonl\n")
+    assert "--limit" in rl("generate", "small", "--output", "samples.jsonl", "--limit", "0")[2]
     code, _, err = rl("generate", "small", "--output", "train.jsonl/samples.jsonl")
     assert code == 2
     assert "error: --output: the directory train.jsonl cannot be made" in err
@@ -379,6 +411,9 @@ def test_plugins_are_listed_with_their_package_and_broken_ones_marked(
     assert "rl-broken 1.0" in broken
     assert "BROKEN: " in broken
     assert "no_such_module" in broken
+    estimators = {line.split()[0]: line for line in out.splitlines() if "_advantages" in line}
+    assert "not for training runs: compares with greedy answers" in estimators["remax"]
+    assert "not for training runs" not in estimators["grpo"]
 
 
 def test_doctor_says_what_is_there_and_how_to_add_what_is_not(rl: Run, tmp_path: Path):

@@ -6,6 +6,8 @@ run those behind `docs/parity.md`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from rl_core.testing import VARIANTS, BackendConformance, Variant
@@ -19,6 +21,27 @@ REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_siz
 ULYSSES = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2))
 FOUR = Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=2), parity_only=True)
 ONE = Variant(checkpoint=UNTIED)
+
+
+MOE = {"family": "qwen3_moe"}
+FOLLOWING = {"moe_enable_routing_replay": True}
+DENSE_FIRST = MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0]}
+
+
+def experts(world_size: int, **options: Any) -> list[Variant]:
+    """Qwen3-MoE by its own choices and by given ones, each packed, and padded with recomputation."""
+    own = Variant(world_size=world_size, checkpoint=MOE, options=FsdpOptions(**options), parity_only=True)
+    forced = attrs.evolve(own, options=FsdpOptions(**FOLLOWING, **options), forced_routes=True)
+    return [
+        own,
+        forced,
+        attrs.evolve(own, spec=PADDED | RECOMPUTED),
+        attrs.evolve(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
+    ]
+
+
+ROUTED = Variant(checkpoint=DENSE_FIRST, options=FsdpOptions(**FOLLOWING), forced_routes=True, spec=RECOMPUTED)
+"""All checks, on one rank and on two."""
 
 
 def mixtures(variant: Variant) -> list[Variant]:
@@ -44,6 +67,12 @@ class TestFsdp(BackendConformance):
         attrs.evolve(FOUR, options=FsdpOptions()),
         attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
         attrs.evolve(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
+        ROUTED,
+        attrs.evolve(ROUTED, world_size=2),
+        *experts(2),
+        *experts(2, fsdp_size=1),
+        *experts(2, sequence_parallel_size=2),
+        attrs.evolve(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING), parity_only=True),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
@@ -59,6 +88,7 @@ class TestFsdp1(BackendConformance):
         attrs.evolve(FULL, options=FsdpOptions(reshard_after_forward=False), parity_only=True),
         attrs.evolve(ULYSSES, parity_only=True),
         FOUR,
+        *experts(2),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

@@ -17,6 +17,7 @@ import pytest
 
 from rl_core.trainer.jsonl import read_rows
 from tests.learn.page import Result, record
+from tests.third_party_backend.test_plain_ddp import installed_in
 
 pytestmark = pytest.mark.learn
 
@@ -36,6 +37,8 @@ class Case:
     """The same, for a run that must not learn."""
     rl_seconds: float = 600.0
     """Steps and evaluations together; generous where several people share the cores."""
+    installs_backend: bool = False
+    """The backend of `tests/third_party_backend` is installed for it."""
 
 
 CASES = (
@@ -65,6 +68,18 @@ CASES = (
                 ("trainer.policy.sequence_parallel_size=2",),
             ),
         )
+    ),
+    Case(
+        name="third_party_2_ranks",
+        says="a backend of another package (`tests/third_party_backend`) on two Ray ranks",
+        overrides=(
+            "trainer.placement.policy_num_gpus_per_node=2",
+            "trainer.strategy=plain_ddp",
+            "trainer.use_sample_packing=false",
+            "trainer.policy.optimizer_config.scheduler=constant_with_warmup",
+        ),
+        at_least=0.85,
+        installs_backend=True,
     ),
     Case(
         name="ppo_critic",
@@ -100,9 +115,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_learns_what_it_must(case: Case, directory: Path):
+def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
     command = [Path(sys.executable).with_name("rl"), "train", "quickstart", f"trainer.run_dir={case.name}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if case.installs_backend:
+        environment |= installed_in(tmp_path)
     subprocess.run([*command, f"trainer.seed={case.seed}", *case.overrides], cwd=directory, env=environment, check=True)
     run_dir = directory / case.name
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,27 @@ def four_ranks(ray_session: None) -> Iterator[WorkerGroup]:
     group = asyncio.run(WorkerGroup.launch(GlooBackend(), spec_of(pipeline=2), ranks_per_node=4, timeout_s=60))
     yield group
     asyncio.run(group.close())
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After each test there is no rank, no child of a rank and no placement group that was not there before."""
+    before = left()
+    yield
+    require_left(before)
+
+
+def left() -> tuple[list[int], list[int], list[str]]:
+    """Ranks, their children and placement groups that are there now."""
+    return ranks_running(), children_running(), placements()
+
+
+def require_left(expected: tuple[list[int], list[int], list[str]]) -> None:
+    """Processes get five seconds to end."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and left() != expected:
+        time.sleep(0.05)
+    assert left() == expected
 
 
 def placements() -> list[str]:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ import pytest
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from tests.ray.conftest import SLEEP_S, children_running, placements, ranks_running
+from tests.ray.conftest import SLEEP_S, children_running, left, ranks_running, require_left
 from tests.ray.gloo_backend import GlooBackend, spec_of
 from tests.ray.test_dispatch import batch_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 PHASES = ("start", "forward", "backward", "optim_step", "save_state")
 METHOD = {"backward": "forward_backward"}
@@ -52,27 +53,6 @@ async def use(directory: Path, *, timeout_s: float = 60, **options: Any) -> None
     finally:
         if group is not None:
             await group.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """After each test there is no rank, no child of a rank and no placement group that was not there before."""
-    before = left()
-    yield
-    require_left(before)
-
-
-def left() -> tuple[list[int], list[int], list[str]]:
-    """Ranks, their children and placement groups that are there now."""
-    return ranks_running(), children_running(), placements()
-
-
-def require_left(expected: tuple[list[int], list[int], list[str]]) -> None:
-    """Processes get five seconds to end."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and left() != expected:
-        time.sleep(0.05)
-    assert left() == expected
 
 
 def faults(seed: int) -> tuple[str, int]:

@@ -24,11 +24,16 @@ GUIDE = HERE.parents[1] / "docs" / "backends.md"
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the package is installed beside everything else."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    shutil.copy(HERE / "pyproject.toml", source)
+    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"))}
+
+
+def installed_in(folder: Path) -> dict[str, str]:
+    """Installs a copy of the package there; the variables with which Python finds it."""
+    source, target = folder / "source", folder / "installed"
     shutil.copytree(HERE / "plain_ddp", source / "plain_ddp")
-    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, source], dict(os.environ))
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    shutil.copy(HERE / "pyproject.toml", source)
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, source], dict(os.environ))
+    return {"PYTHONPATH": str(target)}
 
 
 def run(command: list[str | Path], environment: dict[str, str], folder: Path = HERE) -> str:

@@ -462,9 +462,14 @@ class InferenceClient(Protocol):
 class Sleepable(Protocol):
     """A client whose engines can give their device memory back between phases."""
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        """Gives back the memory of weights and cache. Called with no request under way, and none is made until `wake`
+        and then `update_weights`: one that finds no weights is a GenerationError. A second call does nothing."""
+        ...
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Takes the memory again, for weights that are yet to come. A second call does nothing."""
+        ...
 
 
 @runtime_checkable
@@ -671,12 +676,12 @@ __all__ = [
     "BackgroundSaver",
     "Inspectable",
     "Backend",
+    "RouteFollowing",
     "WeightBucket",
     "TensorRecord",
     "Manifest",
     "Rendezvous",
     "WeightSender",
-    "RouteFollowing",
     "WeightReceiver",
     "WeightTransport",
     "SamplingParams",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
                     accuracy = await _accuracy(config, generator, rng.sample(rows, settings.rows_per_check))
                     progress.update(update, accuracy=accuracy, target=settings.target_accuracy)
                     if accuracy >= settings.target_accuracy:
-                        await group.save_model(directory)
+                        await _save(group, directory)
                         return
         raise RLError(
             f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, "
@@ -91,6 +92,14 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
     finally:
         await group.close()
         await client.close()
+
+
+async def _save(group: WorkerGroup, directory: Path) -> None:
+    """Whole or not at all: a run that finds the directory takes it for a finished model."""
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    await group.save_model(partial)
+    partial.rename(directory)
 
 
 async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow]) -> float:

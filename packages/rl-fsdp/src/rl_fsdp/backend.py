@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, Role, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -40,6 +40,9 @@ class FsdpOptions:
     """Dtypes of what travels between ranks."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied for its use."""
+    moe_enable_routing_replay: bool = False
+    """Policy with a Mixture of Experts: tokens go to the experts that the engine sent them to (R3), in scoring, in
+    training and in recomputation; together with `generator.inference_engine.enable_return_routed_experts`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,10 +81,16 @@ class FsdpBackend:
             _validate_lora(spec.model.lora, f"{section}.model.lora")
         if self.is_fsdp1:
             _validate_fsdp1(spec, section)
+        if spec.options.moe_enable_routing_replay and spec.role == "critic":
+            raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
         if spec.logprobs_chunk_size < 1:
             raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
         if spec.optimizer is not None:
             _validate_schedule(spec, f"{section}.optimizer_config")
+
+    def follows_routes(self, options: FsdpOptions) -> bool:
+        """See `RouteFollowing`."""
+        return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:
         """One rank patches nothing and shares the controller's process."""
@@ -93,6 +102,11 @@ class FsdpBackend:
 
         self.validate(spec, rank.world_size)
         return FsdpWorker(spec, rank, "fsdp1" if self.is_fsdp1 else "fsdp2")
+
+
+def replay_key(role: Role) -> str:
+    """The key that switches router replay on."""
+    return f"{SECTIONS[role]}.fsdp_config.moe_enable_routing_replay"
 
 
 def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:

@@ -31,14 +31,14 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
     """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
 
     Raises:
-        CheckpointError: a rank could not write its files. On all ranks alike.
+        CheckpointError: the storage of a rank failed. On all ranks alike.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _expect_one_rank()
     try:
         metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
     except CheckpointException as error:
-        raise CheckpointError(f"{directory}: could not be written ({_reason(error)})") from error
+        raise _not_written(directory, "", error) from error
     if ranks is None or ranks.is_first:
         _write_list(directory, metadata, steps_done)
     if ranks is not None:
@@ -79,7 +79,8 @@ class BackgroundWriter:
         """The files of all ranks are there, and on rank 0 their list is; never waits.
 
         Raises:
-            CheckpointError: they could not be written, on this rank or on another.
+            CheckpointError: the storage failed, on this rank or on another.
+            RuntimeError: another rank was lost.
         """
         if self._writing is None:
             return True
@@ -90,9 +91,7 @@ class BackgroundWriter:
             if self._ranks is None or self._ranks.is_first:
                 _write_list(self._directory, metadata, self._steps_done)
         except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(
-                f"{self._directory}: could not be written in the background ({_reason(error)})"
-            ) from error
+            raise _not_written(self._directory, " in the background", error) from error
         self._writing = None
         return True
 
@@ -141,6 +140,13 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+
+
+def _not_written(directory: Path, how: str, error: BaseException) -> Exception:
+    """A CheckpointError where the storage failed; else, as when a rank is lost, an error of this program."""
+    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
+    return kind(f"{directory}: could not be written{how} ({_reason(error)})")
 
 
 def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:

@@ -27,12 +27,24 @@ class ModelInput:
     """int64, the cell (row-major) whose hidden state predicts score s."""
     target_S: Tensor
     """int64, the predicted token's id."""
+    routes: Routes | None
+    """None: every token goes where the model's routers send it."""
     slice: UlyssesSlice | None
     """None: all scores of the micro-batch are made here."""
 
     def whole(self, scores_S: Tensor) -> Tensor:
         """The scores of the whole micro-batch, from those that this rank made."""
         return scores_S if self.slice is None else self.slice.whole(scores_S)
+
+
+@attrs.frozen(eq=False)
+class Routes:
+    """Where the tokens of the B · L cells, row by row, were sent."""
+
+    experts_CLK: Tensor
+    """uint8 or int16, for all transformer layers."""
+    is_known_C: Tensor
+    """bool; False for padding."""
 
 
 @attrs.frozen(eq=False)
@@ -90,7 +102,8 @@ def model_input(
         row_S, column_S = source_S // index_BL.shape[1], source_S % index_BL.shape[1]
         own_S = ((column_S >= columns.start) & (column_S < columns.stop)).nonzero().squeeze(1)
         source_S = (row_S * (columns.stop - columns.start) + column_S - columns.start)[own_S]
-        tokens_BL, positions_BL, target_S = tokens_BL[:, columns], positions_BL[:, columns], target_S[own_S]
+        index_BL, target_S = index_BL[:, columns], target_S[own_S]
+        tokens_BL, positions_BL = tokens_BL[:, columns], positions_BL[:, columns]
         slice_ = UlyssesSlice(own_S.to(device), len(index_S), ulysses)
     has_bounds = use_sample_packing or ulysses is not None
     return ModelInput(
@@ -99,5 +112,12 @@ def model_input(
         packed=PackedSequences.of_lengths(torch.from_numpy(lengths), device, ulysses=ulysses) if has_bounds else None,
         source_S=source_S.to(device),
         target_S=target_S.to(device),
+        routes=_routes(batch, index_BL.flatten(), device) if "routed_experts" in batch else None,
         slice=slice_,
     )
+
+
+def _routes(batch: Batch, index_C: Tensor, device: torch.device) -> Routes:
+    token_C = index_C.clamp(min=0)
+    is_known_C = batch["routed"][token_C] & (index_C >= 0)
+    return Routes(batch["routed_experts"][token_C].to(device), is_known_C.to(device))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,19 +12,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
+from rl_core.hugging_face import ExpertChoices, no_progress_bars
 from rl_core.interfaces import WorkerSpec
 from rl_core.weights import broken_weights_file
 from rl_fsdp.attention import PACKED_ATTENTION
-from rl_fsdp.backend import SECTIONS
+from rl_fsdp.backend import SECTIONS, replay_key
 from rl_fsdp.hidden_states import autocast, predicting_states
 from rl_fsdp.lora import add_adapters
 from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
 from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.router_replay import follow, require_followed_routes
 from rl_fsdp.value_head import ValueScorer, load_head
 from rl_fsdp.weights import exported_weights, state_weights
 
@@ -45,6 +45,8 @@ class TokenScorer(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.compute_dtype = compute_dtype
         self.hidden_scale = _hidden_scale(model.config)
+        self.choices: ExpertChoices | None = None
+        """Of a model whose routers follow a batch's routes."""
 
     def forward(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Scores every token that has a token before it.
@@ -58,6 +60,8 @@ class TokenScorer(nn.Module):
         """
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
+        if self.choices is not None:
+            follow(self.choices, inputs.routes)
         hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
         if self.hidden_scale != 1.0:
             hidden_SH = hidden_SH * self.hidden_scale
@@ -132,21 +136,15 @@ def load_scorer(spec: WorkerSpec, device: torch.device) -> Scorer:
         if not is_empty:
             _require_linear_output(model, where)
             _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
+        if spec.options.moe_enable_routing_replay:
+            key = replay_key(spec.role)
+            scorer.choices = ExpertChoices.of(model, where=key)
+            if not is_empty:
+                inputs = two_sequences(model, use_sample_packing=spec.use_sample_packing, device=device)
+                require_followed_routes(model, scorer.choices, inputs, compute_dtype, key)
     if spec.gradient_checkpointing and is_trained:
         _recompute_layers(model, where)
     return scorer
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """transformers draws a bar for every model it reads or writes, across the run's own display."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _load_config(path: str, where: str) -> PretrainedConfig:

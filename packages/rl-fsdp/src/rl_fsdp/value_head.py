@@ -28,6 +28,8 @@ class ValueScorer(nn.Module):
     """
 
     score_names = ("values",)
+    choices = None
+    """Routes are the policy's."""
 
     def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype):
         super().__init__()

@@ -25,10 +25,13 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
+from rl_core.routes import require_routes
 from rl_core.weights import pack_buckets
+from rl_core.workers.group import INPUT_COLUMNS
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
 from rl_fsdp.attention import scatter_rows
+from rl_fsdp.backend import replay_key
 from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
 from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
@@ -80,8 +83,9 @@ class FsdpWorker:
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
         """Log-probs and entropies of the stream, or a critic's values, without gradient."""
         scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
-        tokens = batch.without_columns(*(name for name in batch if name != "tokens"))
-        for sequences, micro_batch in self._micro_batches(tokens, plan):
+        inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
+        self._require_fitting_routes(inputs)
+        for sequences, micro_batch in self._micro_batches(inputs, plan):
             index_S = predicted_tokens(micro_batch)
             with torch.no_grad():
                 scores_S = self._score(micro_batch, index_S, temperature)
@@ -98,6 +102,7 @@ class FsdpWorker:
     def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
         self._require_trained("forward_backward")
+        self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
         parts = []
         for _, micro_batch in self._micro_batches(batch, plan):
@@ -207,6 +212,10 @@ class FsdpWorker:
         is_busy = self.background is not None and self.background.is_busy
         if self.__dict__.pop("scorer", None) is not None and self.ranks is not None and not is_busy:
             self.ranks.leave()
+
+    def _require_fitting_routes(self, batch: Batch) -> None:
+        choices = self.scorer.choices
+        require_routes(batch, None if choices is None else choices.shape, key=replay_key(self.spec.role))
 
     def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
         inputs = model_input(

@@ -114,12 +114,13 @@ def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
     required=True,
     help="A new .jsonl file, one sample a line; its directory is made where it is missing.",
 )
-def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path) -> int:
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many prompts, the first ones.")
+def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path, limit: int | None) -> int:
     """Write sampled responses with their rewards."""
     from rl_core.cli import runs
 
     _log_to_stderr()
-    return runs.generate(runs.load(source, overrides, tiny), output)
+    return runs.generate(runs.load(source, overrides, tiny), output, limit)
 
 
 @rl.command("config")

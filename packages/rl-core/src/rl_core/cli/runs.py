@@ -63,7 +63,7 @@ def describe(loaded: configuration.Loaded) -> int:
 
 def evaluate(loaded: configuration.Loaded) -> int:
     """Evaluates the model and prints its metrics."""
-    _check(loaded, reads="data.val_data", prepares=True)
+    _check_playing(loaded, reads="data.val_data")
     from rl_core.trainer.run import run_evaluation
 
     for name, value in sorted(run_evaluation(loaded.config).items()):
@@ -71,14 +71,14 @@ def evaluate(loaded: configuration.Loaded) -> int:
     return 0
 
 
-def generate(loaded: configuration.Loaded, output: Path) -> int:
-    """Writes samples to `output`."""
+def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> int:
+    """Writes samples of all prompts, or of the first `limit`, to `output`."""
     config = loaded.config
-    _check(loaded, reads="data.val_data" if config.data.val_data else "data.train_data", prepares=True)
+    _check_playing(loaded, reads="data.val_data" if config.data.val_data else "data.train_data")
     from rl_core.trainer.run import run_generation
 
     _make_directory(output.parent)
-    count = run_generation(config, output)
+    count = run_generation(config, output, limit=limit)
     click.echo(f"{count} samples in {output}")
     return 0
 
@@ -90,11 +90,21 @@ def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
     configuration.check_files(config, reads=reads, makes=loaded.makes)
     configuration.check_plugins(config, chosen=loaded.chosen_keys)
     _check_callbacks(config)
-    _check_environments(config, reads=reads)
+    _check_environments(config, keys=[reads, "data.val_data"])
     _check_ranks(config)
     if prepare is not None and prepares:
         plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
         configuration.check_files(config, reads=reads)
+
+
+def _check_playing(loaded: configuration.Loaded, *, reads: str) -> None:
+    """The checks of what plays prompts without training. What the recipe makes is looked for after it was made."""
+    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    configuration.check_playing(config, reads=reads, makes=loaded.makes)
+    if prepare is not None:
+        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
+        configuration.check_playing(config, reads=reads)
+    _check_environments(config, keys=[reads])
 
 
 def _check_callbacks(config: configuration.Config) -> None:
@@ -113,14 +123,14 @@ def _check_callbacks(config: configuration.Config) -> None:
             raise ConfigError(f"trainer.callbacks: {path!r} is built without arguments, but has a {error}") from error
 
 
-def _check_environments(config: configuration.Config, *, reads: str) -> None:
+def _check_environments(config: configuration.Config, *, keys: Sequence[str]) -> None:
     """Every row that will be played names an installed environment, where no key names one for all rows."""
     from rl_core.trainer.data import read_rows
 
     if config.environment.env_class is not None or config.generator.type != "environment":
         return  # another generator may play without environments
     known: set[str] = set()
-    for key in dict.fromkeys([reads, "data.val_data"]):
+    for key in keys:
         files = [file for file in value_at(config, key) if Path(file).is_file()]
         for row in read_rows(files, key=key) if files else []:
             name = row.row.get("env_class")

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.config.checks import check, check_files, check_plugins, check_values
+    from rl_core.config.checks import check, check_files, check_playing, check_plugins, check_values
     from rl_core.config.function_params import advantage_params, loss_params, needs_critic
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
@@ -67,6 +67,7 @@ _MODULES = {
     "check_values": "checks",
     "check_files": "checks",
     "check_plugins": "checks",
+    "check_playing": "checks",
     "reference_page": "reference",
 }
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "check_values",
     "check_files",
     "check_plugins",
+    "check_playing",
     "reference_page",
 ]
 

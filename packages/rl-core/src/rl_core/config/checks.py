@@ -20,7 +20,7 @@ from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import LossSpec, RouteFollowing
+from rl_core.interfaces import InferencePlugin, LossSpec, RouteFollowing
 
 # key → the least and the largest value it may have; None: no bound.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -106,6 +106,22 @@ def check(config: Config, *, reads: str = "data.train_data") -> None:
     check_plugins(config)
 
 
+def check_playing(config: Config, *, reads: str, makes: Container[str] = ()) -> None:
+    """Every check of what plays the prompts of `reads` without training; what only a training run needs may be
+    missing or wrong.
+
+    Raises ConfigError or PluginError.
+    """
+    _bounds(config)
+    if not value_at(config, reads):
+        raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
+    _files_exist(config, reads, makes)
+    _policy_model_is_given(config)
+    if config.policy_model_path not in makes or Path(config.policy_model_path).exists():
+        _model_exists("trainer.policy.model.path", config.policy_model_path)
+    _load_rollout_plugins(config).validate(config)
+
+
 def check_values(config: Config) -> None:
     """The checks that need nothing but the values."""
     for value_check in _VALUE_CHECKS:
@@ -131,15 +147,10 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
     Args:
         chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
     """
-    trainer, generator = config.trainer, config.generator
-    engine = plugins.load(
-        "rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend"
-    )
+    trainer = config.trainer
+    engine = _load_rollout_plugins(config)
     transport_key = "generator.inference_engine.weight_sync_backend"
-    plugins.load("rl_core.weight_transports", generator.inference_engine.weight_sync_backend, key=transport_key)
-    plugins.load("rl_core.generators", generator.type, key="generator.type")
-    if config.environment.env_class is not None:
-        plugins.load("rl_core.environments", config.environment.env_class, key="environment.env_class")
+    plugins.load("rl_core.weight_transports", value_at(config, transport_key), key=transport_key)
     for name in trainer.logger:
         plugins.load("rl_core.trackers", name, key="trainer.logger")
     for name in trainer.callbacks:
@@ -176,6 +187,17 @@ def _check_routes(config: Config) -> None:
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
         raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
+
+
+def _load_rollout_plugins(config: Config) -> InferencePlugin:
+    """Engine, generator and environment; the engine is returned."""
+    generator = config.generator
+    plugins.load("rl_core.generators", generator.type, key="generator.type")
+    if config.environment.env_class is not None:
+        plugins.load("rl_core.environments", config.environment.env_class, key="environment.env_class")
+    return plugins.load(
+        "rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend"
+    )
 
 
 def _check_loss(config: Config) -> None:
@@ -380,15 +402,23 @@ def _data_exists(config: Config, reads: str, makes: Container[str]) -> None:
     if not value_at(config, reads):
         raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
     for key in ("data.train_data", "data.val_data"):
-        for file in value_at(config, key):
-            if not Path(file).is_file() and (file not in makes or Path(file).exists()):
-                reason = "is a directory" if Path(file).is_dir() else "does not exist"
-                raise ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})")
+        _files_exist(config, key, makes)
+
+
+def _files_exist(config: Config, key: str, makes: Container[str]) -> None:
+    for file in value_at(config, key):
+        if not Path(file).is_file() and (file not in makes or Path(file).exists()):
+            reason = "is a directory" if Path(file).is_dir() else "does not exist"
+            raise ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})")
+
+
+def _policy_model_is_given(config: Config) -> None:
+    if config.trainer.policy.model.path is None:
+        raise ConfigError("trainer.policy.model.path: no model is given; give a Hugging Face model directory or name")
 
 
 def _models_exist(config: Config, makes: Container[str]) -> None:
-    if config.trainer.policy.model.path is None:
-        raise ConfigError("trainer.policy.model.path: no model is given; give a Hugging Face model directory or name")
+    _policy_model_is_given(config)
     paths = {"trainer.policy.model.path": config.policy_model_path}
     if config.trainer.algorithm.needs_reference:
         paths["trainer.ref.model.path"] = config.ref_model_path

@@ -128,6 +128,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
     "generator.inference_engine.language_model_only": Unsupported("models of text only", (False, True)),
 }
+for _model in ("policy", "ref", "critic"):
+    UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported("every decoder layer is a unit", ({}, None))
 _VLLM_KEYS = (
     "vllm_v1_disable_multiproc",
     "enable_prefix_caching",

@@ -350,7 +350,8 @@ class TrainerConfig:
     """Steps between saves of the model in Hugging Face format; below 1: only the final model."""
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
     """`latest` goes on from the newest complete checkpoint of the run directory, if there is one; `from_path` from
-    `resume_path`."""
+    `resume_path`. What the directory holds of later steps is kept in its `replaced_N`; a run that begins anew moves the
+    one that is there to `<run_dir>.N`."""
     resume_path: str | None = None
     """A checkpoint's directory, for `resume_mode=from_path`."""
     project_name: str = "rl"
@@ -459,10 +460,10 @@ class InferenceEngineConfig:
     """Sequences that an engine decodes together."""
     weight_sync_backend: str = "files"
     """The weight transport (`rl plugins`) or `package.module:object`."""
-    weight_bucket_bytes: int = 268435456
     enable_return_routed_experts: bool = False
     """The engine returns the experts that it sent each token to; for the backend's `moe_enable_routing_replay`, and
     only together with it."""
+    weight_bucket_bytes: int = 268435456
     """Weights travel in buckets of at most so many bytes."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""

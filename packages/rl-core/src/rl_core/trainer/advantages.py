@@ -36,17 +36,22 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
     """The advantage estimator of that name. Raises ConfigError when it needs what this run does not make."""
     key = "trainer.algorithm.advantage_estimator"
     estimator = plugins.load_function("rl_core.advantage_estimators", name, params, key=key)
-    for needed in plugins.positional_parameters(estimator):
-        if needed == "greedy_scores_N":
-            raise ConfigError(
-                f"{key}: {name!r} compares with greedy answers, which this version's loop does not play yet; "
-                "rloo takes the other samples of the prompt as its baseline"
-            )
-        if needed not in _AVAILABLE:
-            raise ConfigError(
-                f"{key}: {name!r} has the parameter {needed!r}; a training run provides {', '.join(_AVAILABLE)}"
-            )
+    reason = why_not_in_a_run(estimator)
+    if reason is not None:
+        raise ConfigError(f"{key}: {name!r} {reason}")
     return estimator
+
+
+def why_not_in_a_run(estimator: Estimator) -> str | None:
+    """What it needs that a training run does not make, and what to choose instead; None where nothing is missing."""
+    needed = plugins.positional_parameters(estimator)
+    if "greedy_scores_N" in needed:
+        return (
+            "compares with greedy answers, which this version's loop does not play yet; rloo takes the other samples "
+            "of the prompt as its baseline"
+        )
+    unknown = [name for name in needed if name not in _AVAILABLE]
+    return f"has the parameter {unknown[0]!r}; a training run provides {', '.join(_AVAILABLE)}" if unknown else None
 
 
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:

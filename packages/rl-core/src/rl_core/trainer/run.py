@@ -69,15 +69,19 @@ def run_evaluation(config: Config) -> dict[str, float]:
     return Interrupts().run(lambda: _evaluate(config))
 
 
-def run_generation(config: Config, output: Path) -> int:
+def run_generation(config: Config, output: Path, *, limit: int | None = None) -> int:
     """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number.
+
+    Args:
+        output: a new file.
+        limit: play only the first so many rows; None plays all.
 
     Raises:
         DataError: `output` exists; nothing is overwritten.
     """
     if output.exists():
         raise DataError(f"{output} exists already: give another file, or remove it first")
-    return Interrupts().run(lambda: _generate(config, output))
+    return Interrupts().run(lambda: _generate(config, output, limit))
 
 
 async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
@@ -167,11 +171,11 @@ async def _evaluate(config: Config) -> dict[str, float]:
     return result.metrics
 
 
-async def _generate(config: Config, output: Path) -> int:
+async def _generate(config: Config, output: Path, limit: int | None) -> int:
     files, key = (
         (config.data.val_data, "data.val_data") if config.data.val_data else (config.data.train_data, "data.train_data")
     )
-    rows = read_rows(files, key=key)
+    rows = read_rows(files, key=key)[:limit]
     async with _engine(config) as (_, generator):
         result = await evaluate(
             generator,

@@ -71,12 +71,14 @@ class CheckpointSaver:
         deadline = clock() + self._timeout_s
         while self._partial is not None:
             await self.poll()
-            if self._partial is not None and clock() > deadline:
+            if self._partial is None:
+                return
+            if clock() > deadline:
                 raise DeadlineError(
                     f"{self._partial}: waited {self._timeout_s:g} s (trainer.worker_timeout_s) for the ranks to write "
                     "this checkpoint in the background; the one before it is complete. Is the storage too slow or full?"
                 )
-            await asyncio.sleep(_POLL_S if self._partial is not None else 0)
+            await asyncio.sleep(_POLL_S)
 
     def _completed(self, path: Path) -> None:
         delete_old_checkpoints(self._root, self._keep)

@@ -25,7 +25,8 @@ class Tenant:
 class SharedDevices:
     """The devices of one placement. Whoever takes a turn moves the others off first; one turn at a time.
 
-    A group whose workers cannot move stays where it is and waits for nobody.
+    A group whose workers cannot move stays where it is and waits for nobody. Workers that can move take turns also on
+    a machine without accelerators, where there is nothing to move: they would only compete for the same cores.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Self
 
 import torch
@@ -15,13 +17,43 @@ from rl_core.interfaces import Backend, RankInfo, WorkerSpec
 from rl_core.workers.rank import Abilities, Part, RankHost
 
 
+class _Thread:
+    """Runs calls in their order. Unlike an executor's, it does not keep the process alive: one that is ended in the
+    middle of a long call ends."""
+
+    def __init__(self, name: str):
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """What the function will return or raise."""
+        future: Future[Any] = Future()
+        self._calls.put((function, future))
+        return future
+
+    def end(self) -> None:
+        """After the calls that were submitted."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del call, function, future  # they hold what the call was given and returned
+
+
 class InlineRank:
     """Rank 0 of 1. Fulfils `Ranks`."""
 
     def __init__(self, role: str, timeout_s: float):
         self._role = role
         self._timeout_s = timeout_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-{role}")
+        self._thread = _Thread(f"rl-{role}")
         self._host: RankHost | None = None
         self.abilities = Abilities()
 
@@ -32,7 +64,7 @@ class InlineRank:
         try:
             host = await rank._run("start", lambda: RankHost(backend, spec, RankInfo()))
         except BaseException:
-            rank._thread.shutdown(wait=False)
+            rank._thread.end()
             raise
         rank._host, rank.abilities = host, host.abilities
         return rank
@@ -59,10 +91,10 @@ class InlineRank:
             await self.call("close")
         finally:
             self._host = None
-            self._thread.shutdown(wait=False)
+            self._thread.end()
 
     async def _run(self, phase: str, function: Callable[[], Any]) -> Any:
-        future = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        future = asyncio.wrap_future(self._thread.submit(function))
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
         except TimeoutError as error:

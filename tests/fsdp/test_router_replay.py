@@ -1,0 +1,162 @@
+"""Routes of a batch in models whose routers choose in different ways; what `test_conformance` proves for Qwen3-MoE."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.config import from_mapping
+from rl_core.config.checks import check_plugins
+from rl_core.errors import ConfigError, ShapeError
+from rl_core.interfaces import LossSpec, RankInfo
+from rl_core.routes import RouteShape, require_routes
+from rl_core.testing.cases import make_batch
+from rl_core.testing.models import MOE_FAMILIES, Family, make_checkpoint
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_fsdp import FsdpOptions, FsdpWorker
+from rl_fsdp.backend import fsdp
+from rl_fsdp.micro_batch import model_input, predicted_tokens
+from tests.fsdp.conftest import StartWorker, spec_of
+
+FOLLOWING = FsdpOptions(moe_enable_routing_replay=True)
+LOSS = LossSpec(name="ppo_clip", kl_coef=0.1, entropy_coef=0.05)
+PLAN = [[3, 0], [1, 2, 4], [5, 6, 7]]
+SHAPE = RouteShape(num_layers=2, layers=(1,), num_experts=8, experts_per_token=2)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_kind_of_router_follows_the_routes_and_gets_their_gradient(family: Family, tmp_path: Path):
+    spec = spec_of(make_checkpoint(tmp_path, family=family), options=FOLLOWING, gradient_checkpointing=True)
+    reference, worker = ReferenceWorker(spec), FsdpWorker(spec, RankInfo())
+    batch = make_batch(reference, forced_routes=True)
+    everything = [range(batch.num_sequences)]
+    expected = reference.forward(batch, everything, temperature=1.0)["logprobs"]
+    # Tolerances as in the suite: rounding, and the choices themselves are fixed.
+    assert (worker.forward(batch, PLAN, temperature=1.0)["logprobs"] - expected).abs().max() < 1e-5
+    unforced = reference.forward(batch.without_columns("routed_experts", "routed"), everything, temperature=1.0)
+    assert (unforced["logprobs"] - expected).abs().max() > 1e-2
+    reference.forward_backward(batch, everything, LOSS, temperature=1.0)
+    worker.forward_backward(batch, PLAN, LOSS, temperature=1.0)
+    gradients, size = worker.gradients(), 0.0
+    for name, gradient in reference.gradients().items():
+        size = max(size, gradient.norm().item())
+        assert (gradients[name] - gradient).norm() <= 1e-4 * max(gradient.norm().item(), 1e-2 * size), name
+
+
+def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_choose_now(tmp_path: Path):
+    spec = spec_of(make_checkpoint(tmp_path, family="qwen3_moe"), options=FOLLOWING, gradient_checkpointing=True)
+    worker = FsdpWorker(spec, RankInfo())
+    batch = make_batch(ReferenceWorker(spec), forced_routes=True)
+    routers = [module for name, module in worker.scorer.named_modules() if name.endswith("mlp.gate")]
+    used: list[torch.Tensor] = []
+    for name, module in worker.scorer.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, args: used.append(args[1].clone()))
+    inputs = model_input(batch, predicted_tokens(batch), use_sample_packing=True, device=torch.device("cpu"))
+    logprobs_S, _ = worker.scorer(inputs, temperature=1.0)
+    for router in routers:
+        router.weight.data.neg_()
+    logprobs_S.sum().backward()
+    assert len(used) == 4, "two layers, forward and recomputation"
+    assert torch.equal(used[0], used[3])
+    assert torch.equal(used[1], used[2])
+    worker.scorer(inputs, temperature=1.0)
+    routed_T, before_TK, now_TK = batch["routed"], used[0], used[4]
+    for chosen_TK in (before_TK, now_TK):
+        assert torch.equal(chosen_TK[routed_T], batch["routed_experts"][routed_T][:, 0].long())
+    assert not torch.equal(before_TK[~routed_T], now_TK[~routed_T]), "the router would have chosen otherwise"
+
+
+def test_two_models_in_one_process_do_not_share_routes(tmp_path: Path):
+    spec = spec_of(make_checkpoint(tmp_path, family="qwen3_moe"), options=FOLLOWING)
+    following, free = FsdpWorker(spec, RankInfo()), FsdpWorker(attrs.evolve(spec, options=FsdpOptions()), RankInfo())
+    batch = make_batch(ReferenceWorker(spec), forced_routes=True)
+    without = batch.without_columns("routed_experts", "routed")
+    before = free.forward(without, PLAN, temperature=1.0)["logprobs"]
+    following.forward(batch, PLAN, temperature=1.0)
+    assert torch.equal(free.forward(without, PLAN, temperature=1.0)["logprobs"], before)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_dense_model_has_no_routes_to_follow(start_worker: StartWorker):
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.fsdp_config\.moe_enable_routing_replay: Qwen3ForCausalLM"):
+        start_worker(options=FOLLOWING)
+
+
+def test_a_router_that_gives_nothing_to_experts_outside_of_its_groups_is_refused(tmp_path: Path):
+    checkpoint = make_checkpoint(tmp_path, family="deepseek_v3")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "architectures": None}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="the experts of layer 1 of DeepseekV2ForCausalLM are not used as the routes"):
+        FsdpWorker(spec_of(checkpoint, options=FOLLOWING), RankInfo())
+
+
+def test_routes_without_replay_and_replay_without_routes_are_errors(tmp_path: Path):
+    spec = spec_of(make_checkpoint(tmp_path, family="qwen3_moe"))
+    batch = make_batch(ReferenceWorker(spec), forced_routes=True)
+    with pytest.raises(ConfigError, match="carries routed_experts and routed, and router replay is off"):
+        FsdpWorker(spec, RankInfo()).forward_backward(batch, PLAN, LOSS, temperature=1.0)
+    following = FsdpWorker(attrs.evolve(spec, options=FOLLOWING), RankInfo())
+    with pytest.raises(ConfigError, match="replay is on, and the batch carries no routes"):
+        following.forward(batch.without_columns("routed_experts", "routed"), PLAN, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ([[[0, 1]]], "1 layers with 2 experts per token; the model has 2 layers and chooses 2"),
+        ([[[0, 1, 2], [0, 1, 2]]], "2 layers with 3 experts"),
+        ([[[0, 1], [0, 8]]], r"token 0, layer 1: \[0, 8\]; expected ids from 0 to 7"),
+        ([[[0, 1], [-1, 2]]], r"\[-1, 2\]; expected ids"),
+        ([[[0, 1], [3, 3]]], r"\[3, 3\]; expected each expert once"),
+    ],
+)
+def test_routes_that_do_not_fit_say_where_and_which_numbers(experts: list, message: str):
+    batch = Batch(
+        torch.tensor([0, 1]),
+        {
+            "tokens": torch.tensor([5]),
+            "routed_experts": torch.tensor(experts, dtype=torch.int16),
+            "routed": torch.tensor([True]),
+        },
+    )
+    with pytest.raises(ShapeError, match=message):
+        require_routes(batch, SHAPE, key="replay")
+
+
+def test_what_is_unknown_or_dense_is_never_looked_at():
+    batch = Batch(
+        torch.tensor([0, 2]),
+        {
+            "tokens": torch.tensor([5, 6]),
+            "routed_experts": torch.tensor([[[99, 99], [1, 7]], [[99, 99], [99, 99]]], dtype=torch.uint8),
+            "routed": torch.tensor([True, False]),
+        },
+    )
+    require_routes(batch, SHAPE, key="replay")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator.inference_engine.enable_return_routed_experts": True}, "returns routes that the policy does not"),
+        ({"trainer.policy.fsdp_config.moe_enable_routing_replay": True}, "returns no routes to follow; set both"),
+        ({"trainer.ref.fsdp_config.moe_enable_routing_replay": True}, r"trainer\.ref.*routes are the policy's"),
+    ],
+)
+def test_both_switches_are_one_decision(changes: dict[str, bool], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_plugins(from_mapping({"trainer.policy.model.path": "model", **changes}))
+
+
+def test_a_critic_follows_no_routes():
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.fsdp_config.*a critic chooses experts by itself"):
+        fsdp.validate(spec_of("model", role="critic", options=FOLLOWING), 1)

@@ -1,0 +1,96 @@
+"""The FSDP backend with one rank that kills itself where it is told, in the middle of what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import attrs
+
+from rl_core.interfaces import RankInfo, Worker, WorkerSpec
+from rl_fsdp.backend import FsdpBackend, FsdpOptions
+
+PHASES = ("forward", "backward", "optim_step", "save_state", "start_saving")
+METHODS = {
+    "forward": ("forward",),
+    "backward": ("forward_backward",),
+    "optim_step": ("optim_step",),
+    "save_state": ("save_state",),
+    "start_saving": ("start_saving", "has_saved"),
+}
+"""What the group may be at when the fault of a phase comes."""
+
+
+@attrs.frozen(kw_only=True)
+class FaultyOptions(FsdpOptions):
+    """`fsdp_config`, and the fault."""
+
+    fault_phase: str = ""
+    """One of PHASES; nothing: there is no fault."""
+    fault_rank: int = 0
+    fault_time: int = 0
+    """How often the rank comes by the place of the fault before."""
+    fault_layer: int = 0
+    """The decoder layer in which a forward or backward ends."""
+
+
+@attrs.frozen(kw_only=True)
+class FaultyFsdp(FsdpBackend):
+    """See the module."""
+
+    name: str = "faulty_fsdp"
+    options_class: type = FaultyOptions
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        worker = super().create_worker(spec, rank)
+        if spec.options.fault_phase and spec.options.fault_rank == rank.rank:
+            _install(worker, spec.options)
+        return worker
+
+
+def _install(worker: Any, options: FaultyOptions) -> None:
+    import torch
+
+    import rl_fsdp.checkpoint
+    from rl_fsdp.sharding import decoder_layers
+
+    passed = count()
+
+    def come_by() -> None:
+        if next(passed) == options.fault_time:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class DyingWriter(rl_fsdp.checkpoint.FileSystemWriter):
+        """This rank's file is written, and the others wait to hear of it."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            results = super().write_data(plan, planner)
+            results.wait()
+            come_by()
+            return results
+
+    def write_and_die(method: str) -> None:
+        write, writer = getattr(worker, method), rl_fsdp.checkpoint.FileSystemWriter
+
+        def call(*args: Any) -> None:
+            rl_fsdp.checkpoint.FileSystemWriter = DyingWriter
+            write(*args)
+            rl_fsdp.checkpoint.FileSystemWriter = writer
+
+        setattr(worker, method, call)
+
+    layer = decoder_layers(worker.scorer)[options.fault_layer]
+    faults: dict[str, Callable[[], Any]] = {
+        "forward": lambda: layer.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else come_by()),
+        "backward": lambda: layer.register_full_backward_pre_hook(lambda *_: come_by()),
+        "optim_step": lambda: worker.optimizer.register_step_pre_hook(lambda *_: come_by()),
+        "save_state": lambda: write_and_die("save_state"),
+        "start_saving": lambda: write_and_die("start_saving"),
+    }
+    faults[options.fault_phase]()
+
+
+faulty_fsdp = FaultyFsdp()
