@@ -376,6 +376,9 @@ class GenerateRequest:
 
 
 StopReason = Literal["stop", "length", "abort"]
+TrajectoryEnd = Literal["done", "max_turns", "context"]
+"""How an episode ended: the environment was done, `generator.max_turns` were played, or the conversation had grown too
+long for another turn."""
 
 
 @attrs.frozen(kw_only=True)
@@ -463,7 +466,7 @@ class InferencePlugin(Protocol):
 # --- rollouts -------------------------------------------------------------------------------------------------------
 
 Message = Mapping[str, str]
-"""A chat message: `role` and `content`."""
+"""A chat message: `role` (system, user, assistant, tool, as far as the model's chat template knows them) and `content`."""
 Prompt = str | Sequence[Message]
 """Text taken as it is, or chat messages that the model's chat template turns into text."""
 
@@ -485,9 +488,10 @@ class StepResult:
     reward: float
     done: bool
     observation: Prompt | None = None
-    """What the policy sees next; None when done."""
+    """What the policy sees next: messages (of any role but the assistant's) if the episode began with messages, text if
+    it began with text. None when done."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Averaged over episodes and logged as `environment/<name>`."""
+    """Averaged over episodes and logged as `environment/<name>`; of several turns that give one, the last counts."""
 
 
 @runtime_checkable
@@ -514,16 +518,34 @@ class TrajectoryStep:
     """One sequence of a trajectory; all per-token fields have the length of `tokens`."""
 
     tokens: Sequence[int]
+    """What the engine was given and what it sampled, token for token."""
     sampled: Sequence[bool]
-    """Sampled by the policy; everything before the first sampled token is the prompt."""
+    """Sampled by the policy; everything before the first sampled token is the prompt. Between the turns of one sequence
+    stand the tokens of observations, not sampled."""
     rollout_logprobs: Sequence[float]
     """0.0 where not sampled."""
     policy_version: Sequence[int]
     """-1 where not sampled."""
     reward: float
-    """Received for this step."""
+    """Received for this step; the sum, where it has several turns."""
     stop_reason: StopReason
+    """Of its last turn."""
     routed_experts: np.ndarray | None = None
+    """[tokens − 1 or fewer, layers, experts per token]: of the first tokens; the others' are not known."""
+    token_rewards: Sequence[float] | None = None
+    """Where on the step's tokens `reward` was received, of a step of several turns; None: all on the last sampled
+    token."""
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """One turn of an episode as text, for people to read."""
+
+    response: str
+    observation: str | None
+    """What the policy was shown next; None where the episode ended."""
+    reward: float
+    stop_reason: StopReason
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -535,8 +557,12 @@ class Trajectory:
     steps: tuple[TrajectoryStep, ...]
     prompt_text: str
     response_text: str
+    """The policy's responses, one after the other."""
     start_version: int
     """The policy's version when the episode was started."""
+    turns: tuple[Turn, ...] = ()
+    """The episode as text; empty from a generator that plays no turns."""
+    end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     failure: str | None = None
     """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
@@ -545,6 +571,11 @@ class Trajectory:
     def reward(self) -> float:
         """Sum of the steps' rewards."""
         return sum(step.reward for step in self.steps)
+
+    @property
+    def is_cut(self) -> bool:
+        """The last response was cut off by its length, or there was no room for another one."""
+        return self.end == "context" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
 
 
 @attrs.frozen(kw_only=True)
@@ -633,6 +664,7 @@ __all__ = [
     "Role",
     "Row",
     "StopReason",
+    "TrajectoryEnd",
     "OptimizerConfig",
     "LoraConfig",
     "ModelConfig",
@@ -663,6 +695,7 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "TrajectoryStep",
+    "Turn",
     "Trajectory",
     "GroupRequest",
     "Generator",
