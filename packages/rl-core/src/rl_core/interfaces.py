@@ -212,6 +212,20 @@ class Offloadable(Protocol):
 
 
 @runtime_checkable
+class Perturbable(Protocol):
+    """A worker whose weights can be changed for a moment: how it is proved that each tensor reaches the engines."""
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Adds normal noise to every parameter that `export_weights` reads: its standard deviation is `scale` times the
+        parameter's root mean square, or `scale` where that is 0. The same on every copy of a parameter."""
+        ...
+
+    def restore(self) -> None:
+        """Every parameter is bit for bit what it was before `perturb`; without one, nothing happens."""
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """A worker whose accumulated gradients can be read: the conformance suite's side door."""
 
@@ -311,11 +325,14 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """An engine's end of a sync; built as `Class(rendezvous)`."""
+    """An engine's end of a sync; built as `Class(rendezvous)`, in every process of an engine that holds weights."""
+
+    is_staged: bool
+    """As the transport's."""
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every bucket of `version`. Raises WeightSyncError if they are of another version, damaged or
-        incomplete."""
+        """Yields every bucket of `version`; its data is the caller's to keep. Raises WeightSyncError if they are of
+        another version, damaged or incomplete; what was yielded before is then worth nothing."""
         ...
 
 
@@ -325,9 +342,18 @@ class WeightTransport(Protocol):
 
     contract_version: int
     name: str
+    is_staged: bool
+    """True: what was sent can be read until `close`, by receivers that come late or again, and an engine takes it whole
+    or keeps the version it has. False: both ends work at the same time, and what breaks half-way leaves an engine
+    without weights that it could serve."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """On the controller, once per sync."""
+        """On the controller, once per sync.
+
+        Args:
+            num_ranks: senders that will come.
+            num_engines: receivers that will come, at least: an engine of several processes counts as many.
+        """
         ...
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
@@ -335,7 +361,8 @@ class WeightTransport(Protocol):
         ...
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """On the controller, after the sync, whether it succeeded or not: removes what `open` left."""
+        """On the controller, whether the sync succeeded or not: removes what `open` left, and ends both sides' waits. A
+        staged one is closed when the next is opened."""
         ...
 
 
@@ -427,7 +454,11 @@ class InferenceClient(Protocol):
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
-        nothing."""
+        nothing until a later update succeeds.
+
+        What a staged transport (`WeightTransport.is_staged`) sent stays readable until the next call, so an engine that
+        starts meanwhile can be brought to this version too.
+        """
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -442,6 +473,28 @@ class Sleepable(Protocol):
     async def sleep(self) -> None: ...
 
     async def wake(self) -> None: ...
+
+
+@runtime_checkable
+class WeightReceivers(Protocol):
+    """A client whose engines receive weights in several processes; of any other client it is one."""
+
+    def num_weight_receivers(self) -> int:
+        """Processes that will build a receiver in the next `update_weights`; those of dead engines are left out."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A client whose engines can score given tokens: what weight verification compares with the trainer."""
+
+    vocab_size: int
+    """Token ids are below it."""
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
+        0.0 for the first token."""
+        ...
 
 
 @runtime_checkable
@@ -674,6 +727,7 @@ __all__ = [
     "OptimizerStep",
     "Worker",
     "Offloadable",
+    "Perturbable",
     "Inspectable",
     "Backend",
     "WeightBucket",
@@ -689,6 +743,8 @@ __all__ = [
     "EngineHealth",
     "InferenceClient",
     "Sleepable",
+    "WeightReceivers",
+    "Scoring",
     "InferencePlugin",
     "Action",
     "StepResult",

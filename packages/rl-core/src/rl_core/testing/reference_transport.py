@@ -34,6 +34,7 @@ class MemoryTransport:
 
     contract_version: int = CONTRACT_VERSION
     name: str = "memory"
+    is_staged: bool = True
     receiver: str = f"{__name__}:MemoryReceiver"
     timeout_s: float = 60.0
 
@@ -73,6 +74,8 @@ class MemorySender:
 
 class MemoryReceiver:
     """An engine's end."""
+
+    is_staged = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._number: int = rendezvous.data["sync"]

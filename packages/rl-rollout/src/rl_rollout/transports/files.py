@@ -41,6 +41,7 @@ class FilesTransport:
     """How long an engine waits for the ranks."""
     contract_version: int = CONTRACT_VERSION
     name: str = "files"
+    is_staged: bool = True
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the sync's directory (readable by this user only)."""
@@ -100,6 +101,8 @@ class FilesSender:
 
 class FilesReceiver:
     """An engine's end."""
+
+    is_staged = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._directory = Path(rendezvous.data["directories"][0])
