@@ -519,7 +519,7 @@ class InferencePlugin(Protocol):
 # --- rollouts -------------------------------------------------------------------------------------------------------
 
 Message = Mapping[str, str]
-"""A chat message: `role` (system, user, assistant, tool, as far as the model's chat template knows them) and `content`."""
+"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`."""
 Prompt = str | Sequence[Message]
 """Text taken as it is, or chat messages that the model's chat template turns into text."""
 
@@ -610,7 +610,7 @@ class Trajectory:
     steps: tuple[TrajectoryStep, ...]
     prompt_text: str
     response_text: str
-    """The policy's responses, one after the other."""
+    """What the policy said; of several turns also what it was shown in between, each behind an arrow."""
     start_version: int
     """The policy's version when the episode was started."""
     turns: tuple[Turn, ...] = ()

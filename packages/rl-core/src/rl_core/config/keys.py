@@ -59,7 +59,6 @@ class Unsupported:
 
 
 _ONE_ENGINE = Unsupported("the engine runs on one device in this version", (1, None))
-_MULTI_TURN = "episodes have one turn in this version"
 _ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
@@ -105,12 +104,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.algorithm.zero_variance_filter_tol": Unsupported("groups are compared exactly", (0, 0.0)),
     "data.dataloader": Unsupported("prompts are read into memory", (None,)),
     "generator.batched": Unsupported("prompts are generated one by one, all at the same time", (False,)),
-    "generator.max_turns": Unsupported(_MULTI_TURN, (1,)),
-    "generator.max_input_length": Unsupported(_MULTI_TURN + ": trainer.max_prompt_length bounds the input", (None,)),
-    "generator.use_conversation_multi_turn": Unsupported(_MULTI_TURN, (True, False)),
-    "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(_MULTI_TURN, (True, False)),
-    "generator.step_wise_trajectories": Unsupported(_MULTI_TURN, (False,)),
-    "generator.merge_stepwise_output": Unsupported(_MULTI_TURN, (False,)),
+    "generator.use_conversation_multi_turn": Unsupported("what was said is never written anew as text", (True,)),
+    "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
+        "a turn that a stop string ended is closed as the chat template closes turns", (True,)
+    ),
     "generator.vision_language_generator": Unsupported("models of text only", (False,)),
     "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, (True, False)),
     "generator.chat_template": Unsupported("the model's own chat template is used", (None,)),

@@ -386,7 +386,7 @@ class SamplingConfig:
     """How responses are drawn."""
 
     max_generate_length: int = 1024
-    """Tokens of a response."""
+    """Tokens of a response, of each turn's."""
     temperature: float = 1.0
     """0 takes the most likely token, which suits evaluation only."""
     top_p: float = 1.0
@@ -474,6 +474,17 @@ class GeneratorConfig:
     """Samples of a training prompt: its group."""
     max_concurrency: int = 1024
     """Episodes that run at a time."""
+    max_turns: int = 1
+    """Responses of an episode; an environment that wants more of them is ended after so many."""
+    max_input_length: int | None = None
+    """Tokens of a later turn's prompt, everything said before included; an episode that has grown longer ends there.
+    None: `trainer.max_prompt_length`."""
+    step_wise_trajectories: bool = False
+    """Each turn is a sequence of its own, so that a chat template may change earlier turns (drop their thinking); else
+    an episode is one sequence."""
+    merge_stepwise_output: bool = True
+    """Turns whose prompt begins with all of the turn before are one sequence again: the same gradient per token, each
+    token computed once."""
     sampling_params: SamplingConfig = attrs.field(factory=SamplingConfig)
     """Sampling in training."""
     eval_sampling_params: EvalSamplingConfig = attrs.field(factory=EvalSamplingConfig)
@@ -516,6 +527,8 @@ class EnvironmentConfig:
     `env_class`."""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to every environment."""
+    timeout_s: float = 300.0
+    """Longest wait for one answer of an environment; a later one fails its sample."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------

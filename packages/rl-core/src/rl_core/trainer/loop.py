@@ -25,7 +25,7 @@ from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, 
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
-from rl_core.trainer.collate import collate
+from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
@@ -64,6 +64,8 @@ class LoopSettings:
     max_bucket_bytes: int
     num_engines: int
     generation_timeout_s: float
+    merge_steps: bool
+    """Steps that continue each other are trained as one sequence."""
 
 
 class TrainingLoop:
@@ -143,7 +145,8 @@ class TrainingLoop:
     async def _step(self, groups: list[FinishedGroup]) -> None:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        batch = self._selection.masked(collate(trajectories), trajectories)
+        batch, merging = self._batch(trajectories)
+        batch = self._selection.masked(batch, trajectories)
         self._reporter.phase("score")
         with self._times.phase("score"):
             batch = await self._update.score(batch)
@@ -156,12 +159,15 @@ class TrainingLoop:
         await self._publish()
         await self._buffer.published(step)
 
-        metrics = _divided({**agreement, **prepared, **trained, **self._selection.lap()})
+        metrics = _divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
         metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
         self._reporter.train_samples(step, trajectories, batch)
         await self._finish_step(step, metrics)
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
+        return merged(collate(trajectories)) if self._settings.merge_steps else (collate(trajectories), {})
 
     async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         settings = self._settings
@@ -278,6 +284,9 @@ def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: 
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
         "rollout/response_length": means.pop("response_length"),
+        "rollout/turns": sum(len(trajectory.turns) for trajectory in trajectories) / len(trajectories),
+        "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
+        "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
         "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
         "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
         **{f"environment/{name}": value for name, value in means.items()},

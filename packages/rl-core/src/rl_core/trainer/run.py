@@ -425,6 +425,7 @@ def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
         max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
         num_engines=config.generator.inference_engine.num_engines,
         generation_timeout_s=trainer.generation_timeout_s,
+        merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
     )
 
 
