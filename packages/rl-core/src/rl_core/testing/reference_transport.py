@@ -47,7 +47,8 @@ class MemoryTransport:
         )
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> MemorySender:
-        return MemorySender(SYNCS[rendezvous.data["sync"]], rank)
+        closed = Sync(world_size, is_closed=True)
+        return MemorySender(SYNCS.get(rendezvous.data["sync"], closed), rank)
 
     def close(self, rendezvous: Rendezvous) -> None:
         sync = SYNCS.pop(rendezvous.data["sync"], None)
