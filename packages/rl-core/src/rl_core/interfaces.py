@@ -498,6 +498,26 @@ class Scoring(Protocol):
 
 
 @runtime_checkable
+class Recovering(Protocol):
+    """A client that starts failed engines again. They serve nothing until they hold the current version: the trainer
+    publishes it again between two steps, or the next one at the end of a step."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that would take part in a weight update now; at least 1: an update waits for one."""
+        ...
+
+    @property
+    def lacks_weights(self) -> bool:
+        """An engine is up that does not hold the current version, and no update is under way."""
+        ...
+
+    async def needs_weights(self) -> None:
+        """Returns when `lacks_weights`."""
+        ...
+
+
+@runtime_checkable
 class InferencePlugin(Protocol):
     """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
     torch."""
@@ -743,6 +763,7 @@ __all__ = [
     "EngineHealth",
     "InferenceClient",
     "Sleepable",
+    "Recovering",
     "WeightReceivers",
     "Scoring",
     "InferencePlugin",

@@ -81,6 +81,12 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.num_engines": (1, None),
     "generator.inference_engine.max_num_seqs": (1, None),
     "generator.inference_engine.weight_bucket_bytes": (1, None),
+    "generator.inference_engine.tensor_parallel_size": (1, None),
+    "generator.inference_engine.pipeline_parallel_size": (1, None),
+    "generator.inference_engine.data_parallel_size": (1, None),
+    "generator.inference_engine.expert_parallel_size": (1, None),
+    "generator.inference_engine.max_num_batched_tokens": (1, None),
+    "generator.inference_engine.gpu_memory_utilization": (0, 1),
 }
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
@@ -91,6 +97,9 @@ ABOVE_ZERO = (
     "trainer.generation_timeout_s",
     "environment.timeout_s",
     "trainer.worker_timeout_s",
+    "generator.inference_engine.start_timeout_s",
+    "generator.inference_engine.heartbeat_interval_s",
+    "generator.inference_engine.hung_after_s",
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )

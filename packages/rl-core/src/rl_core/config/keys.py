@@ -58,7 +58,6 @@ class Unsupported:
     """With these values it asks for nothing that is missing: a warning, not an error."""
 
 
-_ONE_ENGINE = Unsupported("the engine runs on one device in this version", (1, None))
 _ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
@@ -115,36 +114,23 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.run_engines_locally": Unsupported("engines are started by the run", (True,)),
     "generator.inference_engine.async_engine": Unsupported("it is always so here", (True,)),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported("see weight_bucket_bytes"),
-    "generator.inference_engine.tensor_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.pipeline_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.expert_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.data_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.enable_return_routed_experts": Unsupported("there is no router replay yet", (False,)),
     "generator.inference_engine.delta_weight_sync": Unsupported("all weights are sent", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
     "generator.inference_engine.language_model_only": Unsupported("models of text only", (False, True)),
 }
-_VLLM_KEYS = (
-    "vllm_v1_disable_multiproc",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "max_num_batched_tokens",
-    "enforce_eager",
-    "fully_sharded_loras",
-    "enable_ray_prometheus_stats",
-    "gpu_memory_utilization",
-    "offload_kv_for_weight_sync",
-    "use_expandable_segments",
-    "served_model_name",
-    "distributed_executor_backend",
-    "speculative_config",
-    "external_proxy_url",
-    "external_server_urls",
-    "router_init_kwargs",
-)
-for _name in _VLLM_KEYS:
-    UNSUPPORTED[f"generator.inference_engine.{_name}"] = Unsupported("it belongs to the vllm engine, which comes later")
+_AS_ARGUMENT = "give it to vLLM in generator.inference_engine.engine_init_kwargs"
+for _name, _unsupported in {
+    "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
+    "fully_sharded_loras": Unsupported(_AS_ARGUMENT, (False,)),
+    "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
+    "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
+    "use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
+    "speculative_config": Unsupported(_AS_ARGUMENT, (None,)),
+    "external_proxy_url": Unsupported("give the servers themselves in external_server_urls", (None,)),
+    "router_init_kwargs": Unsupported("the router has no options", ({},)),
+}.items():
+    UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("those of the sampled tokens are always returned", (None, 0, 1))
     UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version has penalties", (1, 1.0))

@@ -462,6 +462,44 @@ class InferenceEngineConfig:
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""
     engine_init_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed on to the engine, which says which it knows."""
+    tensor_parallel_size: int = 1
+    """vLLM: ranks of an engine that split every layer."""
+    pipeline_parallel_size: int = 1
+    """vLLM: ranks of an engine that hold some of the layers."""
+    data_parallel_size: int = 1
+    """vLLM: copies of the model inside one engine."""
+    expert_parallel_size: int = 1
+    """vLLM: ranks that share the experts; 1, or tensor_parallel_size × data_parallel_size."""
+    max_num_batched_tokens: int = 8192
+    """vLLM: tokens that an engine computes in one step."""
+    enable_prefix_caching: bool = True
+    """vLLM: a prompt that begins as an earlier one is computed from there on."""
+    enable_chunked_prefill: bool = True
+    """vLLM: long prompts are computed in parts, between other requests' tokens."""
+    enable_return_routed_experts: bool = False
+    """vLLM: completions carry the experts that each token was routed to."""
+    enforce_eager: bool | None = None
+    """vLLM: no compilation, no CUDA graphs. None: compiled on GPUs, eager on CPUs."""
+    gpu_memory_utilization: float = 0.8
+    """vLLM: part of a GPU's memory that an engine takes."""
+    served_model_name: str | None = None
+    """vLLM: the model's name in the OpenAI API; None: `trainer.policy.model.path`."""
+    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
+    """vLLM: how an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
+    external_server_urls: tuple[str, ...] | None = None
+    """vLLM: servers that somebody else started (`python -m rl_rollout.vllm.serve`); num_engines is their number."""
+    host: str | None = None
+    """vLLM: address that servers listen on. None: loopback, or the machine's own if Ray has several. Away from loopback
+    they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
+    router_port: int | None = None
+    """vLLM: one address, with OpenAI's API, for agents that are no part of the run: this port of `host`, 0 for a free
+    one; None: none."""
+    start_timeout_s: float = 600.0
+    """vLLM: longest wait for a server to be ready."""
+    heartbeat_interval_s: float = 5.0
+    """vLLM: seconds between two questions whether a server is well."""
+    hung_after_s: float = 60.0
+    """vLLM: a server that gives no answer for so long is started again."""
 
 
 @attrs.frozen(kw_only=True)

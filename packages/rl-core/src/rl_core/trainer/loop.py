@@ -7,6 +7,8 @@ Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; w
 | Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
 | TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
+A third one publishes the current version again when an engine that was started again lacks it.
+
 An evaluation runs within the training task, before the next version is published: it sees one version.
 """
 
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from rl_core.batch import Batch
-from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, WeightTransport
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Generator, InferenceClient, Metrics, Recovering, Trajectory, WeightTransport
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
@@ -34,6 +38,8 @@ from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -104,6 +110,7 @@ class TrainingLoop:
         self._callbacks = callbacks
         self._times = PhaseTimes()
         self._stop = asyncio.Event()
+        self._between_versions = asyncio.Lock()
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
         self.steps_done = steps_done
@@ -122,23 +129,19 @@ class TrainingLoop:
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
-        starts = not self._is_resumed and not self._stop.is_set()
-        if starts and self._settings.eval_before_train and self._eval_rows:
-            metrics = await self._evaluate()
-            self._reporter.step(0, metrics | self._times.lap())
-        generating = asyncio.create_task(self._rollouts.run())
-        try:
-            while self.steps_done < self._settings.last_step:
-                groups = await self._next_groups()
-                if groups is None:
-                    break
-                await self._step(groups)
-            if self._settings.ckpt_interval > 0 or self._stop.is_set():
-                await self._checkpoint()
-        finally:
-            generating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await generating
+        async with _alongside(self._bring_back_engines()):
+            starts = not self._is_resumed and not self._stop.is_set()
+            if starts and self._settings.eval_before_train and self._eval_rows:
+                metrics = await self._evaluate()
+                self._reporter.step(0, metrics | self._times.lap())
+            async with _alongside(self._rollouts.run()):
+                while self.steps_done < self._settings.last_step:
+                    groups = await self._next_groups()
+                    if groups is None:
+                        break
+                    await self._step(groups)
+                if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                    await self._checkpoint()
         for callback in self._callbacks:
             callback.on_run_end(self.steps_done)
 
@@ -153,10 +156,11 @@ class TrainingLoop:
         agreement = rollout_agreement(batch, version=self.steps_done)
         batch, prepared = self._update.prepare(batch)
         self._reporter.phase("train")
-        with self._times.phase("train"):
-            trained = await self._update.train(batch, step)
-        self.steps_done = step
-        await self._publish()
+        async with self._between_versions:
+            with self._times.phase("train"):
+                trained = await self._update.train(batch, step)
+            self.steps_done = step
+            await self._publish()
         await self._buffer.published(step)
 
         metrics = _divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
@@ -212,14 +216,45 @@ class TrainingLoop:
     async def _publish(self) -> None:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
-            await publish_weights(
-                self._models.policy,
-                self._client,
-                self._transport,
-                self.steps_done,
-                max_bucket_bytes=self._settings.max_bucket_bytes,
-                num_engines=self._settings.num_engines,
-            )
+            await self._publish_weights()
+
+    async def _publish_weights(self) -> None:
+        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
+        while True:
+            num_engines = self._num_engines()
+            try:
+                await publish_weights(
+                    self._models.policy,
+                    self._client,
+                    self._transport,
+                    self.steps_done,
+                    max_bucket_bytes=self._settings.max_bucket_bytes,
+                    num_engines=num_engines,
+                )
+                return
+            except WeightSyncError as error:
+                if self._num_engines() >= num_engines:
+                    raise
+                logger.warning("publishing again, because an engine was lost: %s", error)
+
+    def _num_engines(self) -> int:
+        return self._client.num_engines if isinstance(self._client, Recovering) else self._settings.num_engines
+
+    async def _bring_back_engines(self) -> None:
+        """Publishes the current version again whenever an engine that was started again needs it; ends with the run.
+
+        It waits for the weights to be a whole version: while a step changes them, its own publishing serves as well.
+        """
+        if not isinstance(self._client, Recovering):
+            return
+        try:
+            while True:
+                await self._client.needs_weights()
+                async with self._between_versions:
+                    if self._client.lacks_weights:
+                        await self._publish_weights()
+        except Exception as error:
+            await self._buffer.fail(error)
 
     async def _evaluate(self) -> dict[str, float]:
         self._reporter.phase("evaluate")
@@ -263,6 +298,18 @@ class TrainingLoop:
             evaluate=any(answer.evaluate for answer in answers),
             stop=any(answer.stop for answer in answers),
         )
+
+
+@contextlib.asynccontextmanager
+async def _alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` as a task of its own until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def _is_due(step: int, interval: int, is_last: bool) -> bool:

@@ -231,7 +231,8 @@ class _Session:
             ) from error
 
 
-_session = _Session()
+ray_session = _Session()
+"""Also for what else runs on Ray: inference servers."""
 
 
 class _Placement:
@@ -304,7 +305,7 @@ class RayRanks:
         self._ended: str | None = None
         self.placement = placement
         self.can_offload = False
-        _session.enter()
+        ray_session.enter()
         placement.enter()
 
     @classmethod
@@ -328,7 +329,7 @@ class RayRanks:
             beside: ranks of the same shape whose devices these use too.
             timeout_s: longest wait for this start and for each later call.
         """
-        _session.enter()
+        ray_session.enter()
         try:
             if beside is None:
                 placement = await _Placement.reserve(spec.role, shape, timeout_s)
@@ -336,7 +337,7 @@ class RayRanks:
                 placement = beside.placement
             ranks = cls(spec.role, mesh, placement, timeout_s)
         finally:
-            _session.leave()
+            ray_session.leave()
         try:
             ranks._create_actors(takes_devices=beside is None)
             ranks._places = await ranks._all("start", [actor.place.remote() for actor in ranks._actors])
@@ -501,7 +502,7 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor)
         self.placement.leave()
-        _session.leave()
+        ray_session.leave()
 
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
