@@ -112,7 +112,7 @@ async def connect(*running: RunningServer) -> RemoteInferenceClient:
 
 async def publish(client: RemoteInferenceClient, transport: WeightTransport, tensors: Any, version: int) -> Manifest:
     """What the trainer does at a sync, with one rank; what arrived."""
-    rendezvous = transport.open(num_ranks=1, num_engines=client.num_engines)
+    rendezvous = transport.open(num_ranks=1, num_engines=client.num_weight_receivers())
     sender = transport.sender(rendezvous, 0, 1)
     try:
         await client.pause("keep")

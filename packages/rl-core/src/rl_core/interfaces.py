@@ -216,8 +216,8 @@ class Perturbable(Protocol):
     """A worker whose weights can be changed for a moment: how it is proved that each tensor reaches the engines."""
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Adds normal noise to every parameter that `export_weights` reads: its standard deviation is `scale` times the
-        parameter's root mean square, or `scale` where that is 0. The same on every copy of a parameter."""
+        """Adds normal noise to every parameter that training changes. Its standard deviation is `scale` times the
+        parameter's root mean square, but of at least 0.02: zeros are changed too. Copies of a parameter stay equal."""
         ...
 
     def restore(self) -> None:
@@ -362,7 +362,7 @@ class WeightTransport(Protocol):
 
     def close(self, rendezvous: Rendezvous) -> None:
         """On the controller, whether the sync succeeded or not: removes what `open` left, and ends both sides' waits. A
-        staged one is closed when the next is opened."""
+        second call does nothing."""
         ...
 
 
@@ -454,11 +454,7 @@ class InferenceClient(Protocol):
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
-        nothing until a later update succeeds.
-
-        What a staged transport (`WeightTransport.is_staged`) sent stays readable until the next call, so an engine that
-        starts meanwhile can be brought to this version too.
-        """
+        nothing until a later update succeeds."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -501,11 +497,6 @@ class Scoring(Protocol):
 class Recovering(Protocol):
     """A client that starts failed engines again. They serve nothing until they hold the current version: the trainer
     publishes it again between two steps, or the next one at the end of a step."""
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that would take part in a weight update now; at least 1: an update waits for one."""
-        ...
 
     @property
     def lacks_weights(self) -> bool:

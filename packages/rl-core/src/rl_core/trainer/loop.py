@@ -25,7 +25,15 @@ import attrs
 
 from rl_core.batch import Batch
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import Generator, InferenceClient, Metrics, Recovering, Trajectory, WeightTransport
+from rl_core.interfaces import (
+    Generator,
+    InferenceClient,
+    Metrics,
+    Recovering,
+    Trajectory,
+    WeightReceivers,
+    WeightTransport,
+)
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
@@ -33,11 +41,12 @@ from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
+from rl_core.trainer.verification import VerificationSettings, verification_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +78,8 @@ class LoopSettings:
     export_root: Path
     max_bucket_bytes: int
     num_engines: int
+    pause_mode: PauseMode
+    verification: VerificationSettings
     generation_timeout_s: float
     merge_steps: bool
     """Steps that continue each other are trained as one sequence."""
@@ -113,6 +124,7 @@ class TrainingLoop:
         self._between_versions = asyncio.Lock()
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
+        self._verification = verification_of(settings.verification, models.policy, client, self._publish_weights)
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -129,6 +141,8 @@ class TrainingLoop:
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
+        if self._verification is not None and self._settings.verification.prove_at_start:
+            await self._verification.prove()
         async with _alongside(self._bring_back_engines()):
             starts = not self._is_resumed and not self._stop.is_set()
             if starts and self._settings.eval_before_train and self._eval_rows:
@@ -160,11 +174,11 @@ class TrainingLoop:
             with self._times.phase("train"):
                 trained = await self._update.train(batch, step)
             self.steps_done = step
-            await self._publish()
+            agreed = await self._publish()
         await self._buffer.published(step)
 
         metrics = _divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
-        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
+        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap() | agreed
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
         self._reporter.train_samples(step, trajectories, batch)
@@ -213,15 +227,16 @@ class TrainingLoop:
                     return groups
                 await self._buffer.rejected()
 
-    async def _publish(self) -> None:
+    async def _publish(self) -> Mapping[str, float]:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
             await self._publish_weights()
+            return {} if self._verification is None else await self._verification.after_sync(self.steps_done)
 
     async def _publish_weights(self) -> None:
         """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
         while True:
-            num_engines = self._num_engines()
+            num_receivers = self._num_receivers()
             try:
                 await publish_weights(
                     self._models.policy,
@@ -229,16 +244,17 @@ class TrainingLoop:
                     self._transport,
                     self.steps_done,
                     max_bucket_bytes=self._settings.max_bucket_bytes,
-                    num_engines=num_engines,
+                    num_engines=self._settings.num_engines,
+                    pause_mode=self._settings.pause_mode,
                 )
                 return
             except WeightSyncError as error:
-                if self._num_engines() >= num_engines:
+                if self._num_receivers() >= num_receivers:
                     raise
                 logger.warning("publishing again, because an engine was lost: %s", error)
 
-    def _num_engines(self) -> int:
-        return self._client.num_engines if isinstance(self._client, Recovering) else self._settings.num_engines
+    def _num_receivers(self) -> int:
+        return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1
 
     async def _bring_back_engines(self) -> None:
         """Publishes the current version again whenever an engine that was started again needs it; ends with the run.
@@ -253,6 +269,8 @@ class TrainingLoop:
                 async with self._between_versions:
                     if self._client.lacks_weights:
                         await self._publish_weights()
+                        if self._verification is not None:
+                            await self._verification.probe(self.steps_done)
         except Exception as error:
             await self._buffer.fail(error)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import attrs
 
@@ -37,7 +38,7 @@ class Calls:
         """Ids under way."""
         return tuple(self._running)
 
-    async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """The answer of `compute`, which runs at most once for an id.
 
         Args:
@@ -51,10 +52,14 @@ class Calls:
             return finished[1]
         call = self._running.get(sample_id)
         if call is None:
-            call = _Call(body, asyncio.ensure_future(self._run(sample_id, body, compute)))
+            call = _Call(body, asyncio.ensure_future(compute()))
             self._running[sample_id] = call
+            call.task.add_done_callback(lambda task: self._done(sample_id, body, task))
         _require_same(sample_id, call.body, body)
-        return await asyncio.shield(call.task)
+        await asyncio.wait({call.task})
+        if call.task.cancelled():
+            raise GenerationError(f"sample {sample_id} was cancelled")
+        return call.task.result()
 
     def cancel(self, sample_ids: Iterable[str]) -> None:
         """Ends requests whose answer nobody wants any more."""
@@ -62,13 +67,10 @@ class Calls:
             if sample_id in self._running:
                 self._running[sample_id].task.cancel()
 
-    async def _run(self, sample_id: str, body: bytes, compute: Callable[[], Awaitable[bytes]]) -> bytes:
-        try:
-            answer = await compute()
-            self._keep(sample_id, body, answer)
-            return answer
-        finally:
-            del self._running[sample_id]
+    def _done(self, sample_id: str, body: bytes, task: asyncio.Task[bytes]) -> None:
+        del self._running[sample_id]
+        if not task.cancelled() and task.exception() is None:
+            self._keep(sample_id, body, task.result())
 
     def _keep(self, sample_id: str, body: bytes, answer: bytes) -> None:
         self._finished[sample_id] = body, answer

@@ -62,9 +62,13 @@ class RemoteInferenceClient:
         self._pausing: str | None = None
 
     @property
-    def num_engines(self) -> int:
-        """See `Recovering`."""
-        return max(1, len(self._pool.up))
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._pool.facts.vocab_size
+
+    def num_weight_receivers(self) -> int:
+        """See `WeightReceivers`. At least one engine's: an update waits for one."""
+        return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -108,6 +112,12 @@ class RemoteInferenceClient:
             return await connection.call_json("/v1/chat/completions", arguments, timeout_s=timeout_s)
 
         return await self._on_some_server(ask, "a chat completion", session_id=session_id)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """See `Scoring`."""
+        answers = await self._on_all("score", wire.sequences_record(sequences), timeout_s=self._timeout_s)
+        serving = [member for member in self._pool.serving if member in answers]
+        return {str(member): wire.float_lists(answers[member]) for member in serving}
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a text (nothing is added), or of chat messages with the template's opening of an answer."""

@@ -15,6 +15,16 @@ from rl_rollout.vllm.connection import Connection
 _MAX_SESSIONS = 100_000
 
 
+@attrs.frozen(kw_only=True)
+class EngineFacts:
+    """What is the same for every server of a run."""
+
+    vocab_size: int
+    """Token ids are below it."""
+    num_workers: int
+    """Processes of one engine that hold weights."""
+
+
 @attrs.define(eq=False)
 class Member:
     """One server, as far as the client knows."""
@@ -40,6 +50,8 @@ class Pool:
 
     def __init__(self, num_servers: int) -> None:
         self.members = [Member(index) for index in range(num_servers)]
+        self.facts: EngineFacts
+        """Set when the first server has answered."""
         self.version = -1
         self.num_updates = 0
         """Weight updates begun and ended: what was said before a change is not believed after it."""

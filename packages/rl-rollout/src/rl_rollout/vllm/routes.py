@@ -48,6 +48,9 @@ def add_routes(app: FastAPI, engine: ServedEngine) -> None:
         except Exception as error:
             return _failed(error)
 
+    async def score(asked: Any) -> list[bytes]:
+        return wire.float_lists_record(await engine.score(wire.sequences_of(asked)))
+
     async def cancel(asked: Any) -> None:
         calls.cancel(asked["sample_ids"])
 
@@ -78,11 +81,13 @@ def add_routes(app: FastAPI, engine: ServedEngine) -> None:
             "pid": os.getpid(),
             "version": engine.version,
             "quarantine": engine.quarantine,
+            "vocab_size": engine.vocab_size,
+            "num_workers": engine.num_workers,
             "num_running": engine.num_running,
             "num_waiting": engine.num_waiting,
         }
 
-    for handle in (cancel, abort, pause, resume, update_weights, sleep, wake, health):
+    for handle in (score, cancel, abort, pause, resume, update_weights, sleep, wake, health):
         route(f"/{handle.__name__}", handle)
     app.include_router(router)
     app.add_middleware(_OnlyGoodWeights, engine=engine)

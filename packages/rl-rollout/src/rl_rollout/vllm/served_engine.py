@@ -9,6 +9,7 @@ unblocked by the core's outputs; `quarantine` and the core's death end all reque
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -37,7 +38,9 @@ class ServedEngine:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._max_model_len: int = engine.model_config.max_model_len
-        self._vocab_size: int = engine.model_config.get_vocab_size()
+        self.vocab_size: int = engine.model_config.get_vocab_size()
+        parallel = engine.vllm_config.parallel_config
+        self.num_workers: int = parallel.world_size * parallel.data_parallel_size
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
         self._changing = asyncio.Lock()
@@ -67,6 +70,13 @@ class ServedEngine:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return tuple(task.result() for task in tasks)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log p(token t | tokens before it) of each sequence, 0.0 for its first token."""
+        self._require_service()
+        async with asyncio.TaskGroup() as scoring:
+            tasks = [scoring.create_task(self._score(tokens)) for tokens in sequences]
+        return [task.result() for task in tasks]
 
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
@@ -159,6 +169,15 @@ class ServedEngine:
         finally:
             del self._spans[request_id]
 
+    async def _score(self, tokens: Sequence[int]) -> list[float]:
+        params = EngineSamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        outputs = self._engine.generate(tokens_input(list(tokens)), params, f"score-{uuid.uuid4().hex}")
+        (output,) = [output async for output in outputs]
+        given: Any = output.prompt_logprobs
+        return [0.0] + [position[token].logprob for position, token in zip(given[1:], tokens[1:], strict=True)]
+
     def _completion(self, output: CompletionOutput, spans: Sequence[tuple[int | None, int]]) -> Completion:
         tokens = tuple(output.token_ids)
         if output.finish_reason not in ("stop", "length", "abort"):
@@ -187,10 +206,10 @@ class ServedEngine:
         prompt, length = request.prompt_tokens, len(request.prompt_tokens)
         if not prompt:
             raise GenerationError(f"sample {request.sample_id}: the prompt has no tokens")
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise GenerationError(
                 f"sample {request.sample_id}: token ids {min(prompt)} to {max(prompt)}, but the vocabulary has "
-                f"{self._vocab_size}"
+                f"{self.vocab_size}"
             )
         if length + request.params.max_tokens > self._max_model_len:
             raise GenerationError(

@@ -22,7 +22,7 @@ import attrs
 
 from rl_core.errors import DeadlineError, RLError, first_error
 from rl_rollout.vllm.connection import Connection, ServerGone, open_session
-from rl_rollout.vllm.pool import Member, Pool
+from rl_rollout.vllm.pool import EngineFacts, Member, Pool
 from rl_rollout.vllm.server import ServerAddress
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Supervisor:
         """One heartbeat. What it says is dropped if weights changed while it was under way."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
+        self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
         if updates == self._pool.num_updates:
             is_quarantined = health["quarantine"] is not None
             await self._pool.joined(member, connection, health["version"], is_quarantined=is_quarantined)

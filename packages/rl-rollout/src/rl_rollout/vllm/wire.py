@@ -89,6 +89,26 @@ def _array(record: Sequence[Any]) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
+def sequences_record(sequences: Iterable[Sequence[int]]) -> list[bytes]:
+    """Lists of token ids."""
+    return [np.asarray(tokens, dtype="<i4").tobytes() for tokens in sequences]
+
+
+def sequences_of(record: Iterable[bytes]) -> list[list[int]]:
+    """The lists of `sequences_record`."""
+    return [np.frombuffer(data, dtype="<i4").tolist() for data in record]
+
+
+def float_lists_record(values: Iterable[Sequence[float]]) -> list[bytes]:
+    """Lists of float32."""
+    return [np.asarray(floats, dtype="<f4").tobytes() for floats in values]
+
+
+def float_lists(record: Iterable[bytes]) -> list[list[float]]:
+    """The lists of `float_lists_record`."""
+    return [np.frombuffer(data, dtype="<f4").tolist() for data in record]
+
+
 def manifest_record(manifest: Manifest) -> dict[str, Any]:
     """A manifest as plain data."""
     tensors = {name: [list(t.shape), t.dtype, t.checksum] for name, t in manifest.tensors.items()}
