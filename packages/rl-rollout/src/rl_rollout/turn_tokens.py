@@ -43,12 +43,15 @@ class TurnTokens:
 
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[int, ...]:
         """Tokens of `tail`, which the template wrote after `text`, less the end of the turn that was sampled itself."""
-        return without_said_end(response_tokens, self._encode_behind(text, tail), self._closing)
+        closing, num_blank = self._closing
+        return without_said_end(response_tokens, self._encode_behind(text, tail), closing, num_blank=num_blank)
 
     @cached_property
-    def _closing(self) -> tuple[int, ...]:
-        """What ends a turn of the policy, whatever follows."""
-        return self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
+    def _closing(self) -> tuple[tuple[int, ...], int]:
+        """What ends a turn of the policy, whatever follows, and with how many blank tokens it begins."""
+        closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
+        visible = (bool(self._codec.tokenizer.decode([token]).strip()) for token in closing)
+        return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
         """What the template does to earlier turns when later ones follow; None if it leaves them as they were.
@@ -68,11 +71,11 @@ class TurnTokens:
     def _keeps(self, opening: Sequence[Message], observation: Sequence[Message], said: str) -> bool:
         _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
         turn = [{"role": "assistant", "content": said}, *observation]
-        opened = self._codec.render(opening)
-        return (
-            self._codec.render([*opening, *turn]) == opened + said + tail
-            and self._codec.render([*opening, *turn, *turn]) == opened + said + tail + said + tail
-        )
+        opened, one_turn = self._codec.render(opening), self._codec.render([*opening, *turn])
+        # A template that writes a space before a response expects responses that bring their own.
+        blank = " " if one_turn.startswith(f"{opened} {said}") else ""
+        expected = opened + 2 * (blank + said + tail)
+        return expected.startswith(one_turn) and self._codec.render([*opening, *turn, *turn]) == expected
 
     def _around_said(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, str]:
         text = self._codec.render(messages, add_generation_prompt=add_generation_prompt)
@@ -88,7 +91,7 @@ class TurnTokens:
 
 
 def without_said_end(
-    response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...]
+    response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...], *, num_blank: int = 0
 ) -> tuple[int, ...]:
     """`tail` without the part of the turn's end that the response has already.
 
@@ -96,13 +99,16 @@ def without_said_end(
 
     Args:
         closing: what ends a turn whatever follows; only tokens that `tail` shares with it can have been sampled.
+        num_blank: so many tokens at its start are blank, and a response may have ended without them.
     """
     shared = 0
     while shared < min(len(tail), len(closing)) and tail[shared] == closing[shared]:
         shared += 1
-    for length in range(min(shared, len(response_tokens)), 0, -1):
-        if tuple(response_tokens[-length:]) == tail[:length]:
-            return tail[length:]
+    for start in (0, num_blank):
+        for end in range(shared, start, -1):
+            said = tail[start:end]
+            if tuple(response_tokens[-len(said) :]) == said:
+                return tail[end:]
     return tail
 
 
