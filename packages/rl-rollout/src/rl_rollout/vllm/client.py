@@ -265,7 +265,7 @@ class RemoteInferenceClient:
             asking.cancel()
             losing.cancel()
 
-    async def _on_all(self, method: str, arguments: Mapping[str, Any], *, timeout_s: float) -> dict[Member, Any]:
+    async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
         """The answers of all servers that are up. One that is gone has none; an error of another one is raised."""
         members = self._pool.up
 

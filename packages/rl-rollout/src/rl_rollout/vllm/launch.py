@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, 
 from rl_rollout.vllm.pool import Pool
 from rl_rollout.vllm.router import Router
 from rl_rollout.vllm.server import ServerSettings
-from rl_rollout.vllm.server_group import Server, access_token, cpu_environment
+from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
 
 if TYPE_CHECKING:
@@ -148,6 +149,28 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
         )
         for index, place in enumerate(places)
     ]
+
+
+def cpu_environment(num_engines: int) -> dict[str, str]:
+    """Threads of an engine on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
+
+    vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
+    }
+
+
+def access_token(host: str) -> str | None:
+    """A new token where others can reach the server; None on loopback."""
+    return None if is_loopback(host) else secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches what listens there."""
+    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def _free(places: Sequence[EnginePlace]) -> None:

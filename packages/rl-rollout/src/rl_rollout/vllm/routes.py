@@ -22,8 +22,11 @@ STATUS_BAD_WEIGHTS = 409
 STATUS_UNAVAILABLE = 503
 
 
-def add_routes(app: FastAPI, engine: ServedEngine) -> None:
-    """Mounts the routes of one engine."""
+def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASGIApp:
+    """The application with the routes of one engine, which all ask for `token` if there is one.
+
+    Wrapped from outside: vLLM's `build_app` has closed the list of middleware.
+    """
     calls = Calls()
     router = APIRouter(prefix="/rl")
     boot_id = uuid.uuid4().hex
@@ -90,7 +93,8 @@ def add_routes(app: FastAPI, engine: ServedEngine) -> None:
     for handle in (score, cancel, abort, pause, resume, update_weights, sleep, wake, health):
         route(f"/{handle.__name__}", handle)
     app.include_router(router)
-    app.add_middleware(_OnlyGoodWeights, engine=engine)
+    served = _OnlyGoodWeights(app, engine)
+    return served if token is None else _RequireToken(served, token)
 
 
 async def _answered(compute: Callable[[], Awaitable[Any]]) -> Response:
@@ -130,7 +134,7 @@ class _OnlyGoodWeights:
         await self._app(scope, receive, send)
 
 
-class RequireToken:
+class _RequireToken:
     """Refuses every path without the token: vLLM's own check leaves all but /v1 open."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:

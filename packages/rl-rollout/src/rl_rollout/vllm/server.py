@@ -68,9 +68,7 @@ class VLLMServerActor:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
-        self._engine: Any = None
-        self._http: Any = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: HTTPServer | None = None
 
     def pid(self) -> int:
         """Of the actor's process."""
@@ -78,29 +76,37 @@ class VLLMServerActor:
 
     async def start(self, settings: ServerSettings) -> ServerAddress | StartFailure:
         """Loads the model and listens."""
+        self._server = HTTPServer(settings)
         try:
-            return await self._start(settings)
+            return await self._server.start()
         except Exception as error:
-            if self._engine is not None:
-                self._engine.shutdown()
+            await self._server.stop()
             return StartFailure(summary=f"{type(error).__name__}: {error}", log_lines=last_lines(self._log_path))
 
     async def stop(self) -> None:
         """Ends HTTP and engine."""
-        if self._http is not None and self._serving is not None:
-            self._http.should_exit = self._http.force_exit = True
-            await self._serving
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        if self._server is not None:
+            await self._server.stop()
 
-    async def _start(self, settings: ServerSettings) -> ServerAddress:
+
+class HTTPServer:
+    """Engine and HTTP in the running event loop."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._engine: Any = None
+        self._http: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> ServerAddress:
+        """Loads the model and listens; the event loop stands still while the engine starts."""
         import uvicorn
 
+        settings = self._settings
         _allow_many_connections()
         # Bound before the engine is loaded: a taken port is known at once.
         listening = socket.create_server((settings.host, settings.port), backlog=_BACKLOG)
-        app = await self._make_app(settings)
+        app = await self._make_app()
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S)
         self._http = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listening]))
@@ -112,7 +118,16 @@ class VLLMServerActor:
         host, port = listening.getsockname()[:2]
         return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
 
-    async def _make_app(self, settings: ServerSettings) -> Any:
+    async def stop(self) -> None:
+        """Ends both; a second call does nothing."""
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = self._http.force_exit = True
+            await self._serving
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    async def _make_app(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -120,20 +135,17 @@ class VLLMServerActor:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rl_rollout.vllm.routes import RequireToken, add_routes
+        from rl_rollout.vllm.routes import with_routes
         from rl_rollout.vllm.served_engine import ServedEngine
 
         args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        for name, value in settings.engine_args.items():
+        for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
         self._engine = engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
-        add_routes(app, ServedEngine(engine))
-        if settings.token is not None:
-            app.add_middleware(RequireToken, token=settings.token)
-        return app
+        return with_routes(app, ServedEngine(engine), token=self._settings.token)
 
 
 def last_lines(path: Path, count: int = _LOG_LINES) -> str:
@@ -153,6 +165,6 @@ def _reachable(host: str) -> str:
     """An address for others to connect to: listening on all interfaces names none."""
     if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
-    import ray
+    import ray.util
 
     return ray.util.get_node_ip_address()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,20 +94,3 @@ class Server:
 
     def __str__(self) -> str:
         return f"vLLM server {self.index}"
-
-
-def cpu_environment(num_engines: int) -> dict[str, str]:
-    """Threads of an engine on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
-
-    vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
-    }
-
-
-def access_token(host: str) -> str | None:
-    """A new token where others can reach the server; None on loopback."""
-    return None if host in ("127.0.0.1", "::1", "localhost") else secrets.token_urlsafe(32)
