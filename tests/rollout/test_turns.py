@@ -54,11 +54,17 @@ def saying(*responses: str) -> ScriptedClient:
 
 
 async def play(
-    client: ScriptedClient, environment: Any = Counts, *, max_tokens: int = 8, row: Any = None, **settings: Any
+    client: ScriptedClient,
+    environment: Any = Counts,
+    *,
+    max_tokens: int = 8,
+    row: Any = None,
+    tokenizer: Any = TOKENIZER,
+    **settings: Any,
 ) -> Trajectory:
     generator = EnvironmentGenerator(
         client,
-        TokenCodec(TOKENIZER, chat_template_kwargs={}),
+        TokenCodec(tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: environment, **{"limits": Limits(max_turns=4), **settings}),
     )
     request = GroupRequest(
@@ -186,7 +192,6 @@ async def test_an_observation_that_does_not_fit_is_a_failure(observation: Any, m
 @pytest.mark.parametrize(
     ("observation", "message"),
     [
-        ("x", "the episode began with chat messages, so its observations are messages too"),
         (None, "an observation is text or a list of messages"),
         ([{"role": "assistant", "content": "x"}], "speaks as the assistant"),
         ([{"role": "user"}], "an observation is text or a list of messages"),
@@ -200,8 +205,20 @@ async def test_an_observation_of_a_chat_is_messages(observation: Any, message: s
         async def step(self, action: Any) -> StepResult:
             return StepResult(reward=0.0, done=False, observation=observation)
 
-    TOKENIZER.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert message in ((await play(saying("a", "a"), Odd)).failure or "")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert message in ((await play(saying("a", "a"), Odd, tokenizer=tokenizer)).failure or "")
+
+
+async def test_a_text_observation_of_a_chat_is_a_users_message():
+    class Chats(Counts):
+        async def reset(self) -> Any:
+            return [{"role": "user", "content": "x"}]
+
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}.{% endfor %}a="
+    trajectory = await play(saying("a", "b"), Chats, tokenizer=tokenizer)
+    assert masked(trajectory) == "u=x.a=A$.u=1,.a=B$"
 
 
 async def test_one_turn_is_the_default_and_an_environment_that_wants_more_says_which_key():

@@ -552,8 +552,8 @@ class StepResult:
     reward: float
     done: bool
     observation: Prompt | None = None
-    """What the policy sees next: messages (of any role but the assistant's) if the episode began with messages, text if
-    it began with text. None when done."""
+    """What the policy sees next; None when done. In an episode that began with messages: messages of any role but the
+    assistant's, or text, which is a user's message. In one that began with text: text, appended as it is."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Averaged over episodes and logged as `environment/<name>`; of several turns that give one, the last counts."""
 

@@ -100,10 +100,7 @@ class RenderedHistory:
 
 def _observed(observation: Prompt | None) -> Sequence[Message]:
     if isinstance(observation, str):
-        raise DataError(
-            "the episode began with chat messages, so its observations are messages too, for example "
-            f"[{{'role': 'user', 'content': …}}]; the environment gave the text {observation!r:.200}"
-        )
+        return [{"role": "user", "content": observation}]
     messages = messages_of(observation, "an observation")
     if any(message["role"] == "assistant" for message in messages):
         raise DataError("an observation speaks as the assistant; that is the policy's part")

@@ -50,7 +50,7 @@ class TurnTokens:
     def _closing(self) -> tuple[tuple[int, ...], int]:
         """What ends a turn of the policy, whatever follows, and with how many blank tokens it begins."""
         closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
-        visible = (bool(self._codec.tokenizer.decode([token]).strip()) for token in closing)
+        visible = (bool(str(self._codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:

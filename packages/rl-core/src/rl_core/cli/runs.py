@@ -13,6 +13,7 @@ import click
 
 from rl_core import config as configuration
 from rl_core import plugins
+from rl_core.cli.episodes import show_episodes
 from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError
 
@@ -72,13 +73,14 @@ def evaluate(loaded: configuration.Loaded) -> int:
 
 
 def generate(loaded: configuration.Loaded, output: Path) -> int:
-    """Writes samples to `output`."""
+    """Writes samples to `output`; shows a few of those that have several turns."""
     config = loaded.config
     _check(loaded, reads="data.val_data" if config.data.val_data else "data.train_data", prepares=True)
     from rl_core.trainer.run import run_generation
 
     _make_directory(output.parent)
     count = run_generation(config, output)
+    show_episodes(output)
     click.echo(f"{count} samples in {output}")
     return 0
 
