@@ -39,6 +39,8 @@ from rl_core.workers.wire import from_arrays, to_arrays
 if "RAY_ADDRESS" not in os.environ:
     # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Ray would run ranks and inference servers at niceness 15: any other work on the machine starves them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 try:
     import ray
