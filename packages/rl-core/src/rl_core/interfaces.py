@@ -217,7 +217,8 @@ class Perturbable(Protocol):
 
     def perturb(self, seed: int, scale: float) -> None:
         """Adds normal noise to every parameter that training changes. Its standard deviation is `scale` times the
-        parameter's root mean square, but of at least 0.02: zeros are changed too. Copies of a parameter stay equal."""
+        parameter's root mean square, which counts as 1 / sqrt(last axis) at least: small weights are changed as much as
+        those of a usual initialisation, zeros too. Copies of a parameter stay equal."""
         ...
 
     def restore(self) -> None:
@@ -466,9 +467,14 @@ class InferenceClient(Protocol):
 class Sleepable(Protocol):
     """A client whose engines can give their device memory back between phases."""
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        """Gives it back; nothing may be asked of the engines until they are awake."""
+        ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Takes all of it, or the parts named: `weights`, after which weights can be updated, `kv_cache`, after which
+        tokens can be sampled. What is awake stays as it is."""
+        ...
 
 
 @runtime_checkable

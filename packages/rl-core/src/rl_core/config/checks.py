@@ -81,6 +81,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.num_engines": (1, None),
     "generator.inference_engine.max_num_seqs": (1, None),
     "generator.inference_engine.weight_bucket_bytes": (1, None),
+    "generator.inference_engine.weight_verification.interval": (0, None),
+    "generator.inference_engine.weight_verification.num_tokens": (256, None),
     "generator.inference_engine.tensor_parallel_size": (1, None),
     "generator.inference_engine.pipeline_parallel_size": (1, None),
     "generator.inference_engine.data_parallel_size": (1, None),

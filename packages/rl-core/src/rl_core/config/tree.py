@@ -445,6 +445,22 @@ class EvalSamplingConfig:
 
 
 @attrs.frozen(kw_only=True)
+class WeightVerificationConfig:
+    """Whether the engines compute with the trainer's weights, asked of log-probs on both sides."""
+
+    prove_at_start: bool = True
+    """Before the first step every trained parameter gets noise, is synced and compared, then restored, synced and
+    compared: a tensor that does not reach an engine stops the run."""
+    interval: int = 10
+    """Compare after every so many syncs; 0: never."""
+    num_tokens: int = 256
+    """Fixed random tokens that are scored."""
+    limit: float | None = None
+    """Largest mean |difference| of log-probs, in nats; a larger one stops the run. None: 0.001, 0.02 or 0.06, by the
+    coarser dtype of trainer and engine (float32, float16, bfloat16)."""
+
+
+@attrs.frozen(kw_only=True)
 class InferenceEngineConfig:
     """The engine that samples, and how it gets the weights."""
 
@@ -458,6 +474,11 @@ class InferenceEngineConfig:
     """The weight transport (`rl plugins`) or `package.module:object`."""
     weight_bucket_bytes: int = 268435456
     """Weights travel in buckets of at most so many bytes."""
+    weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
+    """What becomes of requests under way while weights change: frozen and continued under the new ones (`keep`),
+    returned as they are and continued later (`abort`), or finished first (`wait`)."""
+    weight_verification: WeightVerificationConfig = attrs.field(factory=WeightVerificationConfig)
+    """Whether the weights that engines compute with are the trainer's."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""
     engine_init_kwargs: Mapping[str, Any] = attrs.field(factory=dict)

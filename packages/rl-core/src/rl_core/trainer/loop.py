@@ -30,6 +30,7 @@ from rl_core.interfaces import (
     InferenceClient,
     Metrics,
     Recovering,
+    Sleepable,
     Trajectory,
     WeightReceivers,
     WeightTransport,
@@ -80,6 +81,8 @@ class LoopSettings:
     num_engines: int
     pause_mode: PauseMode
     verification: VerificationSettings
+    engines_sleep: bool
+    """Engines that can do so leave the devices to training."""
     generation_timeout_s: float
     merge_steps: bool
     """Steps that continue each other are trained as one sequence."""
@@ -164,13 +167,14 @@ class TrainingLoop:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch, merging = self._batch(trajectories)
         batch = self._selection.masked(batch, trajectories)
-        self._reporter.phase("score")
-        with self._times.phase("score"):
-            batch = await self._update.score(batch)
-        agreement = rollout_agreement(batch, version=self.steps_done)
-        batch, prepared = self._update.prepare(batch)
-        self._reporter.phase("train")
         async with self._between_versions:
+            self._reporter.phase("score")
+            await self._sleep()
+            with self._times.phase("score"):
+                batch = await self._update.score(batch)
+            agreement = rollout_agreement(batch, version=self.steps_done)
+            batch, prepared = self._update.prepare(batch)
+            self._reporter.phase("train")
             with self._times.phase("train"):
                 trained = await self._update.train(batch, step)
             self.steps_done = step
@@ -227,11 +231,23 @@ class TrainingLoop:
                     return groups
                 await self._buffer.rejected()
 
-    async def _publish(self) -> Mapping[str, float]:
+    async def _publish(self) -> dict[str, float]:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
+            # In two parts: old weights and new ones need not lie beside the cache.
+            await self._wake("weights")
             await self._publish_weights()
+            await self._wake("kv_cache")
             return {} if self._verification is None else await self._verification.after_sync(self.steps_done)
+
+    async def _sleep(self) -> None:
+        if self._settings.engines_sleep and isinstance(self._client, Sleepable):
+            await self._client.sleep()
+
+    async def _wake(self, part: str) -> None:
+        """Wakes a part of engines that `_sleep` put to sleep; awake ones stay as they are."""
+        if self._settings.engines_sleep and isinstance(self._client, Sleepable):
+            await self._client.wake((part,))
 
     async def _publish_weights(self) -> None:
         """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""

@@ -10,7 +10,17 @@ import numpy as np
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.interfaces import Backend, Manifest, Offloadable, Plan, RankInfo, Rendezvous, Worker, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    Manifest,
+    Offloadable,
+    Perturbable,
+    Plan,
+    RankInfo,
+    Rendezvous,
+    Worker,
+    WorkerSpec,
+)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -68,6 +78,8 @@ class RankHost:
         """Calls the worker's `method`; `publish` gets this rank's end of the transport."""
         if method == "publish":
             return self._publish(*args)
+        if method == "is_perturbable":
+            return isinstance(self._worker, Perturbable)
         return getattr(self._worker, method)(*args, **kwargs)
 
     def _publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:

@@ -8,6 +8,7 @@ unblocked by the other side; by `close` of the transport; by a participant that 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
@@ -87,10 +89,8 @@ class BroadcastSender:
         return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
 
     def _give_up(self, channel: Channel, error: Exception) -> None:
-        try:
+        with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
             channel.append({"kind": "failed", "rank": self._rank, "error": f"{type(error).__name__}: {error}"})
-        except WeightSyncError:
-            pass  # the sync is closed: nobody reads it
 
 
 class BroadcastReceiver:
@@ -168,7 +168,7 @@ class Group:
     """One sending rank (member 0) and all receivers. Dropped with its last reference, which breaks its connections."""
 
     def __init__(self, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> None:
-        store = dist.PrefixStore(f"group/{sender}", channel.store)
+        store = PrefixStore(f"group/{sender}", channel.store)
         size, timeout = 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
         self._timeout = timeout
         try:
@@ -242,14 +242,11 @@ def _put(items: queue.Queue[Any], item: object, stopped: threading.Event) -> boo
 
 
 def _gloo_options(host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timeout
     is_local = host in ("127.0.0.1", "localhost")
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=host)
-        if is_local
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
     return options
 
 

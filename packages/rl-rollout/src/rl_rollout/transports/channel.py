@@ -15,18 +15,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from rl_core.errors import DeadlineError, WeightSyncError
 
 _LENGTH, _RECEIVERS = "log/length", "receivers"
 _CONNECT_S = 30.0
-_stores: dict[int, dist.TCPStore] = {}
+_stores: dict[int, TCPStore] = {}
 """Of the syncs that are open in this process, by port."""
 
 
 def open_store(host: str, timeout_s: float) -> int:
     """Starts a sync's store on a free port; returns the port."""
-    store = dist.TCPStore(
+    store = TCPStore(
         host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
     )
     _stores[store.port] = store
@@ -49,7 +50,7 @@ class Channel:
         try:
             # torch would try again and again to reach a store that is no longer there.
             socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
-            self.store = dist.TCPStore(
+            self.store = TCPStore(
                 data["host"],
                 data["port"],
                 is_master=False,
@@ -95,7 +96,7 @@ class Channel:
     def acknowledge(self, place: int, number: int) -> None:
         """Receiver `number` has taken what message `place` speaks of."""
         try:
-            self.store.set(f"taken/{place}/{number}", b"")
+            self.store.set(f"taken/{place}/{number}", "")
         except dist.DistError as error:
             raise _closed(error) from error
 

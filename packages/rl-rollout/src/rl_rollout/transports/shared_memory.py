@@ -1,11 +1,11 @@
 """Weights through shared memory of one host: a rank writes each bucket once, every engine reads it where it lies.
 
-Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine has the whole version, or refuses
-it. While an engine checks a bucket, the rank writes the next one.
+Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine has the whole version, or
+refuses it. While an engine checks a bucket, the rank writes the next one.
 
-A segment is memory without a name (memfd), which engines open through the rank's `/proc` entry; the kernel frees it with
-its last user, however that ends. A rank keeps its segments for the next sync, since fresh pages cost several times the
-copy. An engine holds a shared file lock on what it has mapped: a rank that cannot get the exclusive lock leaves the
+A segment is memory without a name (memfd), which engines open through the rank's `/proc` entry; the kernel frees it
+with its last user, however that ends. A rank keeps its segments for the next sync, since fresh pages cost several times
+the copy. An engine holds a shared file lock on what it has mapped: a rank that cannot get the exclusive lock leaves the
 segment to the engine and takes a new one, so nothing that is being read is ever overwritten.
 
 Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` says how many

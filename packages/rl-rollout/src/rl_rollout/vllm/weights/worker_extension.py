@@ -116,7 +116,7 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
         try:
             model.load_weights(tensors())
         finally:
-            # Also after a failure: layers that have nothing new get their tensors back, so a later update finds a model.
+            # Also after a failure: layers without anything new get their tensors back, for a later update.
             finalize_layerwise_reload(model, worker.model_config)
     # Adapters point at the layers' tensors, and caches of encoders are the old weights'.
     worker.model_runner.reset_lora_state()
