@@ -80,7 +80,8 @@ def test_a_run_trains_on_episodes_of_several_turns(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         assert row["rollout/turns"] == 4.0
-        assert row["rollout/logprob_diff_max"] < 1e-4
+        # An asynchronous step may have no token of the version that it trains.
+        assert row.get("rollout/logprob_diff_max", 0.0) < 1e-4
         assert row["rollout/sampled_tokens"] == pytest.approx(row["rollout/response_length"] * 20 * 16)
         assert (row.get("rollout/merged_tokens", 0.0) > 0.3) == is_merged
     for sample in read_samples(tmp_path / "run"):
