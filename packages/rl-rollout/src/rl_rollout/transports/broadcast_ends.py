@@ -9,9 +9,10 @@ unblocked by the other side; by `close` of the transport; by a participant that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +48,7 @@ class BroadcastSender:
             try:
                 tensors = self._send(channel, buckets, version)
             except Exception as error:
-                self._give_up(channel, error)
+                give_up(channel, self._rank, error)
                 raise
         return Manifest(version=version, tensors=tensors)
 
@@ -58,24 +59,14 @@ class BroadcastSender:
         for bucket in buckets:
             if group is None:
                 group = self._open_group(channel, bucket.data, version)
-            channel.append(
-                {
-                    "kind": "bucket",
-                    "rank": self._rank,
-                    "names": bucket.names,
-                    "dtypes": bucket.dtypes,
-                    "shapes": bucket.shapes,
-                    "num_bytes": bucket.data.numel(),
-                }
-            )
+            channel.append(description(bucket, self._rank))
             if under_way is not None:
                 under_way.wait()
             under_way = group.broadcast(bucket.data)
             tensors |= bucket_records(bucket)
         if under_way is not None:
             under_way.wait()
-        checksums = {name: record.checksum for name, record in tensors.items()}
-        channel.append({"kind": "end", "rank": self._rank, "version": version, "checksums": checksums})
+        channel.append(end_message(tensors, self._rank, version))
         return tensors
 
     def _open_group(self, channel: Channel, data: Tensor, version: int) -> Group:
@@ -87,10 +78,6 @@ class BroadcastSender:
         backend = "nccl" if has_gpus else "gloo"
         channel.append({"kind": "group", "rank": self._rank, "backend": backend})
         return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
-
-    def _give_up(self, channel: Channel, error: Exception) -> None:
-        with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
-            channel.append({"kind": "failed", "rank": self._rank, "error": f"{type(error).__name__}: {error}"})
 
 
 class BroadcastReceiver:
@@ -141,27 +128,79 @@ class BroadcastReceiver:
         described = {"device": device_name(torch.empty(0, device=device)), "version": version}
         member = 1 + channel.register_receiver(described)
         groups: dict[int, Group] = {}
-        records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
-        place = 0
-        while records:
-            message, place = channel.read(place), place + 1
-            kind, rank = message["kind"], message["rank"]
-            if kind == "failed":
-                raise WeightSyncError(f"rank {rank} could not send weight version {version}: {message['error']}")
-            if kind == "end" and message["version"] != version:
+
+        def take(message: Mapping[str, Any], place: int) -> WeightBucket | None:
+            del place
+            rank = message["rank"]
+            if message["kind"] == "bucket":
+                return _receive_bucket(message, groups[rank], device)
+            groups[rank] = Group(channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"])
+            return None
+
+        yield from follow(channel, version, take)
+
+
+def follow(
+    channel: Channel, version: int, take: Callable[[Mapping[str, Any], int], WeightBucket | None]
+) -> Iterator[WeightBucket]:
+    """Reads the log until every rank has sent its last bucket; at the end of each, its checksums must be right.
+
+    Args:
+        channel: of the sync.
+        version: that must be sent.
+        take: gets a message of any kind of the transport's own and its place; the bucket that it brought, if it did.
+    """
+    records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
+    for place in itertools.count():
+        if not records:
+            return
+        message = channel.read(place)
+        rank = message["rank"]
+        if message["kind"] == "failed":
+            raise WeightSyncError(f"rank {rank} could not send weight version {version}: {message['error']}")
+        if message["kind"] == "end":
+            if message["version"] != version:
                 raise WeightSyncError(
                     f"rank {rank} sent weight version {message['version']}, the engine was told {version}"
                 )
-            if kind == "group":
-                groups[rank] = Group(
-                    channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"]
-                )
-            elif kind == "bucket":
-                bucket = _receive_bucket(message, groups[rank], device)
-                records[rank] |= bucket_records(bucket)
-                yield bucket
-            else:
-                _require_checksums(records.pop(rank), message["checksums"], rank)
+            _require_checksums(records.pop(rank), message["checksums"], rank)
+        elif (bucket := take(message, place)) is not None:
+            records[rank] |= bucket_records(bucket)
+            yield bucket
+
+
+def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
+    """The log's message about a bucket."""
+    return {
+        "kind": "bucket",
+        "rank": rank,
+        "names": bucket.names,
+        "dtypes": bucket.dtypes,
+        "shapes": bucket.shapes,
+        "num_bytes": bucket.data.numel(),
+    }
+
+
+def described_bucket(message: Mapping[str, Any], data: Tensor) -> WeightBucket:
+    """The bucket of `description`, with its bytes."""
+    return WeightBucket(
+        names=tuple(message["names"]),
+        dtypes=tuple(message["dtypes"]),
+        shapes=tuple(map(tuple, message["shapes"])),
+        data=data,
+    )
+
+
+def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
+    """The log's message that a rank has sent all it has."""
+    checksums = {name: record.checksum for name, record in tensors.items()}
+    return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
+
+
+def give_up(channel: Channel, rank: int, error: Exception) -> None:
+    """Tells the receivers that a rank cannot go on."""
+    with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
+        channel.append({"kind": "failed", "rank": rank, "error": f"{type(error).__name__}: {error}"})
 
 
 class Group:
@@ -215,12 +254,7 @@ def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.devi
     data = group.broadcast(memory).wait().to(device)
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # whoever loads it does so on another thread's stream
-    return WeightBucket(
-        names=tuple(message["names"]),
-        dtypes=tuple(message["dtypes"]),
-        shapes=tuple(map(tuple, message["shapes"])),
-        data=data,
-    )
+    return described_bucket(message, data)
 
 
 def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[str, int], rank: int) -> None:

@@ -7,6 +7,7 @@ linear layer's weight is packed on the CPU and empty under its name, so nothing 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,8 @@ fixes.apply()
 _AGREE_S = 600.0
 _IS_INTACT = "rl_is_intact"
 """Attribute of a worker: its model is one version as a whole. Missing before the first update."""
+_NAMES = "rl_names"
+"""Attribute of a worker: the tensors of the last version that it held as a whole. Missing before the first update."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,18 +67,19 @@ class WeightReceiverExtension:
             rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data)
             receiving: WeightReceiver = plugins.load("rl_core.weight_transports", receiver)(rendezvous)
             buckets: Iterable[WeightBucket] = receiving.receive(version)
-            tensors = _load(self, _agreed(buckets) if receiving.is_staged else buckets)
+            tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
         except Exception as error:
             message = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
             return attrs.asdict(Outcome(error=message, is_intact=getattr(self, _IS_INTACT, True)))
         return attrs.asdict(Outcome(manifest=manifest_record(Manifest(version=version, tensors=tensors))))
 
 
-def _agreed(arriving: Iterable[WeightBucket]) -> list[WeightBucket]:
+def _agreed(worker: Any, arriving: Iterable[WeightBucket]) -> list[WeightBucket]:
     """All buckets, once every worker of the engine has all of its own; an error on all of them if one has not."""
     buckets, failure = [], None
     try:
         buckets = list(arriving)
+        _require_complete(worker, {name for bucket in buckets for name in bucket.names})
     except Exception as error:
         failure = error
     num_failed = _sum_over_workers(failure is not None)
@@ -122,5 +126,18 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
     worker.model_runner.reset_lora_state()
     worker.model_runner.reset_encoder_cache()
     worker.model_runner.reset_mm_cache()
+    _require_complete(worker, records.keys())
+    setattr(worker, _NAMES, frozenset(records))
     setattr(worker, _IS_INTACT, True)
     return records
+
+
+def _require_complete(worker: Any, names: AbstractSet[str]) -> None:
+    """A version has the tensors of the one before: vLLM leaves one that does not come as it was, or unset, silently.
+
+    What the first one lacks shows in its log-probs: see `rl_core.trainer.verification`.
+    """
+    before = getattr(worker, _NAMES, names)
+    if names != before:
+        missing, new = sorted(before - names), sorted(names - before)
+        raise WeightSyncError(f"not the tensors of the version before: {missing[:3]} are missing, {new[:3]} are new")
