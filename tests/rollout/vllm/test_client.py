@@ -194,3 +194,19 @@ async def test_thousands_of_requests_wait_at_the_same_time(client: RemoteInferen
     completions = await asyncio.gather(*(client.generate(each) for each in requests))
     assert all(len(completion.tokens) == 1 for (completion,) in completions)
     print(f"3000 requests in {time.monotonic() - began:.1f} s")
+
+
+async def test_a_sleeping_server_serves_when_all_of_it_is_awake(client: RemoteInferenceClient):
+    waiting = asyncio.ensure_future(client.generate(request("asleep", seed=2, max_tokens=200, ignore_eos=True)))
+    while not (await client.health()).num_running:
+        await asyncio.sleep(0.01)
+    await client.sleep()
+    await client.wake(("weights",))
+    await client.pause("keep")
+    await client.resume()
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "it sampled without a cache"
+    await client.wake(("kv_cache",))
+    (completion,) = await waiting
+    (again,) = await client.generate(request("awake", seed=2, max_tokens=200, ignore_eos=True))
+    assert completion.tokens == again.tokens

@@ -65,6 +65,6 @@ async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient
 
 async def test_nothing_but_the_api_is_passed_on(client: RemoteInferenceClient):
     assert client.router_url is not None
-    async with aiohttp.ClientSession() as session:
-        async with session.post(client.router_url.removesuffix("/v1") + "/rl/pause", data=b"") as answer:
-            assert answer.status == 404
+    url = client.router_url.removesuffix("/v1") + "/rl/pause"
+    async with aiohttp.ClientSession() as session, session.post(url, data=b"") as answer:
+        assert answer.status == 404

@@ -59,7 +59,6 @@ class RemoteInferenceClient:
         self._model = served_model_name
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
-        self._pausing: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -136,12 +135,10 @@ class RemoteInferenceClient:
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
         """See `InferenceClient.pause`."""
-        self._pausing = mode
         await self._on_all("pause", {"mode": mode}, timeout_s=self._timeout_s)
 
     async def resume(self) -> None:
         """See `InferenceClient.resume`."""
-        self._pausing = None
         await self._on_all("resume", {}, timeout_s=_SHORT_S)
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
@@ -186,8 +183,6 @@ class RemoteInferenceClient:
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Servers take device memory again: all of it, or the part of `tags` (`weights`, `kv_cache`)."""
         await self._on_all("wake", {"tags": None if tags is None else list(tags)}, timeout_s=self._timeout_s)
-        if self._pausing is None:
-            await self.resume()
 
     # --- health -------------------------------------------------------------------------------------------------------
 

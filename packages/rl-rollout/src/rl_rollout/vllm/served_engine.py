@@ -45,6 +45,7 @@ class ServedEngine:
         """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
         self._changing = asyncio.Lock()
         self._is_paused = False
+        self._asleep: set[str] = set()
         self.is_updating = False
         self.version = -1
         self.quarantine: str | None = None
@@ -88,8 +89,7 @@ class ServedEngine:
         """Goes on; a quarantined server stays still."""
         async with self._changing:
             self._is_paused = False
-            if self.quarantine is None:
-                await self._engine.resume_generation()
+            await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
         """Ends these requests (all, for None) with what they have; returns the ids that were under way."""
@@ -126,21 +126,24 @@ class ServedEngine:
                 self.quarantine = None
             finally:
                 self.is_updating = False
-                if not self._is_paused and self.quarantine is None:
-                    await self._engine.resume_generation()
+                await self._serve_unless_held()
         return manifest
 
     async def sleep(self, level: int) -> None:
-        """Gives device memory back: level 1 keeps the weights in host memory, level 2 drops them."""
+        """Gives device memory back: level 1 keeps the weights in host memory, level 2 drops them. Requests freeze."""
         async with self._changing:
             await self._engine.sleep(level, mode="keep")
-            self._is_paused = True
+            self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None) -> None:
-        """Takes device memory again; `tags` (`weights`, `kv_cache`) wakes a part. Sampling goes on at `resume`."""
+        """Takes device memory again: all of it, or a part (`weights`, `kv_cache`). Awake, it serves as before."""
         async with self._changing:
-            await self._engine.wake_up(None if tags is None else list(tags))
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            waking = self._asleep & set(self._asleep if tags is None else tags)
+            if waking:
+                await self._engine.wake_up(sorted(waking))
+                self._asleep -= waking
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._serve_unless_held()
 
     async def check(self) -> None:
         """Returns when the core process has answered; it is not asked during an update, which keeps it busy.
@@ -152,6 +155,11 @@ class ServedEngine:
             raise Unavailable("the engine's core process is dead")
         if not self.is_updating:
             await self._engine.is_paused()
+
+    async def _serve_unless_held(self) -> None:
+        """The one place that lets the engine go on: it is neither paused, nor asleep, nor quarantined."""
+        if not self._is_paused and not self._asleep and self.quarantine is None:
+            await self._engine.resume_generation()
 
     # --- samples ------------------------------------------------------------------------------------------------------
 

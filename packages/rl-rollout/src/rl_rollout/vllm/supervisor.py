@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import aiohttp
 import attrs
 
-from rl_core.errors import DeadlineError, RLError, first_error
+from rl_core.errors import DeadlineError, GenerationError, RLError, first_error
 from rl_rollout.vllm.connection import Connection, ServerGone, open_session
 from rl_rollout.vllm.pool import EngineFacts, Member, Pool
 from rl_rollout.vllm.server import ServerAddress
@@ -95,7 +95,10 @@ class Supervisor:
     async def _start(self, member: Member, server: Startable) -> None:
         address = await server.start()
         connection = Connection(self._session, address.url, str(member))
-        await self._heard(member, connection)
+        try:
+            await self._heard(member, connection)
+        except ServerGone as error:
+            raise GenerationError(f"{member} started and was gone at once: {error}") from error
 
     async def _heard(self, member: Member, connection: Connection) -> None:
         """One heartbeat. What it says is dropped if weights changed while it was under way."""
@@ -131,7 +134,7 @@ class Supervisor:
             except ServerGone:
                 await asyncio.sleep(_CONFIRM_S)
                 await self._heard(member, connection)
-        except (ServerGone, DeadlineError) as error:
+        except (ServerGone, RLError) as error:
             return str(error)
         return None
 
@@ -142,7 +145,7 @@ class Supervisor:
             server.kill()
             try:
                 await self._start(member, server)
-            except (RLError, ServerGone) as error:
+            except RLError as error:
                 logger.error("%s could not be started again: %s", member, error)
                 member.why_down = str(error)
                 await asyncio.sleep(pause_s)
