@@ -30,6 +30,10 @@ DOCUMENTED = [
     "trainer.critic_mini_batch_size=256",
     "trainer.policy.model.lora.rank=32",
     "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0",
+    "generator.max_turns=5",
+    "generator.max_input_length=4096",
+    "generator.step_wise_trajectories=true",
+    "generator.merge_stepwise_output=true",
     "generator.inference_engine.num_engines=8",
     "generator.inference_engine.backend=vllm",
     "trainer.resume_mode=null",
@@ -60,8 +64,7 @@ def test_other_spellings_of_values_are_accepted():
         ("environment.skyrl_gym.search.topk=3", r"write environment\.options\.search\.topk"),
         ("trainer.strategy=deepspeed", r"trainer\.strategy: there is no deepspeed backend yet; choose fsdp"),
         ("deepspeed_config.train.zero_optimization.offload_param.device=cpu", r"there is no DeepSpeed backend yet"),
-        ("generator.max_turns=5", r"generator\.max_turns: not supported by this version: episodes have one turn"),
-        ("generator.step_wise_trajectories=true", r"not supported by this version"),
+        ("generator.use_conversation_multi_turn=false", r"what was said is never written anew"),
         ("generator.inference_engine.tensor_parallel_size=2", r"one device"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
     ],
@@ -76,7 +79,6 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
     [
         "generator.inference_engine.tensor_parallel_size=1",
         "generator.use_conversation_multi_turn=true",
-        "generator.max_turns=1",
         "trainer.flash_attn=true",
         "generator.sampling_params.logprobs=1",
     ],
@@ -87,8 +89,8 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
 
 
 def test_a_harmless_value_is_compared_with_its_type():
-    with pytest.raises(ConfigError, match=r"generator\.max_turns: not supported"):
-        from_mapping({}, ["generator.max_turns=true"])
+    with pytest.raises(ConfigError, match=r"generator\.inference_engine\.tensor_parallel_size: not supported"):
+        from_mapping({}, ["generator.inference_engine.tensor_parallel_size=true"])
 
 
 MODELS = ("policy", "ref", "critic")

@@ -395,6 +395,12 @@ class TestGuess(EnvironmentConformance):
     rewards = {"4": 1.0, "5": 0.0}  # noqa: RUF012
 
 
+class TestGuessOfSeveralTurns(EnvironmentConformance):
+    factory = Guess
+    row = {"answer": "4"}  # noqa: RUF012
+    rewards = {("1", "2", "4"): 1.0, ("1", "2"): 0.0, ("4", "9"): 1.0}  # noqa: RUF012
+
+
 class RewardsEverything(Guess):
     async def step(self, action):
         return StepResult(reward=1.0, done=True)
@@ -413,6 +419,21 @@ class NoObservation(Guess):
 class NotANumber(Guess):
     async def step(self, action):
         return attrs.evolve(await super().step(action), metrics={"right": float("nan")})
+
+
+class ShowsMessagesAfterText(Guess):
+    async def reset(self):
+        return "guess"
+
+    async def step(self, action):
+        result = await super().step(action)
+        return result if result.done else attrs.evolve(result, observation=[{"role": "user", "content": "again"}])
+
+
+class SpeaksForThePolicy(Guess):
+    async def step(self, action):
+        result = await super().step(action)
+        return result if result.done else attrs.evolve(result, observation=[{"role": "assistant", "content": "4"}])
 
 
 class EmptyPrompt(Guess):
@@ -460,6 +481,8 @@ WRONG_ENVIRONMENTS = [
     (NoObservation, "test_every_answer_of_an_episode_is_whole"),
     (NotANumber, "test_every_answer_of_an_episode_is_whole"),
     (MetricsOnSuccessOnly, "test_every_answer_of_an_episode_is_whole"),
+    (ShowsMessagesAfterText, "test_observations_go_on_as_the_episode_began"),
+    (SpeaksForThePolicy, "test_observations_go_on_as_the_episode_began"),
     (EmptyPrompt, "test_the_first_observation_is_a_prompt"),
     (RefusesCutOff, "test_a_response_that_is_empty_or_cut_off_is_judged"),
     (RemembersOtherEpisodes, "test_the_same_response_gets_the_same_reward_again"),

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, PluginError
 from rl_core.interfaces import Tracker, Trajectory, TrajectoryStep
+from rl_core.trainer.collate import collate
 from rl_core.trainer.jsonl import StepLog, read_rows
 from rl_core.trainer.samples import SamplesWriter, read_samples, sample_of, with_logprobs
 from rl_core.trainer.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, WandbTracker
@@ -120,13 +122,14 @@ def trajectory(**changes: object) -> Trajectory:
 
 def test_samples_come_back_as_they_were_written(tmp_path):
     plain = sample_of(trajectory(metrics={"digits": 1.0}), step=1, purpose="train")
-    full = with_logprobs(plain, trajectory(), trainer_logprobs=[[0.0, -0.5, -0.25]])
+    sequences = collate([trajectory()]).with_columns(old_logprobs=torch.tensor([0.0, -0.5, -0.125]))
+    full = with_logprobs(plain, sequences)
     writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=0)
     writer.write([plain, full])
     writer.close()
     assert list(read_samples(tmp_path)) == [plain, full]
     assert "tokens" not in json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
-    assert full.tokens == [[5, 6, 7]]
+    assert (full.tokens, full.trainer_logprobs) == ([[5, 6, 7]], [[0.0, -0.5, -0.125]])
 
 
 def test_a_failed_rollout_has_no_reward_and_says_why(tmp_path):

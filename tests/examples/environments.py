@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_core.interfaces import Action, Row, StepResult
 from rl_examples.arithmetic import ArithmeticEnvironment
+from rl_examples.guess import MAX_GUESSES, GuessEnvironment
 
 
 class FirstDigit(ArithmeticEnvironment):
@@ -50,3 +51,17 @@ class NotFinite(FirstDigit):
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(reward=float("nan"), done=True)
+
+
+class Patient(GuessEnvironment):
+    """Goes on for four turns whatever is said; half a point for each digit, so that an untrained model earns some."""
+
+    async def step(self, action: Action) -> StepResult:
+        await super().step(action)
+        is_done = self._guesses == MAX_GUESSES
+        return StepResult(
+            reward=0.5 * (action.text[:1] in tuple("0123456789")),
+            done=is_done,
+            observation=None if is_done else [{"role": "user", "content": "<"}],
+            metrics={"accuracy": 0.0},
+        )

@@ -39,6 +39,8 @@ class Case:
     """Steps and evaluations together; generous where several people share the cores."""
     installs_backend: bool = False
     """The backend of `tests/third_party_backend` is installed for it."""
+    max_logprob_diff: float | None = None
+    """Of every step: the largest |engine − trainer| log-prob, in nats, over tokens of the trainer's own version."""
 
 
 CASES = (
@@ -105,6 +107,28 @@ CASES = (
         ),
         at_least=0.7,
     ),
+    *(
+        Case(
+            name=name,
+            says=says,
+            overrides=(
+                "generator.inference_engine.backend=vllm",
+                "generator.inference_engine.num_engines=2",
+                *overrides,
+            ),
+            at_least=0.85,
+            rl_seconds=900.0,
+            max_logprob_diff=1e-3,
+        )
+        for name, says, overrides in (
+            ("vllm_2_engines", "sampled by two vLLM servers", ()),
+            (
+                "vllm_2_engines_async",
+                "sampled by two vLLM servers while training goes on: groups of up to two versions ago",
+                ("trainer.max_staleness=2",),
+            ),
+        )
+    ),
 )
 
 
@@ -123,10 +147,14 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
     subprocess.run([*command, f"trainer.seed={case.seed}", *case.overrides], cwd=directory, env=environment, check=True)
     run_dir = directory / case.name
     summary = json.loads((run_dir / "summary.json").read_text())
-    curve = [
-        (row["step"], row["eval/accuracy"]) for row in read_rows(run_dir / "metrics.jsonl") if "eval/accuracy" in row
-    ]
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
+    curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     record(Result.of_run(case.name, case.says, case.overrides, summary, curve))
     assert summary["accuracy_before"] <= 0.35, "the start is too good to show learning"
     assert case.at_least <= summary["accuracy_after"] < case.below
     assert summary["rl_seconds"] < case.rl_seconds
+    if case.max_logprob_diff is not None:
+        # A step all of whose tokens are of an earlier version has none to compare; its own metric reports those.
+        compared = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
+        assert compared
+        assert max(compared) <= case.max_logprob_diff

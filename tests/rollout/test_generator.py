@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import pytest
 
+from rl_core.config import from_mapping
 from rl_core.errors import ConfigError, DataError, GenerationError
 from rl_core.interfaces import Completion, GroupRequest, SamplingParams, StepResult
-from rl_core.testing.models import character_tokenizer
+from rl_core.testing.models import character_tokenizer, make_checkpoint
 from rl_rollout.chat import TokenCodec, load_tokenizer
-from rl_rollout.generator import EnvironmentGenerator, Episodes, sample_seed
+from rl_rollout.generator import EnvironmentGenerator, Episodes, context_window, sample_seed
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
@@ -268,3 +269,11 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ConfigError, match="its tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_context_is_the_engines_or_the_models(tmp_path):
+    make_checkpoint(tmp_path / "model")
+    values = {"trainer.policy.model.path": str(tmp_path / "model")}
+    assert context_window(from_mapping(values)) == 256
+    limit = {"generator.inference_engine.engine_init_kwargs": {"max_model_len": 100}}
+    assert context_window(from_mapping(values | limit)) == 100

@@ -59,6 +59,7 @@ WITHOUT_TORCH = (
     "rl_megatron",
     "rl_rollout",
     "rl_rollout.local.plugin",
+    "rl_rollout.vllm.plugin",
     "rl_examples",
 )
 

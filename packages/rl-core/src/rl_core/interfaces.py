@@ -228,6 +228,21 @@ class BackgroundSaver(Protocol):
 
 
 @runtime_checkable
+class Perturbable(Protocol):
+    """A worker whose weights can be changed for a moment: how it is proved that each tensor reaches the engines."""
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Adds normal noise to every parameter that training changes. Its standard deviation is `scale` times the
+        parameter's root mean square, which counts as 1 / sqrt(last axis) at least: small weights are changed as much as
+        those of a usual initialisation, zeros too. Copies of a parameter stay equal."""
+        ...
+
+    def restore(self) -> None:
+        """Every parameter is bit for bit what it was before `perturb`; without one, nothing happens."""
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """A worker whose accumulated gradients can be read: the conformance suite's side door."""
 
@@ -337,11 +352,14 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """An engine's end of a sync; built as `Class(rendezvous)`."""
+    """An engine's end of a sync; built as `Class(rendezvous)`, in every process of an engine that holds weights."""
+
+    is_staged: bool
+    """As the transport's."""
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every bucket of `version`. Raises WeightSyncError if they are of another version, damaged or
-        incomplete."""
+        """Yields every bucket of `version`; its data is the caller's to keep. Raises WeightSyncError if they are of
+        another version, damaged or incomplete; what was yielded before is then worth nothing."""
         ...
 
 
@@ -351,9 +369,18 @@ class WeightTransport(Protocol):
 
     contract_version: int
     name: str
+    is_staged: bool
+    """True: what was sent can be read until `close`, by receivers that come late or again, and an engine takes it whole
+    or keeps the version it has. False: both ends work at the same time, and what breaks half-way leaves an engine
+    without weights that it could serve."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """On the controller, once per sync."""
+        """On the controller, once per sync.
+
+        Args:
+            num_ranks: senders that will come.
+            num_engines: receivers that will come, at least: an engine of several processes counts as many.
+        """
         ...
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
@@ -361,7 +388,8 @@ class WeightTransport(Protocol):
         ...
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """On the controller, after the sync, whether it succeeded or not: removes what `open` left."""
+        """On the controller, whether the sync succeeded or not: removes what `open` left, and ends both sides' waits. A
+        second call does nothing."""
         ...
 
 
@@ -402,6 +430,9 @@ class GenerateRequest:
 
 
 StopReason = Literal["stop", "length", "abort"]
+TrajectoryEnd = Literal["done", "max_turns", "context"]
+"""How an episode ended: the environment was done, `generator.max_turns` were played, or the conversation had grown too
+long for another turn."""
 
 
 @attrs.frozen(kw_only=True)
@@ -450,7 +481,7 @@ class InferenceClient(Protocol):
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
-        nothing."""
+        nothing until a later update succeeds."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -467,8 +498,46 @@ class Sleepable(Protocol):
         and then `update_weights`: one that finds no weights is a GenerationError. A second call does nothing."""
         ...
 
-    async def wake(self) -> None:
-        """Takes the memory again, for weights that are yet to come. A second call does nothing."""
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory again, all of it or the parts named: `weights`, which are yet to come by `update_weights`, and
+        `kv_cache`, after which tokens can be sampled. What is awake stays as it is."""
+        ...
+
+
+@runtime_checkable
+class WeightReceivers(Protocol):
+    """A client whose engines receive weights in several processes; of any other client it is one."""
+
+    def num_weight_receivers(self) -> int:
+        """Processes that will build a receiver in the next `update_weights`; those of dead engines are left out."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A client whose engines can score given tokens: what weight verification compares with the trainer."""
+
+    vocab_size: int
+    """Token ids are below it."""
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
+        0.0 for the first token."""
+        ...
+
+
+@runtime_checkable
+class Recovering(Protocol):
+    """A client that starts failed engines again. They serve nothing until they hold the current version: the trainer
+    publishes it again between two steps, or the next one at the end of a step."""
+
+    @property
+    def lacks_weights(self) -> bool:
+        """An engine is up that does not hold the current version, and no update is under way."""
+        ...
+
+    async def needs_weights(self) -> None:
+        """Returns when `lacks_weights`."""
         ...
 
 
@@ -494,7 +563,7 @@ class InferencePlugin(Protocol):
 # --- rollouts -------------------------------------------------------------------------------------------------------
 
 Message = Mapping[str, str]
-"""A chat message: `role` and `content`."""
+"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`."""
 Prompt = str | Sequence[Message]
 """Text taken as it is, or chat messages that the model's chat template turns into text."""
 
@@ -516,9 +585,10 @@ class StepResult:
     reward: float
     done: bool
     observation: Prompt | None = None
-    """What the policy sees next; None when done."""
+    """What the policy sees next; None when done. In an episode that began with messages: messages of any role but the
+    assistant's, or text, which is a user's message. In one that began with text: text, appended as it is."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Averaged over episodes and logged as `environment/<name>`."""
+    """Averaged over episodes and logged as `environment/<name>`; of several turns that give one, the last counts."""
 
 
 @runtime_checkable
@@ -545,16 +615,34 @@ class TrajectoryStep:
     """One sequence of a trajectory; all per-token fields have the length of `tokens`."""
 
     tokens: Sequence[int]
+    """What the engine was given and what it sampled, token for token."""
     sampled: Sequence[bool]
-    """Sampled by the policy; everything before the first sampled token is the prompt."""
+    """Sampled by the policy; everything before the first sampled token is the prompt. Between the turns of one sequence
+    stand the tokens of observations, not sampled."""
     rollout_logprobs: Sequence[float]
     """0.0 where not sampled."""
     policy_version: Sequence[int]
     """-1 where not sampled."""
     reward: float
-    """Received for this step."""
+    """Received for this step; the sum, where it has several turns."""
     stop_reason: StopReason
+    """Of its last turn."""
     routed_experts: np.ndarray | None = None
+    """[tokens − 1 or fewer, layers, experts per token]: of the first tokens; the others' are not known."""
+    token_rewards: Sequence[float] | None = None
+    """Where on the step's tokens `reward` was received, of a step of several turns; None: all on the last sampled
+    token."""
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """One turn of an episode as text, for people to read."""
+
+    response: str
+    observation: str | None
+    """What the policy was shown next; None where the episode ended."""
+    reward: float
+    stop_reason: StopReason
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -566,8 +654,12 @@ class Trajectory:
     steps: tuple[TrajectoryStep, ...]
     prompt_text: str
     response_text: str
+    """What the policy said; of several turns also what it was shown in between, each behind an arrow."""
     start_version: int
     """The policy's version when the episode was started."""
+    turns: tuple[Turn, ...] = ()
+    """The episode as text; empty from a generator that plays no turns."""
+    end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     failure: str | None = None
     """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
@@ -576,6 +668,11 @@ class Trajectory:
     def reward(self) -> float:
         """Sum of the steps' rewards."""
         return sum(step.reward for step in self.steps)
+
+    @property
+    def is_cut(self) -> bool:
+        """The last response was cut off by its length, or there was no room for another one."""
+        return self.end == "context" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
 
 
 @attrs.frozen(kw_only=True)
@@ -664,6 +761,7 @@ __all__ = [
     "Role",
     "Row",
     "StopReason",
+    "TrajectoryEnd",
     "OptimizerConfig",
     "LoraConfig",
     "ModelConfig",
@@ -674,6 +772,7 @@ __all__ = [
     "Worker",
     "Offloadable",
     "BackgroundSaver",
+    "Perturbable",
     "Inspectable",
     "Backend",
     "RouteFollowing",
@@ -690,12 +789,16 @@ __all__ = [
     "EngineHealth",
     "InferenceClient",
     "Sleepable",
+    "Recovering",
+    "WeightReceivers",
+    "Scoring",
     "InferencePlugin",
     "Action",
     "StepResult",
     "Environment",
     "EnvironmentFactory",
     "TrajectoryStep",
+    "Turn",
     "Trajectory",
     "GroupRequest",
     "Generator",

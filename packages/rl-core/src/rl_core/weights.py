@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -64,6 +65,22 @@ def tensor_record(tensor: Tensor) -> TensorRecord:
     return TensorRecord(
         shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), checksum=zlib.crc32(data.data)
     )
+
+
+def bucket_records(bucket: WeightBucket) -> dict[str, TensorRecord]:
+    """What every tensor of a bucket must equal on the other side, by name."""
+    return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
+
+
+@contextmanager
+def draining(buckets: Iterator[WeightBucket]) -> Iterator[None]:
+    """Runs `buckets` to its end if the block raises: the other ranks wait for this one in every tensor they gather."""
+    try:
+        yield
+    except Exception:
+        for _ in buckets:
+            pass
+        raise
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:

@@ -36,6 +36,7 @@ from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
 from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
+from rl_fsdp.perturbation import Perturbation
 from rl_fsdp.ranks import Ranks
 from rl_fsdp.saved_model import write_config, write_weights
 from rl_fsdp.shards import Shards, TensorShards
@@ -48,7 +49,8 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 class FsdpWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Inspectable` of `rl_core.interfaces`: one rank, alone or of several.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: one rank, alone or
+    of several.
 
     Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
     one that has no sequences left computes a shortest one again and leaves its result out.
@@ -70,6 +72,7 @@ class FsdpWorker:
         self.scorer = self.shards.scorer
         self.steps_done = 0
         self.background: BackgroundWriter | None = None
+        self._perturbation: Perturbation | None = None
         self.optimizer: torch.optim.AdamW | None = None
         if spec.optimizer is not None:
             self.optimizer = torch.optim.AdamW(
@@ -155,6 +158,17 @@ class FsdpWorker:
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`."""
         return sender.send(self.export_weights(max_bucket_bytes), version)
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Noise on every trained parameter, until `restore`."""
+        self.restore()
+        self._perturbation = Perturbation.perturb(self.shards, seed=seed, scale=scale)
+
+    def restore(self) -> None:
+        """Takes the noise away again."""
+        if self._perturbation is not None:
+            self._perturbation.restore(self.shards)
+            self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
         """Writes weights and, of a trained model, optimizer and schedule; every rank its own shards."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_rollout.chat import TokenCodec, load_tokenizer
+    from rl_rollout.episode import Limits
     from rl_rollout.generator import EnvironmentGenerator, Episodes, create_generator
     from rl_rollout.local.engine import LocalEngine
     from rl_rollout.local.plugin import LocalEnginePlugin
@@ -20,6 +21,7 @@ _MODULES = {
     "EnvironmentGenerator": "rl_rollout.generator",
     "Episodes": "rl_rollout.generator",
     "FilesTransport": "rl_rollout.transports.files",
+    "Limits": "rl_rollout.episode",
     "LocalEngine": "rl_rollout.local.engine",
     "LocalEnginePlugin": "rl_rollout.local.plugin",
     "TokenCodec": "rl_rollout.chat",
@@ -31,6 +33,7 @@ __all__ = [
     "EnvironmentGenerator",
     "Episodes",
     "FilesTransport",
+    "Limits",
     "LocalEngine",
     "LocalEnginePlugin",
     "TokenCodec",

@@ -1,4 +1,4 @@
-"""Prompts as token ids.
+"""Prompts as token ids, token ids as text.
 
 A text prompt is taken as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
 middle of a document and because a prompt that holds a rendered chat template has its special tokens already. Chat
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Prompt
+from rl_core.interfaces import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class TokenCodec:
     """Prompts into token ids, and token ids into text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat_template_kwargs = dict(chat_template_kwargs)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -58,40 +58,48 @@ class TokenCodec:
         Raises:
             DataError: neither text nor messages, a template that refuses them, or nothing to encode.
         """
-        tokens = tuple(self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt))
+        tokens = self.encode_text(self.prompt_text(prompt))
         if not tokens:
             raise DataError(f"the prompt {prompt!r} has no tokens")
         return tokens
 
-    def prompt_text(self, prompt: Prompt, tokens: Sequence[int]) -> str:
-        """The text that the policy sees: the prompt itself, or chat messages as the template wrote them."""
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(tokens)))
+    def prompt_text(self, prompt: Prompt) -> str:
+        """The text that the policy sees: the prompt itself, or chat messages as the template writes them."""
+        return prompt if isinstance(prompt, str) else self.render(messages_of(prompt, "a prompt"))
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """What the policy said, without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _encode_text(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of text as it is; special tokens that it spells out are recognised, none are added."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
-    def _encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
-            raise DataError(f"a prompt is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
-        if self._tokenizer.chat_template is None:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Messages as the chat template writes them. Raises DataError if there is none or it refuses them."""
+        if self.tokenizer.chat_template is None:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
             )
         try:
-            return self._tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self._chat_template_kwargs,
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self._chat_template_kwargs,
+                )
             )
         except Exception as error:
             # The template is a program of the model's authors and raises what it likes.
             raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
+
+
+def messages_of(messages: object, what: str) -> Sequence[Message]:
+    """`messages`, if they are chat messages. Raises DataError, in which `what` says whose they are."""
+    if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
+        raise DataError(f"{what} is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
+    return messages
 
 
 def _is_message(message: object) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import math
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ import attrs
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, GenerationError, PluginError
 from rl_core.interfaces import (
-    Action,
     Completion,
     EnvironmentFactory,
     GenerateRequest,
@@ -26,18 +24,16 @@ from rl_core.interfaces import (
     InferenceClient,
     Prompt,
     Row,
-    StepResult,
     Trajectory,
-    TrajectoryStep,
 )
 from rl_rollout.chat import TokenCodec, load_tokenizer
+from rl_rollout.conversation import Tokens, start_history
+from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play, within
+from rl_rollout.resuming import whole_response
+from rl_rollout.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
     from rl_core.config import Config
-
-
-_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-_TAKEN_METRICS = {"reward", "response_length", "failed"}
 
 
 @attrs.frozen(kw_only=True)
@@ -48,18 +44,23 @@ class Episodes:
     """The environment that judges a row. Raises an RLError for a row that names none."""
     environment_options: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to every environment."""
+    limits: Limits = attrs.field(factory=Limits)
+    """Of turns, tokens and time."""
+    step_wise: bool = False
+    """A trajectory has a sequence for each turn; else it is one sequence, and the template must keep earlier turns."""
     max_concurrency: int = 1024
     """Episodes that run at a time."""
     zero_reward_on_non_stop: bool = False
-    """A response that did not end by itself gets reward 0."""
+    """An episode whose last response did not end by itself, or that had no room for another, gets reward 0."""
 
 
 class EnvironmentGenerator:
-    """Generator of single-turn episodes: the environment must be done after the first response."""
+    """Generator of episodes of one or several turns."""
 
     def __init__(self, client: InferenceClient, codec: TokenCodec, episodes: Episodes) -> None:
         self._client = client
         self._codec = codec
+        self._turns = TurnTokens(codec)
         self._episodes = episodes
         self._free = asyncio.Semaphore(episodes.max_concurrency)
         self._name = uuid.uuid4().hex[:8]
@@ -97,42 +98,81 @@ class EnvironmentGenerator:
                 )
 
     async def _play(self, request: GroupRequest, index: int, prompts: _GroupPrompts) -> Trajectory:
-        factory = self._episodes.environment_of(request.row)
+        factory, limits = self._episodes.environment_of(request.row), self._episodes.limits
         environment = factory(request.row, self._episodes.environment_options)
-        try:
-            prompt = await environment.reset()
-            prompt_tokens, prompt_text = prompts.encode(prompt)
-            completion = await self._sample(request, index, prompt_tokens)
-            response_text = self._codec.response_text(completion.tokens)
-            action = Action(text=response_text, tokens=completion.tokens, stop_reason=completion.stop_reason)
-            result = _checked(await environment.step(action))
-        finally:
-            await environment.close()
-        reward = 0.0 if self._episodes.zero_reward_on_non_stop and completion.stop_reason != "stop" else result.reward
-        return Trajectory(
-            group_id=request.group_id,
-            sample_index=index,
-            steps=(_trajectory_step(prompt_tokens, completion, reward),),
-            prompt_text=prompt_text,
-            response_text=response_text,
-            start_version=request.start_version,
-            metrics=result.metrics,
-        )
-
-    async def _sample(self, request: GroupRequest, index: int, prompt_tokens: tuple[int, ...]) -> Completion:
         session_id = f"{self._name}-{next(self._numbers)}"
-        (completion,) = await self._client.generate(
-            GenerateRequest(
-                sample_id=f"{session_id}-0",
-                session_id=session_id,
-                prompt_tokens=prompt_tokens,
-                params=request.params,
-                seed=sample_seed(request.seed, request.group_id, index),
+
+        async def respond(turn: int, prompt: Tokens, room: float) -> Completion:
+            return await self._response(request, index, session_id, turn, prompt, room)
+
+        try:
+            prompt = await within(environment.reset(), limits.environment_timeout_s, "reset")
+            tokens, prompt_text = prompts.encode(prompt)
+            history = start_history(self._codec, self._turns, prompt, step_wise=self._episodes.step_wise)
+            episode = await play(
+                environment, history, tokens, respond=respond, text_of=self._codec.response_text, limits=limits
             )
+        finally:
+            await within(environment.close(), limits.environment_timeout_s, "close")
+        return self._trajectory(request, index, episode, prompt_text)
+
+    async def _response(
+        self, request: GroupRequest, index: int, session_id: str, turn: int, prompt: Tokens, room: float
+    ) -> Completion:
+        params = request.params
+        if room < params.max_tokens:
+            params = attrs.evolve(params, max_tokens=int(room))
+        completion = await whole_response(
+            self._client,
+            GenerateRequest(
+                sample_id=f"{session_id}-{turn}",
+                session_id=session_id,
+                prompt_tokens=prompt,
+                params=params,
+                seed=sample_seed(request.seed, request.group_id, index, turn),
+            ),
+            self._codec.tokenizer,
         )
         if not completion.tokens:
             raise GenerationError(f"the request ended before its first token (stop reason {completion.stop_reason!r})")
         return completion
+
+    def _trajectory(self, request: GroupRequest, index: int, episode: Episode, prompt_text: str) -> Trajectory:
+        to_steps = one_sequence_per_turn if self._episodes.step_wise else one_sequence
+        trajectory = Trajectory(
+            group_id=request.group_id,
+            sample_index=index,
+            steps=to_steps(episode.turns),
+            prompt_text=prompt_text,
+            response_text=_transcript(episode),
+            start_version=request.start_version,
+            turns=tuple(turn.text for turn in episode.turns),
+            end=episode.end,
+            metrics=episode.metrics,
+        )
+        stopped = trajectory.steps[-1].stop_reason == "stop" and not trajectory.is_cut
+        return trajectory if stopped or not self._episodes.zero_reward_on_non_stop else _without_reward(trajectory)
+
+
+def _transcript(episode: Episode) -> str:
+    lines = []
+    for turn in episode.turns:
+        lines.append(turn.text.response)
+        if turn.text.observation is not None:
+            lines.append(f"→ {turn.text.observation}")
+    return "\n".join(lines)
+
+
+def _without_reward(trajectory: Trajectory) -> Trajectory:
+    steps = (attrs.evolve(step, reward=0.0, token_rewards=None) for step in trajectory.steps)
+    return attrs.evolve(trajectory, steps=tuple(steps))
+
+
+def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
+    """63 bits that depend on all four, the same on every machine and in every version of Python."""
+    name = f"{seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class _GroupPrompts:
@@ -140,61 +180,16 @@ class _GroupPrompts:
 
     def __init__(self, codec: TokenCodec) -> None:
         self._codec = codec
-        self._known: list[tuple[Prompt, tuple[int, ...], str]] = []
+        self._known: list[tuple[Prompt, Tokens, str]] = []
 
-    def encode(self, prompt: Prompt) -> tuple[tuple[int, ...], str]:
+    def encode(self, prompt: Prompt) -> tuple[Tokens, str]:
         """Token ids, and the text that the policy sees."""
         for known, tokens, text in self._known:
             if known == prompt:
                 return tokens, text
-        tokens = self._codec.encode(prompt)
-        text = self._codec.prompt_text(prompt, tokens)
+        tokens, text = self._codec.encode(prompt), self._codec.prompt_text(prompt)
         self._known.append((prompt, tokens, text))
         return tokens, text
-
-
-def sample_seed(seed: int, group_id: int, sample_index: int) -> int:
-    """63 bits that depend on all three, the same on every machine and in every version of Python."""
-    digest = hashlib.blake2b(f"{seed}/{group_id}/{sample_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _checked(result: object) -> StepResult:
-    if not isinstance(result, StepResult):
-        raise DataError(f"the environment's step returned {type(result).__name__}, expected StepResult")
-    if not result.done:
-        raise DataError(
-            "the environment wants another turn (done=False); the `environment` generator plays one turn per episode"
-        )
-    if not isinstance(result.metrics, Mapping):
-        raise DataError(f"the environment's metrics are {type(result.metrics).__name__}, expected a mapping")
-    metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
-    if taken := _TAKEN_METRICS & metrics.keys():
-        raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; give it another")
-    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
-
-
-def _number(value: Any, name: str) -> float:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= _FLOAT32_MAX:
-        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
-    return number
-
-
-def _trajectory_step(prompt_tokens: tuple[int, ...], completion: Completion, reward: float) -> TrajectoryStep:
-    num_prompt, num_sampled = len(prompt_tokens), len(completion.tokens)
-    return TrajectoryStep(
-        tokens=prompt_tokens + completion.tokens,
-        sampled=(False,) * num_prompt + (True,) * num_sampled,
-        rollout_logprobs=(0.0,) * num_prompt + completion.logprobs,
-        policy_version=(-1,) * num_prompt + completion.policy_versions,
-        reward=reward,
-        stop_reason=completion.stop_reason,
-        routed_experts=completion.routed_experts,
-    )
 
 
 def create_generator(config: Config, client: InferenceClient) -> EnvironmentGenerator:
@@ -204,18 +199,35 @@ def create_generator(config: Config, client: InferenceClient) -> EnvironmentGene
         ConfigError: a model without a tokenizer.
         PluginError: an unknown environment.
     """
+    generator = config.generator
     return EnvironmentGenerator(
         client,
-        TokenCodec(
-            load_tokenizer(config.policy_model_path), chat_template_kwargs=config.generator.chat_template_kwargs
-        ),
+        TokenCodec(load_tokenizer(config.policy_model_path), chat_template_kwargs=generator.chat_template_kwargs),
         Episodes(
             environment_of=_environment_of(config.environment.env_class),
             environment_options=config.environment.options,
-            max_concurrency=config.generator.max_concurrency,
-            zero_reward_on_non_stop=config.generator.zero_reward_on_non_stop,
+            limits=Limits(
+                max_turns=generator.max_turns,
+                max_input_length=generator.max_input_length,
+                context_window=context_window(config),
+                environment_timeout_s=config.environment.timeout_s,
+            ),
+            step_wise=generator.step_wise_trajectories,
+            max_concurrency=generator.max_concurrency,
+            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
         ),
     )
+
+
+def context_window(config: Config) -> int | None:
+    """Tokens that the engine takes: its `max_model_len`, else the model's positions; None where neither is said."""
+    from transformers import AutoConfig
+
+    limit = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    if isinstance(limit, int):
+        return limit
+    text_config: Any = AutoConfig.from_pretrained(config.policy_model_path).get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None)
 
 
 def _environment_of(env_class: str | None) -> Callable[[Row], EnvironmentFactory]:

@@ -13,6 +13,7 @@ import click
 
 from rl_core import config as configuration
 from rl_core import plugins
+from rl_core.cli.episodes import show_episodes
 from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError
 
@@ -72,13 +73,15 @@ def evaluate(loaded: configuration.Loaded) -> int:
 
 
 def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> int:
-    """Writes samples of all prompts, or of the first `limit`, to `output`."""
+    """Writes samples of all prompts, or of the first `limit`, to `output`; shows a few of those that have several
+    turns."""
     config = loaded.config
     _check_playing(loaded, reads="data.val_data" if config.data.val_data else "data.train_data")
     from rl_core.trainer.run import run_generation
 
     _make_directory(output.parent)
     count = run_generation(config, output, limit=limit)
+    show_episodes(output)
     click.echo(f"{count} samples in {output}")
     return 0
 

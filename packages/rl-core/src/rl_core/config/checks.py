@@ -71,6 +71,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.n_samples_per_prompt": (1, None),
     "generator.eval_n_samples_per_prompt": (1, None),
     "generator.max_concurrency": (1, None),
+    "generator.max_turns": (1, None),
+    "generator.max_input_length": (1, None),
     "generator.sampling_params.max_generate_length": (1, None),
     "generator.sampling_params.min_p": (0, 1),
     "generator.eval_sampling_params.max_generate_length": (1, None),
@@ -79,6 +81,14 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.num_engines": (1, None),
     "generator.inference_engine.max_num_seqs": (1, None),
     "generator.inference_engine.weight_bucket_bytes": (1, None),
+    "generator.inference_engine.weight_verification.interval": (0, None),
+    "generator.inference_engine.weight_verification.num_tokens": (256, None),
+    "generator.inference_engine.tensor_parallel_size": (1, None),
+    "generator.inference_engine.pipeline_parallel_size": (1, None),
+    "generator.inference_engine.data_parallel_size": (1, None),
+    "generator.inference_engine.expert_parallel_size": (1, None),
+    "generator.inference_engine.max_num_batched_tokens": (1, None),
+    "generator.inference_engine.gpu_memory_utilization": (0, 1),
 }
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
@@ -87,7 +97,11 @@ ABOVE_ZERO = (
     "trainer.algorithm.temperature",
     "trainer.algorithm.kl_ctrl.kl_target",
     "trainer.generation_timeout_s",
+    "environment.timeout_s",
     "trainer.worker_timeout_s",
+    "generator.inference_engine.start_timeout_s",
+    "generator.inference_engine.heartbeat_interval_s",
+    "generator.inference_engine.hung_after_s",
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )
@@ -306,14 +320,21 @@ def _placement(config: Config) -> None:
 
 def _batch_sizes(config: Config) -> None:
     _divides_batch(config, "trainer.policy_mini_batch_size")
-    budget, prompt = config.trainer.max_tokens_per_microbatch, config.trainer.max_prompt_length
+    budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, _longest_prompt(config)
     response = config.generator.sampling_params.max_generate_length
     if budget != -1 and budget < prompt + response:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
-            f"trainer.max_prompt_length={prompt} + generator.sampling_params.max_generate_length={response}; "
+            f"{prompt_key}={prompt} + generator.sampling_params.max_generate_length={response}; "
             f"give at least {prompt + response}, or -1 to count sequences instead"
         )
+
+
+def _longest_prompt(config: Config) -> tuple[str, int]:
+    first, later = config.trainer.max_prompt_length, config.generator.max_input_length
+    if config.generator.max_turns > 1 and later is not None and later > first:
+        return "generator.max_input_length", later
+    return "trainer.max_prompt_length", first
 
 
 def _divides_batch(config: Config, key: str) -> None:

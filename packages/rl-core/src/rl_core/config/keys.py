@@ -59,8 +59,6 @@ class Unsupported:
     """With these values it asks for nothing that is missing: a warning, not an error."""
 
 
-_ONE_ENGINE = Unsupported("the engine runs on one device in this version", (1, None))
-_MULTI_TURN = "episodes have one turn in this version"
 _ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
@@ -106,12 +104,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.algorithm.zero_variance_filter_tol": Unsupported("groups are compared exactly", (0, 0.0)),
     "data.dataloader": Unsupported("prompts are read into memory", (None,)),
     "generator.batched": Unsupported("prompts are generated one by one, all at the same time", (False,)),
-    "generator.max_turns": Unsupported(_MULTI_TURN, (1,)),
-    "generator.max_input_length": Unsupported(_MULTI_TURN + ": trainer.max_prompt_length bounds the input", (None,)),
-    "generator.use_conversation_multi_turn": Unsupported(_MULTI_TURN, (True, False)),
-    "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(_MULTI_TURN, (True, False)),
-    "generator.step_wise_trajectories": Unsupported(_MULTI_TURN, (False,)),
-    "generator.merge_stepwise_output": Unsupported(_MULTI_TURN, (False,)),
+    "generator.use_conversation_multi_turn": Unsupported("what was said is never written anew as text", (True,)),
+    "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
+        "a turn that a stop string ended is closed as the chat template closes turns", (True,)
+    ),
     "generator.vision_language_generator": Unsupported("models of text only", (False,)),
     "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, (True, False)),
     "generator.chat_template": Unsupported("the model's own chat template is used", (None,)),
@@ -119,10 +115,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.run_engines_locally": Unsupported("engines are started by the run", (True,)),
     "generator.inference_engine.async_engine": Unsupported("it is always so here", (True,)),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported("see weight_bucket_bytes"),
-    "generator.inference_engine.tensor_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.pipeline_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.expert_parallel_size": _ONE_ENGINE,
-    "generator.inference_engine.data_parallel_size": _ONE_ENGINE,
     "generator.inference_engine.delta_weight_sync": Unsupported("all weights are sent", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
@@ -130,26 +122,18 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 for _model in ("policy", "ref", "critic"):
     UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported("every decoder layer is a unit", ({}, None))
-_VLLM_KEYS = (
-    "vllm_v1_disable_multiproc",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "max_num_batched_tokens",
-    "enforce_eager",
-    "fully_sharded_loras",
-    "enable_ray_prometheus_stats",
-    "gpu_memory_utilization",
-    "offload_kv_for_weight_sync",
-    "use_expandable_segments",
-    "served_model_name",
-    "distributed_executor_backend",
-    "speculative_config",
-    "external_proxy_url",
-    "external_server_urls",
-    "router_init_kwargs",
-)
-for _name in _VLLM_KEYS:
-    UNSUPPORTED[f"generator.inference_engine.{_name}"] = Unsupported("it belongs to the vllm engine, which comes later")
+_AS_ARGUMENT = "give it to vLLM in generator.inference_engine.engine_init_kwargs"
+for _name, _unsupported in {
+    "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
+    "fully_sharded_loras": Unsupported(_AS_ARGUMENT, (False,)),
+    "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
+    "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
+    "use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
+    "speculative_config": Unsupported(_AS_ARGUMENT, (None,)),
+    "external_proxy_url": Unsupported("give the servers themselves in external_server_urls", (None,)),
+    "router_init_kwargs": Unsupported("the router has no options", ({},)),
+}.items():
+    UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("those of the sampled tokens are always returned", (None, 0, 1))
     UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version has penalties", (1, 1.0))

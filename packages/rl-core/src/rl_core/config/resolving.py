@@ -72,6 +72,7 @@ RULES = (
         "generator.sampling_params.stop",
         lambda c: c.generator.sampling_params.stop,
     ),
+    Rule("generator.max_input_length", "trainer.max_prompt_length", lambda c: c.trainer.max_prompt_length),
     Rule(
         "generator.inference_engine.model_dtype",
         "bfloat16 if trainer.bf16, else float32",

@@ -390,7 +390,7 @@ class SamplingConfig:
     """How responses are drawn."""
 
     max_generate_length: int = 1024
-    """Tokens of a response."""
+    """Tokens of a response, of each turn's."""
     temperature: float = 1.0
     """0 takes the most likely token, which suits evaluation only."""
     top_p: float = 1.0
@@ -449,6 +449,22 @@ class EvalSamplingConfig:
 
 
 @attrs.frozen(kw_only=True)
+class WeightVerificationConfig:
+    """Whether the engines compute with the trainer's weights, asked of log-probs on both sides."""
+
+    prove_at_start: bool = True
+    """Before the first step every trained parameter gets noise, is synced and compared, then restored, synced and
+    compared: a tensor that does not reach an engine stops the run."""
+    interval: int = 10
+    """Compare after every so many syncs; 0: never."""
+    num_tokens: int = 256
+    """Fixed random tokens that are scored."""
+    limit: float | None = None
+    """Largest mean |difference| of log-probs, in nats; a larger one stops the run. None: 0.001, 0.02 or 0.06, by the
+    coarser dtype of trainer and engine (float32, float16, bfloat16)."""
+
+
+@attrs.frozen(kw_only=True)
 class InferenceEngineConfig:
     """The engine that samples, and how it gets the weights."""
 
@@ -465,10 +481,53 @@ class InferenceEngineConfig:
     only together with it."""
     weight_bucket_bytes: int = 268435456
     """Weights travel in buckets of at most so many bytes."""
+    weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
+    """What becomes of requests under way while weights change: frozen and continued under the new ones (`keep`),
+    returned as they are and continued later (`abort`), or finished first (`wait`)."""
+    weight_verification: WeightVerificationConfig = attrs.field(factory=WeightVerificationConfig)
+    """Whether the weights that engines compute with are the trainer's."""
     model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""
     engine_init_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed on to the engine, which says which it knows."""
+    tensor_parallel_size: int = 1
+    """vLLM: ranks of an engine that split every layer."""
+    pipeline_parallel_size: int = 1
+    """vLLM: ranks of an engine that hold some of the layers."""
+    data_parallel_size: int = 1
+    """vLLM: copies of the model inside one engine."""
+    expert_parallel_size: int = 1
+    """vLLM: ranks that share the experts; 1, or tensor_parallel_size × data_parallel_size."""
+    max_num_batched_tokens: int = 8192
+    """vLLM: tokens that an engine computes in one step."""
+    enable_prefix_caching: bool = True
+    """vLLM: a prompt that begins as an earlier one is computed from there on."""
+    enable_chunked_prefill: bool = True
+    """vLLM: long prompts are computed in parts, between other requests' tokens."""
+    enable_return_routed_experts: bool = False
+    """vLLM: completions carry the experts that each token was routed to."""
+    enforce_eager: bool | None = None
+    """vLLM: no compilation, no CUDA graphs. None: compiled on GPUs, eager on CPUs."""
+    gpu_memory_utilization: float = 0.8
+    """vLLM: part of a GPU's memory that an engine takes."""
+    served_model_name: str | None = None
+    """vLLM: the model's name in the OpenAI API; None: `trainer.policy.model.path`."""
+    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
+    """vLLM: how an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
+    external_server_urls: tuple[str, ...] | None = None
+    """vLLM: servers that somebody else started (`python -m rl_rollout.vllm.serve`); num_engines is their number."""
+    host: str | None = None
+    """vLLM: address that servers listen on. None: loopback, or the machine's own if Ray has several. Away from loopback
+    they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
+    router_port: int | None = None
+    """vLLM: one address, with OpenAI's API, for agents that are no part of the run: this port of `host`, 0 for a free
+    one; None: none."""
+    start_timeout_s: float = 600.0
+    """vLLM: longest wait for a server to be ready."""
+    heartbeat_interval_s: float = 5.0
+    """vLLM: seconds between two questions whether a server is well."""
+    hung_after_s: float = 60.0
+    """vLLM: a server that gives no answer for so long is started again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -481,6 +540,17 @@ class GeneratorConfig:
     """Samples of a training prompt: its group."""
     max_concurrency: int = 1024
     """Episodes that run at a time."""
+    max_turns: int = 1
+    """Responses of an episode; an environment that wants more of them is ended after so many."""
+    max_input_length: int | None = None
+    """Tokens of a later turn's prompt, everything said before included; an episode that has grown longer ends there.
+    None: `trainer.max_prompt_length`."""
+    step_wise_trajectories: bool = False
+    """Each turn is a sequence of its own, so that a chat template may change earlier turns (drop their thinking); else
+    an episode is one sequence."""
+    merge_stepwise_output: bool = True
+    """Turns whose prompt begins with all of the turn before are one sequence again: the same gradient per token, each
+    token computed once."""
     sampling_params: SamplingConfig = attrs.field(factory=SamplingConfig)
     """Sampling in training."""
     eval_sampling_params: EvalSamplingConfig = attrs.field(factory=EvalSamplingConfig)
@@ -523,6 +593,8 @@ class EnvironmentConfig:
     `env_class`."""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to every environment."""
+    timeout_s: float = 300.0
+    """Longest wait for one answer of an environment; a later one fails its sample."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from rl_core.testing.backend import BackendConformance, Tolerances
     from rl_core.testing.cases import VARIANTS, Variant
     from rl_core.testing.environments import EnvironmentConformance
+    from rl_core.testing.generators import GeneratorConformance
     from rl_core.testing.inference import InferenceClientConformance
     from rl_core.testing.models import character_tokenizer, make_checkpoint
+    from rl_core.testing.scripted_engine import ScriptedClient
     from rl_core.testing.transports import WeightTransportConformance
 
 _MODULES = {
@@ -21,6 +23,8 @@ _MODULES = {
     "InferenceClientConformance": "rl_core.testing.inference",
     "WeightTransportConformance": "rl_core.testing.transports",
     "EnvironmentConformance": "rl_core.testing.environments",
+    "GeneratorConformance": "rl_core.testing.generators",
+    "ScriptedClient": "rl_core.testing.scripted_engine",
     "make_checkpoint": "rl_core.testing.models",
     "character_tokenizer": "rl_core.testing.models",
 }
@@ -32,6 +36,8 @@ __all__ = [
     "InferenceClientConformance",
     "WeightTransportConformance",
     "EnvironmentConformance",
+    "GeneratorConformance",
+    "ScriptedClient",
     "make_checkpoint",
     "character_tokenizer",
 ]

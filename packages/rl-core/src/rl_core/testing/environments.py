@@ -7,7 +7,8 @@ A plug-in's author writes
         row = {"prompt": "2+2=", "answer": "4"}
         rewards = {"4": 1.0, "5": 0.0}
 
-and runs pytest. `rewards` maps a response, given in every turn, to the reward of the whole episode.
+and runs pytest. `rewards` maps a response, given in every turn, to the reward of the whole episode; a tuple of
+responses is given one in each turn, its last one from then on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 
 from rl_core.interfaces import Action, Environment, EnvironmentFactory, Prompt, StepResult, StopReason
 
+Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 
@@ -28,7 +30,7 @@ class EnvironmentConformance:
 
     factory: ClassVar[EnvironmentFactory]
     row: ClassVar[Mapping[str, Any]]
-    rewards: ClassVar[Mapping[str, float]]
+    rewards: ClassVar[Mapping[Responses, float]]
     options: ClassVar[Mapping[str, Any]] = {}
 
     def test_the_first_observation_is_a_prompt(self) -> None:
@@ -62,6 +64,19 @@ class EnvironmentConformance:
                     _require_prompt(result.observation)
             names.add(frozenset(results[-1].metrics))
         assert len(names) == 1, f"every episode reports the same metrics, or their means are wrong: {names}"
+
+    def test_observations_go_on_as_the_episode_began(self) -> None:
+        async def reset() -> Prompt:
+            return await self._make().reset()
+
+        is_text = isinstance(_run(reset()), str)
+        for response in self.rewards:
+            shown = [result.observation for result in _run(self._play(response)) if result.observation is not None]
+            for observation in shown:
+                if not isinstance(observation, str):
+                    assert not is_text, "an episode that began with text goes on with text"
+                    roles = [message["role"] for message in observation]
+                    assert "assistant" not in roles, "the assistant is the policy: an observation does not speak for it"
 
     def test_a_response_that_is_empty_or_cut_off_is_judged(self) -> None:
         for response in ("", *self.rewards):
@@ -100,13 +115,15 @@ class EnvironmentConformance:
         assert isinstance(environment, Environment)
         return environment
 
-    async def _play(self, response: str, *, stop_reason: StopReason = "stop") -> list[StepResult]:
+    async def _play(self, responses: Responses, *, stop_reason: StopReason = "stop") -> list[StepResult]:
         environment = self._make()
+        said = (responses,) if isinstance(responses, str) else responses
         results: list[StepResult] = []
         try:
             await environment.reset()
             while not (results and results[-1].done):
                 assert len(results) < _MAX_TURNS, f"not done after {_MAX_TURNS} turns"
+                response = said[min(len(results), len(said) - 1)]
                 # One token per character: environments that read tokens see their number.
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
                 # A turn gives up its place, so that episodes side by side interleave.

@@ -277,7 +277,8 @@ class InferenceClientConformance:
         assert stopped.stop_reason == "stop"
 
     def test_an_impossible_request_is_refused_and_the_engine_goes_on(self, bench: Bench) -> None:
-        too_long = bench.request("9" * 200, SamplingParams(max_tokens=_MAX_POSITIONS))
+        positions: Any = bench.model.config.max_position_embeddings
+        too_long = bench.request("9" * 200, SamplingParams(max_tokens=positions))
         empty = attrs.evolve(too_long, prompt_tokens=(), params=SamplingParams(max_tokens=4), sample_id="empty")
         for request in (too_long, empty):
             with pytest.raises(GenerationError):

@@ -34,6 +34,7 @@ class MemoryTransport:
 
     contract_version: int = CONTRACT_VERSION
     name: str = "memory"
+    is_staged: bool = True
     receiver: str = f"{__name__}:MemoryReceiver"
     timeout_s: float = 60.0
 
@@ -46,7 +47,8 @@ class MemoryTransport:
         )
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> MemorySender:
-        return MemorySender(SYNCS[rendezvous.data["sync"]], rank)
+        closed = Sync(world_size, is_closed=True)
+        return MemorySender(SYNCS.get(rendezvous.data["sync"], closed), rank)
 
     def close(self, rendezvous: Rendezvous) -> None:
         sync = SYNCS.pop(rendezvous.data["sync"], None)
@@ -73,6 +75,8 @@ class MemorySender:
 
 class MemoryReceiver:
     """An engine's end."""
+
+    is_staged = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._number: int = rendezvous.data["sync"]

@@ -5,8 +5,8 @@ A plug-in's author writes
     class TestMyTransport(WeightTransportConformance):
         transport = my_transport
 
-and runs pytest. Ranks and engines are threads of the test's process. `damage` may be overridden to spoil a sync that
-was sent and not yet received; transports that keep nothing between the two leave it as it is.
+and runs pytest. Ranks and engines are threads of the test's process. `damage` is overridden by staged transports, to
+spoil a sync that was sent and not yet received; the others keep nothing between the two.
 """
 
 from __future__ import annotations
@@ -72,12 +72,18 @@ class WeightTransportConformance:
     transport: ClassVar[WeightTransport]
 
     def damage(self, rendezvous: Rendezvous) -> bool:
-        """Spoils what was sent; False if this transport keeps nothing that could be spoilt."""
+        """Spoils what was sent; False where nothing could be spoilt."""
         return False
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
         assert isinstance(self.transport, WeightTransport)
         assert self.transport.contract_version == CONTRACT_VERSION
+
+    def test_both_ends_say_alike_whether_a_sync_is_staged(self) -> None:
+        rendezvous = self.transport.open(num_ranks=1, num_engines=1)
+        self.transport.close(rendezvous)
+        receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)
+        assert receiver.is_staged == self.transport.is_staged
 
     def test_the_rendezvous_is_plain_data(self) -> None:
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
@@ -120,17 +126,36 @@ class WeightTransportConformance:
     def test_another_version_is_refused(self) -> None:
         with self._sync([sample_tensors()]) as (ranks, start):
             receiving = start(_receive, ranks.rendezvous, 5)
-            self._send_all(ranks, 4, start)
+            sending = start(ranks.send, 4, 0)
             with pytest.raises(WeightSyncError):
                 receiving.result(_WAIT_S)
+            self.transport.close(ranks.rendezvous)
+            assert isinstance(sending.exception(_WAIT_S), RLError | None)
 
     def test_damage_is_noticed(self) -> None:
+        if not self.transport.is_staged:
+            pytest.skip("this transport keeps nothing that could be damaged")
         with self._sync([sample_tensors()]) as (ranks, start):
             self._send_all(ranks, 0, start)
             if not self.damage(ranks.rendezvous):
                 pytest.skip("this transport keeps nothing that could be damaged")
             with pytest.raises(WeightSyncError):
                 _receive(ranks.rendezvous, 0)
+
+    def test_what_is_staged_can_be_read_late_and_again(self) -> None:
+        if not self.transport.is_staged:
+            pytest.skip("this transport keeps nothing that could be read again")
+        with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):
+            sent = self._send_all(ranks, 0, start)
+            for _ in range(2):
+                require_same(sent, _receive(ranks.rendezvous, 0)[1])
+
+    def test_a_rank_drains_its_weights_also_when_the_sync_is_closed(self) -> None:
+        with self._sync([sample_tensors()]) as (ranks, start):
+            self.transport.close(ranks.rendezvous)
+            error = start(ranks.send, 0, 0).exception(_WAIT_S)
+        assert isinstance(error, RLError | None)
+        assert not ranks.undrained, "the other ranks would wait for this one"
 
     def test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank(self) -> None:
         with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):

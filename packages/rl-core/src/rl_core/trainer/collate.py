@@ -12,14 +12,15 @@ from torch import Tensor
 
 from rl_core.batch import Batch, offsets_of
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Trajectory, TrajectoryStep
+from rl_core.interfaces import Metrics, Trajectory, TrajectoryStep
+from rl_core.merging import merge_steps
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """One sequence per step of every trajectory, in the given order.
 
-    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (each step's reward on
-    its last sampled token), group_id, trajectory_id (index in `trajectories`), step_index, is_last_step,
+    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (a step's on its last
+    sampled token, or where it says), group_id, trajectory_id (index in `trajectories`), step_index, is_last_step,
     and routed_experts with `routed` where the engine returned them.
 
     Raises:
@@ -35,8 +36,6 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, count=num_tokens))
 
     sampled = stream((step.sampled for step in steps), np.bool_)
-    rewards = torch.zeros(num_tokens)
-    rewards[_last_sampled(sampled, offsets)] = torch.tensor([step.reward for step in steps], dtype=torch.float32)
     counts = torch.tensor([len(trajectory.steps) for trajectory in trajectories])
     trajectory_id = torch.repeat_interleave(torch.arange(len(trajectories)), counts)
     step_index = torch.arange(len(steps)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -48,7 +47,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
             "loss_mask": sampled,
             "rollout_logprobs": stream((step.rollout_logprobs for step in steps), np.float32),
             "policy_version": stream((step.policy_version for step in steps), np.int32),
-            "rewards": rewards,
+            "rewards": _rewards(steps, sampled, offsets),
             "group_id": torch.tensor([trajectory.group_id for trajectory in trajectories])[trajectory_id],
             "trajectory_id": trajectory_id,
             "step_index": step_index,
@@ -56,6 +55,12 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
             **_routes(steps, offsets),
         },
     )
+
+
+def merged(batch: Batch) -> tuple[Batch, Metrics]:
+    """The batch with the steps that continue each other as one sequence, and how much that saves."""
+    batch, merge = merge_steps(batch)
+    return batch, {"rollout/merged_tokens": (merge.tokens_saved, 1.0)}
 
 
 def _require_whole(trajectory: Trajectory) -> None:
@@ -68,6 +73,8 @@ def _require_whole(trajectory: Trajectory) -> None:
         lengths = {
             name: len(getattr(step, name)) for name in ("tokens", "sampled", "rollout_logprobs", "policy_version")
         }
+        if step.token_rewards is not None:
+            lengths["token_rewards"] = len(step.token_rewards)
         if len(set(lengths.values())) != 1:
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
         if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):
@@ -76,6 +83,15 @@ def _require_whole(trajectory: Trajectory) -> None:
             )
         if not any(step.sampled):
             raise GenerationError(f"{where}, step {index}: no token was sampled")
+
+
+def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) -> Tensor:
+    rewards = torch.zeros(int(offsets[-1]))
+    rewards[_last_sampled(sampled, offsets)] = torch.tensor([step.reward for step in steps], dtype=torch.float32)
+    for start, end, step in zip(offsets.tolist(), offsets[1:].tolist(), steps, strict=False):
+        if step.token_rewards is not None:
+            rewards[start:end] = torch.tensor(step.token_rewards, dtype=torch.float32)
+    return rewards
 
 
 def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:

@@ -44,17 +44,25 @@ class EngineTurns:
 
     @asynccontextmanager
     async def handover(self) -> AsyncIterator[None]:
-        """Around a weight sync: outside it one side is on the devices, inside the awake engine and the policy's
-        parameters, without its optimizer's state."""
+        """Around a weight sync: outside it one side is on the devices, inside the engine's weights and the policy's
+        parameters, without the policy's optimizer state and the engine's cache."""
         if not self.are_shared:
             yield
             return
         await self._policy.offload()
         if self.engine_sleeps:
-            await self._sleepable.wake()
-            self.engine_sleeps = False
+            await self._sleepable.wake(("weights",))
         yield
+        await self.to_engine()
+
+    async def to_engine(self) -> None:
+        """After a weight sync, and after the policy was asked for something beside the awake engine."""
+        if not self.are_shared:
+            return
         await self._policy.offload()
+        if self.engine_sleeps:
+            await self._sleepable.wake(("kv_cache",))
+            self.engine_sleeps = False
 
     @property
     def _sleepable(self) -> Sleepable:

@@ -11,7 +11,7 @@ import attrs
 from rl_core.errors import DeadlineError, GenerationError, first_error
 from rl_core.interfaces import Generator, Trajectory
 from rl_core.trainer.data import DataRow
-from rl_core.trainer.rollouts import RolloutSettings, group_request
+from rl_core.trainer.rollouts import RolloutSettings, generate_group, group_request
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -46,7 +46,7 @@ async def evaluate(
 
     async def play(number: int, row: DataRow) -> tuple[Trajectory, ...]:
         async with room:
-            return await generator.generate(group_request(row, number, version, settings))
+            return await generate_group(generator, group_request(row, number, version, settings))
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as playing:

@@ -7,6 +7,8 @@ Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; w
 | Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
 | TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
+A third one publishes the current version again when an engine that was started again lacks it.
+
 An evaluation runs within the training task, before the next version is published: it sees one version. Where engine and
 models share devices (`EngineTurns`), the next groups are started after all that a step does with the models.
 """
@@ -15,28 +17,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from rl_core.batch import Batch
-from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, WeightTransport
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import (
+    Generator,
+    InferenceClient,
+    Metrics,
+    Recovering,
+    Trajectory,
+    WeightReceivers,
+    WeightTransport,
+)
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState
-from rl_core.trainer.collate import collate
+from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
+from rl_core.trainer.verification import VerificationSettings, verification_of
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -66,9 +81,13 @@ class LoopSettings:
     export_root: Path
     max_bucket_bytes: int
     num_engines: int
+    pause_mode: PauseMode
+    verification: VerificationSettings
     generation_timeout_s: float
     worker_timeout_s: float
     saves_in_background: bool
+    merge_steps: bool
+    """Steps that continue each other are trained as one sequence."""
 
 
 class TrainingLoop:
@@ -117,8 +136,10 @@ class TrainingLoop:
             timeout_s=settings.worker_timeout_s,
             on_complete=self._checkpoint_completed,
         )
+        self._between_versions = asyncio.Lock()
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
+        self._verification = verification_of(settings.verification, models.policy, client, self._publish_weights)
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -135,55 +156,59 @@ class TrainingLoop:
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
-        starts = not self._is_resumed and not self._stop.is_set()
-        if starts and self._settings.eval_before_train and self._eval_rows:
-            metrics = await self._evaluate()
-            self._reporter.step(0, metrics | self._times.lap())
-        generating = asyncio.create_task(self._rollouts.run())
-        try:
-            while self.steps_done < self._settings.last_step:
-                groups = await self._next_groups()
-                if groups is None:
-                    break
-                await self._step(groups)
-            if self._settings.ckpt_interval > 0 or self._stop.is_set():
-                await self._checkpoint()
-            with self._times.phase("checkpoint"):
-                await self._saver.finish()
-            await self._turns.to_models()
-        finally:
-            generating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await generating
+        if self._verification is not None and self._settings.verification.prove_at_start:
+            await self._verification.prove()
+            await self._turns.to_engine()
+        async with _alongside(self._bring_back_engines()):
+            starts = not self._is_resumed and not self._stop.is_set()
+            if starts and self._settings.eval_before_train and self._eval_rows:
+                metrics = await self._evaluate()
+                self._reporter.step(0, metrics | self._times.lap())
+            async with _alongside(self._rollouts.run()):
+                while self.steps_done < self._settings.last_step:
+                    groups = await self._next_groups()
+                    if groups is None:
+                        break
+                    await self._step(groups)
+                if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                    await self._checkpoint()
+                with self._times.phase("checkpoint"):
+                    await self._saver.finish()
+                await self._turns.to_models()
         for callback in self._callbacks:
             callback.on_run_end(self.steps_done)
 
     async def _step(self, groups: list[FinishedGroup]) -> None:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        batch = self._selection.masked(collate(trajectories), trajectories)
+        batch, merging = self._batch(trajectories)
+        batch = self._selection.masked(batch, trajectories)
         with self._times.phase("checkpoint"):
             await self._saver.poll()
-        self._reporter.phase("score")
-        with self._times.phase("score"):
-            await self._turns.to_models()
-            batch = await self._update.score(batch)
-        agreement = rollout_agreement(batch, version=self.steps_done)
-        batch, prepared = self._update.prepare(batch)
-        self._reporter.phase("train")
-        with self._times.phase("train"):
-            trained = await self._update.train(batch, step)
-        self.steps_done = step
-        await self._publish()
+        async with self._between_versions:
+            self._reporter.phase("score")
+            with self._times.phase("score"):
+                await self._turns.to_models()
+                batch = await self._update.score(batch)
+            agreement = rollout_agreement(batch, version=self.steps_done)
+            batch, prepared = self._update.prepare(batch)
+            self._reporter.phase("train")
+            with self._times.phase("train"):
+                trained = await self._update.train(batch, step)
+            self.steps_done = step
+            agreed = await self._publish()
         if not self._turns.are_shared:
             await self._buffer.published(step)
 
-        metrics = _divided({**agreement, **prepared, **trained, **self._selection.lap()})
-        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap()
+        metrics = _divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
+        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap() | agreed
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
         self._reporter.train_samples(step, trajectories, batch)
         await self._finish_step(step, metrics)
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
+        return merged(collate(trajectories)) if self._settings.merge_steps else (collate(trajectories), {})
 
     async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         settings = self._settings
@@ -231,18 +256,58 @@ class TrainingLoop:
                     return groups
                 await self._buffer.rejected()
 
-    async def _publish(self) -> None:
+    async def _publish(self) -> dict[str, float]:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
-            async with self._turns.handover():
-                await publish_weights(
-                    self._models.policy,
-                    self._client,
-                    self._transport,
-                    self.steps_done,
-                    max_bucket_bytes=self._settings.max_bucket_bytes,
-                    num_engines=self._settings.num_engines,
-                )
+            await self._publish_weights()
+            if self._verification is None:
+                return {}
+            agreed = await self._verification.after_sync(self.steps_done)
+            await self._turns.to_engine()
+            return agreed
+
+    async def _publish_weights(self) -> None:
+        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
+        while True:
+            num_receivers = self._num_receivers()
+            try:
+                async with self._turns.handover():
+                    await publish_weights(
+                        self._models.policy,
+                        self._client,
+                        self._transport,
+                        self.steps_done,
+                        max_bucket_bytes=self._settings.max_bucket_bytes,
+                        num_engines=self._settings.num_engines,
+                        pause_mode=self._settings.pause_mode,
+                    )
+                return
+            except WeightSyncError as error:
+                if self._num_receivers() >= num_receivers:
+                    raise
+                logger.warning("publishing again, because an engine was lost: %s", error)
+
+    def _num_receivers(self) -> int:
+        return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1
+
+    async def _bring_back_engines(self) -> None:
+        """Publishes the current version again whenever an engine that was started again needs it; ends with the run.
+
+        It waits for the weights to be a whole version: while a step changes them, its own publishing serves as well.
+        """
+        if not isinstance(self._client, Recovering):
+            return
+        try:
+            while True:
+                await self._client.needs_weights()
+                async with self._between_versions:
+                    if self._client.lacks_weights:
+                        await self._publish_weights()
+                        if self._verification is not None:
+                            await self._verification.probe(self.steps_done)
+                            await self._turns.to_engine()
+        except Exception as error:
+            await self._buffer.fail(error)
 
     async def _evaluate(self) -> dict[str, float]:
         self._reporter.phase("evaluate")
@@ -290,6 +355,18 @@ class TrainingLoop:
         )
 
 
+@contextlib.asynccontextmanager
+async def _alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` as a task of its own until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
 def _is_due(step: int, interval: int, is_last: bool) -> bool:
     return interval > 0 and (step % interval == 0 or is_last)
 
@@ -309,6 +386,10 @@ def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: 
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
         "rollout/response_length": means.pop("response_length"),
+        "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories)
+        / len(trajectories),
+        "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
+        "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
         "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
         "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
         **{f"environment/{name}": value for name, value in means.items()},

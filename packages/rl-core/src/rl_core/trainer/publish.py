@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, Literal
 
-from rl_core.errors import first_error
-from rl_core.interfaces import InferenceClient, WeightTransport
+from rl_core.interfaces import InferenceClient, Manifest, WeightReceivers, WeightTransport
 from rl_core.weights import require_same
 from rl_core.workers import WorkerGroup
+
+PauseMode = Literal["keep", "abort", "wait"]
 
 
 async def publish_weights(
@@ -18,22 +20,53 @@ async def publish_weights(
     *,
     max_bucket_bytes: int,
     num_engines: int = 1,
-) -> None:
-    """Brings the engines to the group's weights, as `version`; in-flight requests go on under the new weights.
+    pause_mode: PauseMode = "keep",
+) -> Manifest:
+    """Brings the engines to the group's weights, as `version`; returns what they hold.
+
+    Args:
+        group: the ranks that send.
+        client: the engines.
+        transport: how the weights travel.
+        version: what the engines call them.
+        max_bucket_bytes: of what travels at a time.
+        num_engines: of a client that does not say how many processes receive.
+        pause_mode: what becomes of requests under way: see `InferenceClient.pause`.
 
     Raises:
         WeightSyncError: what arrived is not what was sent. The engines stay paused: they serve nothing until a good
         sync.
     """
-    rendezvous = transport.open(num_ranks=group.mesh.world_size, num_engines=num_engines)
+    num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
+    rendezvous = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
     try:
-        await client.pause("keep")
-        async with asyncio.TaskGroup() as both:
-            sending = both.create_task(group.publish(rendezvous, version, max_bucket_bytes))
-            receiving = both.create_task(client.update_weights(rendezvous, version))
+        await client.pause(pause_mode)
+        sending = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))
+        receiving = asyncio.ensure_future(client.update_weights(rendezvous, version))
+        await _both_or_neither(sending, receiving, stop=lambda: transport.close(rendezvous))
         require_same(sending.result(), receiving.result())
         await client.resume()
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from errors
     finally:
         transport.close(rendezvous)
+    return sending.result()
+
+
+async def _both_or_neither(sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Any) -> None:
+    """Waits for both. When one fails the other is told through the transport and waited for too: a rank that still
+    sends would hold up whatever it is asked next. Raises the error that came first."""
+    both = {sending, receiving}
+    try:
+        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [error for future in done if (error := future.exception()) is not None]
+        if failures:
+            stop()
+            await asyncio.wait(both)
+            raise failures[0]
+    except asyncio.CancelledError:
+        for future in both:
+            future.cancel()
+        raise
+    finally:
+        for future in both:
+            if future.done() and not future.cancelled():
+                future.exception()  # the other side's error follows from the first

@@ -39,16 +39,14 @@ class RunReporter:
             tracker.log(step, metrics)
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
-        """A few of a step's samples, evenly spread; `batch` holds the trajectories' steps in order, with
-        `old_logprobs`."""
+        """A few of a step's samples, evenly spread; `batch` holds their sequences, with `old_logprobs`, and
+        `trajectory_id` is the index in `trajectories`."""
         chosen = _evenly_spread(len(trajectories), self._num_samples)
         samples = [sample_of(trajectories[index], step=step, purpose="train") for index in chosen]
         if self._with_logprobs:
-            per_sequence = batch["old_logprobs"].split(batch.lengths.tolist())
             for position, index in enumerate(chosen):
-                own = (batch["trajectory_id"] == index).nonzero().flatten().tolist()
-                logprobs = [per_sequence[sequence].tolist() for sequence in own]
-                samples[position] = with_logprobs(samples[position], trajectories[index], logprobs)
+                rows = (batch["trajectory_id"] == index).nonzero().flatten()
+                samples[position] = with_logprobs(samples[position], batch.select(rows))
         self._samples.write(samples)
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:

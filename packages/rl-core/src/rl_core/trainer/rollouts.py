@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 
 from rl_core.errors import GenerationError, first_error
-from rl_core.interfaces import Generator, GroupRequest, SamplingParams
+from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.selection import has_zero_variance
@@ -90,7 +90,8 @@ class Rollouts:
 
     async def _play(self, group_id: int, start_version: int) -> None:
         row = self._source.row(group_id)
-        trajectories = await self._generator.generate(group_request(row, group_id, start_version, self._settings))
+        request = group_request(row, group_id, start_version, self._settings)
+        trajectories = await generate_group(self._generator, request)
         usable = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
         self._counts["failed"] += len(trajectories) - len(usable)
         if not usable:
@@ -111,6 +112,26 @@ class Rollouts:
                 f"{group_id}): {text}"
             )
         await self._buffer.drop(group_id)
+
+
+async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
+    """The group's trajectories. Raises GenerationError for a generator that does not answer what it was asked."""
+    trajectories = await generator.generate(request)
+    asked = [(request.group_id, index) for index in range(request.num_samples)]
+    answered = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
+    if answered != asked:
+        raise GenerationError(
+            f"{request.row_place}: the generator {type(generator).__name__} was asked for {request.num_samples} "
+            f"samples of group {request.group_id} and answered with (group, sample) {answered}"
+        )
+    for trajectory in trajectories:
+        if bool(trajectory.steps) == (trajectory.failure is not None):
+            raise GenerationError(
+                f"{request.row_place}: the generator {type(generator).__name__} answered sample "
+                f"{trajectory.sample_index} with {len(trajectory.steps)} steps and failure {trajectory.failure!r}; a "
+                "trajectory has steps or says why it failed"
+            )
+    return trajectories
 
 
 def group_request(row: DataRow, group_id: int, start_version: int, settings: RolloutSettings) -> GroupRequest:

@@ -42,6 +42,7 @@ from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_as
 from rl_core.trainer.samples import SamplesWriter, sample_of
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.update import BatchUpdate, UpdateSettings
+from rl_core.trainer.verification import LIMITS, VerificationSettings
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -440,9 +441,25 @@ def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
         export_root=Path(trainer.export_path or ""),
         max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
         num_engines=config.generator.inference_engine.num_engines,
+        pause_mode=config.generator.inference_engine.weight_sync_pause_mode,
+        verification=_verification(config),
         generation_timeout_s=trainer.generation_timeout_s,
         worker_timeout_s=trainer.worker_timeout_s,
         saves_in_background=trainer.async_save,
+        merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
+    )
+
+
+def _verification(config: Config) -> VerificationSettings:
+    verification = config.generator.inference_engine.weight_verification
+    dtypes = (config.engine_dtype, "bfloat16" if config.trainer.bf16 else "float32")
+    return VerificationSettings(
+        prove_at_start=verification.prove_at_start,
+        interval=verification.interval,
+        num_tokens=verification.num_tokens,
+        limit=verification.limit if verification.limit is not None else max(LIMITS[dtype] for dtype in dtypes),
+        seed=config.trainer.seed,
+        limits=_limits(config, config.trainer.micro_forward_batch_size_per_gpu),
     )
 
 

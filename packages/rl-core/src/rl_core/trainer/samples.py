@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces import Trajectory
 from rl_core.trainer.jsonl import StepLog, read_rows
+
+if TYPE_CHECKING:
+    from rl_core.batch import Batch
 
 FILE_NAME = "samples.jsonl"
 
@@ -31,11 +34,15 @@ class Sample:
     """None for a failed rollout: it received no reward, which is not a reward of zero."""
     stop_reason: str | None
     """Of the last turn; None for a failed rollout."""
+    end: str = "done"
+    """What ended the episode: `done`, or a limit (`max_turns`, `context`)."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """What the environment measured."""
     failure: str | None = None
+    turns: Sequence[Mapping[str, Any]] | None = None
+    """Of an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each."""
     tokens: Sequence[Sequence[int]] | None = None
-    """On request: one list per sequence of the trajectory (one for a single turn), prompt and response."""
+    """On request: one list per sequence that the trajectory was trained as, prompts and observations included."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
     """On request, aligned with `tokens`: log-probs of the engine, 0.0 where the policy did not sample."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
@@ -54,20 +61,24 @@ def sample_of(trajectory: Trajectory, *, step: int, purpose: Literal["train", "e
         response=trajectory.response_text,
         reward=None if failed else trajectory.reward,
         stop_reason=None if failed else trajectory.steps[-1].stop_reason,
+        end=trajectory.end,
         metrics=dict(trajectory.metrics),
         failure=trajectory.failure,
+        turns=[attrs.asdict(turn) for turn in trajectory.turns] if len(trajectory.turns) > 1 else None,
     )
 
 
-def with_logprobs(
-    sample: Sample, trajectory: Trajectory, trainer_logprobs: Sequence[Sequence[float]] | None = None
-) -> Sample:
-    """The row with tokens and the log-probs of both sides; `trainer_logprobs` has a list per step of the trajectory."""
+def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
+    """The row with tokens and the log-probs of both sides; `sequences` are the trajectory's, with `old_logprobs`."""
+
+    def lists(column: str) -> list[list[Any]]:
+        return [values.tolist() for values in sequences[column].split(sequences.lengths.tolist())]
+
     return attrs.evolve(
         sample,
-        tokens=[list(step.tokens) for step in trajectory.steps],
-        rollout_logprobs=[list(step.rollout_logprobs) for step in trajectory.steps],
-        trainer_logprobs=None if trainer_logprobs is None else [list(logprobs) for logprobs in trainer_logprobs],
+        tokens=lists("tokens"),
+        rollout_logprobs=lists("rollout_logprobs"),
+        trainer_logprobs=lists("old_logprobs"),
     )
 
 
@@ -101,9 +112,9 @@ def read_samples(run_dir: Path) -> Iterator[Sample]:
             ) from error
 
 
-_ON_REQUEST = ("tokens", "rollout_logprobs", "trainer_logprobs")
+_LEFT_OUT_IF_NONE = ("turns", "tokens", "rollout_logprobs", "trainer_logprobs")
 
 
 def _row(sample: Sample) -> dict[str, Any]:
     row = attrs.asdict(sample, recurse=False)
-    return {name: value for name, value in row.items() if not (name in _ON_REQUEST and value is None)}
+    return {name: value for name, value in row.items() if not (name in _LEFT_OUT_IF_NONE and value is None)}

@@ -43,8 +43,8 @@ class Selection:
                 copies of them; below it the batch is given up. None: no replacement.
             max_rejected_batches: so many batches given up in a row stop the run.
             mask_zero_variance: groups whose samples all have the same reward are not trained on.
-            mask_overlong: samples that were cut off by their length are not trained on; they still count in the
-                baseline.
+            mask_overlong: samples whose last response was cut off by its length, or that had no room for another one,
+                are not trained on; they still count in the baseline.
             seed: of the run; copies are drawn by it and the batch's first group.
         """
         self._min_replace_ratio = min_replace_ratio
@@ -103,7 +103,7 @@ class Selection:
         """
         trajectory_N, sequence_T = batch["trajectory_id"], batch.sequence_index
         if self._mask_overlong:
-            overlong = torch.tensor([trajectory.steps[-1].stop_reason == "length" for trajectory in trajectories])
+            overlong = torch.tensor([trajectory.is_cut for trajectory in trajectories])
             result = overlong_mask(batch["loss_mask"], sequence_T, overlong[trajectory_N])
             batch = batch.with_columns(loss_mask=result.loss_mask_T)
             self._metrics |= result.metrics

@@ -138,6 +138,21 @@ class WorkerGroup:
         async with self._turn():
             return merge_manifests(await self._ranks.call("publish", rendezvous, version, max_bucket_bytes))
 
+    async def is_perturbable(self) -> bool:
+        """Every worker is `Perturbable`."""
+        async with self._turn():
+            return all(await self._ranks.call("is_perturbable"))
+
+    async def perturb(self, seed: int, scale: float) -> None:
+        """See `Perturbable.perturb`."""
+        async with self._turn():
+            await self._ranks.call("perturb", seed, scale)
+
+    async def restore(self) -> None:
+        """See `Perturbable.restore`."""
+        async with self._turn():
+            await self._ranks.call("restore")
+
     async def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer and schedule."""
         async with self._turn(optimizer=True):

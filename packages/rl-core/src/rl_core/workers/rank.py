@@ -15,6 +15,7 @@ from rl_core.interfaces import (
     BackgroundSaver,
     Manifest,
     Offloadable,
+    Perturbable,
     Plan,
     RankInfo,
     Rendezvous,
@@ -91,6 +92,8 @@ class RankHost:
         """Calls the worker's `method`; `publish` gets this rank's end of the transport."""
         if method == "publish":
             return self._publish(*args)
+        if method == "is_perturbable":
+            return isinstance(self._worker, Perturbable)
         return getattr(self._worker, method)(*args, **kwargs)
 
     def _publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:

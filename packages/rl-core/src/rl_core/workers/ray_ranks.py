@@ -39,6 +39,8 @@ from rl_core.workers.wire import from_arrays, to_arrays
 if "RAY_ADDRESS" not in os.environ:
     # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Ray would run ranks and inference servers at niceness 15: any other work on the machine starves them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 try:
     import ray
@@ -248,7 +250,8 @@ class _Session:
                     ) from error
 
 
-_session = _Session()
+ray_session = _Session()
+"""Also for what else runs on Ray: inference servers."""
 
 
 class _Placement:
@@ -321,7 +324,7 @@ class RayRanks:
         self._ended: str | None = None
         self.placement = placement
         self.abilities = Abilities()
-        _session.enter()
+        ray_session.enter()
         placement.enter()
 
     @classmethod
@@ -345,7 +348,7 @@ class RayRanks:
             beside: ranks of the same shape whose devices these use too.
             timeout_s: longest wait for this start and for each later call.
         """
-        _session.enter()
+        ray_session.enter()
         try:
             if beside is None:
                 placement = await _Placement.reserve(spec.role, shape, timeout_s)
@@ -353,7 +356,7 @@ class RayRanks:
                 placement = beside.placement
             ranks = cls(spec.role, mesh, placement, timeout_s)
         finally:
-            _session.leave()
+            ray_session.leave()
         try:
             ranks._create_actors(takes_devices=beside is None)
             ranks._places = await ranks._all("start", [actor.place.remote() for actor in ranks._actors])
@@ -518,7 +521,7 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor)
         self.placement.leave()
-        _session.leave()
+        ray_session.leave()
 
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:

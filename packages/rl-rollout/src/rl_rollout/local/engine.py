@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -158,6 +158,21 @@ class LocalEngine:
             lambda: self._scheduler.update_weights(staged), f"the local engine to load weight version {version}"
         )
         return staged.manifest
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Scoring`."""
+        return self._vocab_size
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """See `Scoring.score`."""
+        scores: list[list[float]] = []
+
+        def score() -> None:
+            scores.extend(self._scheduler.score(sequences))
+
+        await self._ask(score, f"the local engine to score {len(sequences)} sequences")
+        return {"local": scores}
 
     async def health(self) -> EngineHealth:
         self._require_alive()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -70,6 +70,15 @@ def eos_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         tokens.append(tokenizer.eos_token_id)
     return tuple(dict.fromkeys(tokens))
+
+
+@torch.no_grad()
+def token_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> list[float]:
+    """log p(token t | tokens before it) at temperature 1; 0.0 for the first."""
+    tokens_T = torch.tensor(tokens, device=model.device)
+    logits_TV = model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
+    logprobs_T = logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+    return [0.0, *logprobs_T.tolist()]
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

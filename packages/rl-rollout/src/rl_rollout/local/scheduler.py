@@ -7,14 +7,14 @@ place: `_held` (came after a pause), `_waiting`, or the rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion
-from rl_rollout.local.model import StagedWeights, load_weights, require_complete
+from rl_rollout.local.model import StagedWeights, load_weights, require_complete, token_logprobs
 from rl_rollout.local.rows import Ended, Rows, Sample
 
 PauseMode = Literal["keep", "abort", "wait"]
@@ -83,6 +83,10 @@ class Scheduler:
             line.clear()
             line.extend(kept)
         return ended
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Scoring.score`."""
+        return [token_logprobs(self._model, sequence) for sequence in sequences]
 
     def update_weights(self, staged: StagedWeights) -> None:
         """Serves another version from the next token on; running rows get their cache under the new weights."""

@@ -41,6 +41,7 @@ class FilesTransport:
     """How long an engine waits for the ranks."""
     contract_version: int = CONTRACT_VERSION
     name: str = "files"
+    is_staged: bool = True
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the sync's directory (readable by this user only)."""
@@ -70,18 +71,23 @@ class FilesSender:
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
         """Writes each bucket as it comes: one at a time is in memory. Raises WeightSyncError if it cannot."""
+        from rl_core.weights import bucket_records, draining
+
         tensors: dict[str, TensorRecord] = {}
         entries = []
         try:
-            for i, bucket in enumerate(buckets):
-                data = bucket.data.detach().cpu().numpy()
-                path = self._directory_for(data.nbytes) / f"rank{self._rank}_{i}.bucket"
-                data.tofile(path)
-                records = records_of(bucket)
-                tensors |= records
-                described = [[name, record.dtype, record.shape, record.checksum] for name, record in records.items()]
-                entries.append({"file": str(path), "num_bytes": data.nbytes, "tensors": described})
-            self._write_manifest({"version": version, "buckets": entries})
+            with draining(buckets):
+                for i, bucket in enumerate(buckets):
+                    data = bucket.data.detach().cpu().numpy()
+                    path = self._directory_for(data.nbytes) / f"rank{self._rank}_{i}.bucket"
+                    data.tofile(path)
+                    records = bucket_records(bucket)
+                    tensors |= records
+                    described = [
+                        [name, record.dtype, record.shape, record.checksum] for name, record in records.items()
+                    ]
+                    entries.append({"file": str(path), "num_bytes": data.nbytes, "tensors": described})
+                self._write_manifest({"version": version, "buckets": entries})
         except OSError as error:
             raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
         return Manifest(version=version, tensors=tensors)
@@ -100,6 +106,8 @@ class FilesSender:
 
 class FilesReceiver:
     """An engine's end."""
+
+    is_staged = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._directory = Path(rendezvous.data["directories"][0])
@@ -139,14 +147,9 @@ class FilesReceiver:
         return [json.loads(path.read_text()) for path in paths]
 
 
-def records_of(bucket: WeightBucket) -> dict[str, TensorRecord]:
-    """Shape, dtype and checksum of every tensor of a bucket."""
-    from rl_core.weights import tensor_record, unpack_bucket
-
-    return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
-
-
 def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
+    from rl_core.weights import bucket_records
+
     path, expected = Path(entry["file"]), entry["num_bytes"]
     try:
         data = _read_bytes(path)
@@ -156,7 +159,7 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
         raise WeightSyncError(f"weight version {version}: {path} has {data.numel()} bytes, {expected} were written")
     names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
     bucket = WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data)
-    arrived = records_of(bucket)
+    arrived = bucket_records(bucket)
     damaged = [name for name, checksum in zip(names, checksums, strict=True) if arrived[name].checksum != checksum]
     if damaged:
         raise WeightSyncError(

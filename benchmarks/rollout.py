@@ -1,0 +1,157 @@
+"""Tokens per second through client, HTTP and actor, against the same requests in `LLM.generate`, taken in turns.
+
+The model is large enough that it dominates (about 25M parameters); a tiny one shows what a request costs by itself.
+Every measured batch is sampled by both sides with the same seeds, in turns, so that a change of the machine's load
+meets both; the ratio is the median over the turns. Both engines are alive all the time, and the idle one takes nothing.
+
+    python benchmarks/rollout.py [--batches 1 8 64 256] [--tokens 64] [--turns 3] [--sizes base tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.config import Config, from_mapping
+from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_core.testing.models import make_checkpoint
+from rl_rollout.vllm import wire
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.launch import cpu_environment, create_client
+
+SIZES: dict[str, dict[str, Any]] = {
+    "base": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "tiny": {},
+}
+PROMPT = tuple(range(1, 17))
+
+
+def make_config(directory: Path, size: str) -> Config:
+    """A float32 engine for a random model."""
+    sizes = SIZES[size] and {**SIZES[size], "num_key_value_heads": 4, "head_dim": 64}
+    make_checkpoint(directory / "model", **{"head_dim": 32, "max_position_embeddings": 512, **sizes})
+    return from_mapping(
+        {
+            "trainer.policy.model.path": str(directory / "model"),
+            "trainer.run_dir": str(directory),
+            "trainer.bf16": False,
+            "generator.inference_engine.backend": "vllm",
+            "generator.inference_engine.max_num_seqs": 256,
+            # Both sides sample every batch: neither may take the other's prompts from a cache.
+            "generator.inference_engine.enable_prefix_caching": False,
+        }
+    )
+
+
+def through_http(runner: asyncio.Runner, client: RemoteInferenceClient, name: str, count: int, tokens: int) -> float:
+    """Seconds for `count` requests at once."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    requests = [
+        GenerateRequest(sample_id=f"{name}-{i}", prompt_tokens=PROMPT, params=params, seed=i) for i in range(count)
+    ]
+
+    async def together() -> list[tuple[Completion, ...]]:
+        return await asyncio.gather(*(client.generate(request) for request in requests))
+
+    began = time.perf_counter()
+    completions = runner.run(together())
+    seconds = time.perf_counter() - began
+    assert all(len(completion.tokens) == tokens for (completion,) in completions)
+    return seconds
+
+
+def in_process(engine: Any, count: int, tokens: int) -> float:
+    """Seconds for the same requests in one call of vLLM's own interface."""
+    from vllm import SamplingParams as EngineParams
+    from vllm.inputs import TokensPrompt
+
+    params = [
+        EngineParams(max_tokens=tokens, ignore_eos=True, seed=i, logprobs=0, detokenize=False, flat_logprobs=True)
+        for i in range(count)
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=list(PROMPT)) for _ in range(count)]
+    began = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    return seconds
+
+
+def compare(size: str, batches: list[int], tokens: int, turns: int) -> None:
+    """Prints one line per batch size."""
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        config = make_config(Path(directory), size)
+        client = runner.run(create_client(config))
+        os.environ.update(cpu_environment(1))
+        from vllm import LLM
+
+        served = engine_arguments(config, has_gpus=False)
+        del served["worker_extension_cls"], served["served_model_name"]
+        engine = LLM(**served)
+        try:
+            for count in batches:
+                through_http(runner, client, f"{size}-warm-{count}", count, 8)
+                in_process(engine, count, 8)
+                times = [
+                    (
+                        through_http(runner, client, f"{size}-{count}-{turn}", count, tokens),
+                        in_process(engine, count, tokens),
+                    )
+                    for turn in range(turns)
+                ]
+                http, direct = (statistics.median(column) for column in zip(*times, strict=True))
+                ratio = statistics.median(own / other for other, own in times)
+                print(
+                    f"{size:5} batch {count:4}: {count * tokens / http:8.0f} tokens/s over HTTP, "
+                    f"{count * tokens / direct:8.0f} in process, ratio {ratio:.2f}, "
+                    f"{1e3 * (http - direct) / count:+.2f} ms per request",
+                    flush=True,
+                )
+        finally:
+            runner.run(client.close())
+
+
+def routed_experts_bytes(layers: int = 48, experts_per_token: int = 8, tokens: int = 2000) -> None:
+    """Bytes that routed experts add to a completion, against layers × experts per token."""
+
+    def size_of(routed: np.ndarray | None) -> int:
+        completion = Completion(
+            tokens=(1,) * tokens,
+            logprobs=(0.0,) * tokens,
+            policy_versions=(1,) * tokens,
+            stop_reason="length",
+            routed_experts=routed,
+        )
+        return len(wire.completions_body([completion]))
+
+    without = size_of(None)
+    added = size_of(np.zeros((tokens, layers, experts_per_token), np.uint8)) - without
+    print(
+        f"routed experts of {layers} layers × {experts_per_token}: {added / tokens:.2f} bytes per token on the wire, "
+        f"L·K = {layers * experts_per_token}; everything else {without / tokens:.2f} bytes per token"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    given = parser.parse_args()
+    routed_experts_bytes()
+    for size in given.sizes:
+        compare(size, given.batches, given.tokens, given.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""GRPO on a game of several turns: find a number from 0 to 9 in four guesses, told `<` or `>` after each.
+
+A conversation is `?=5$<=2$>=3$`: the game asks `?`, the model guesses 5, the number is smaller, it guesses 2, larger,
+3: found. What the game says is never trained on. The model is warm-started on random guesses, which find one number in
+three; whoever halves what is left finds each of them.
+Left out, on purpose: a reference model and a KL term, a reward for finding the number sooner.
+
+Run:  rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, from_mapping
+from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+
+MAX_GUESSES = 4
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '=' }}{% endfor %}"
+"""What the game says ends with `=`, which opens the model's turn; a guess ends with `$`."""
+
+_NUMBERS = "runs/guess/numbers.parquet"
+_START_MODEL = "runs/guess/start_model_seed${trainer.seed}"
+
+recipe = Recipe(
+    summary="a small model learns to guess a number in four turns, on two CPU cores",
+    config={
+        "data.train_data": [_NUMBERS],
+        "data.val_data": [_NUMBERS],
+        "environment.env_class": "guess",
+        "trainer.run_name": "guess",
+        "trainer.resume_mode": "none",
+        "trainer.policy.model.path": _START_MODEL,
+        "trainer.policy.optimizer_config.lr": 1e-3,
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
+        "trainer.policy.optimizer_config.weight_decay": 0.0,
+        "trainer.policy.optimizer_config.num_warmup_steps": 5,
+        "trainer.policy.optimizer_config.scheduler": "linear",
+        "trainer.algorithm.eps_clip_high": 0.28,
+        "trainer.seed": 0,
+        "trainer.bf16": False,
+        "trainer.gradient_checkpointing": False,
+        "trainer.num_threads": 1,
+        "trainer.epochs": 80,
+        "trainer.train_batch_size": 20,
+        "trainer.policy_mini_batch_size": 20,
+        "trainer.update_epochs_per_batch": 2,
+        "trainer.micro_train_batch_size_per_gpu": 512,
+        "trainer.micro_forward_batch_size_per_gpu": 1024,
+        "trainer.logprobs_chunk_size": 16384,
+        "trainer.eval_interval": 10,
+        "trainer.ckpt_interval": -1,
+        "generator.max_turns": MAX_GUESSES,
+        "generator.n_samples_per_prompt": 16,
+        "generator.sampling_params.max_generate_length": 2,
+    },
+    prepare="rl_examples.guess:prepare",
+    makes=(_NUMBERS, _START_MODEL),
+)
+
+
+class GuessEnvironment:
+    """Reward 1 for finding the row's `number` in four guesses. Metrics `accuracy`, the same, and `guesses`.
+
+    A response that is not one digit, ended by the model itself, loses the game.
+    """
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._number: int = row["number"]
+        self._guesses = 0
+
+    async def reset(self) -> Prompt:
+        return [{"role": "user", "content": "?"}]
+
+    async def step(self, action: Action) -> StepResult:
+        self._guesses += 1
+        is_guess = action.text in tuple("0123456789") and action.stop_reason == "stop"
+        is_found = is_guess and int(action.text) == self._number
+        # Told in every turn, so that games that a limit ends count as well.
+        metrics = {"accuracy": float(is_found), "guesses": float(self._guesses)}
+        if is_found or not is_guess or self._guesses == MAX_GUESSES:
+            return StepResult(reward=float(is_found), done=True, metrics=metrics)
+        hint = "<" if self._number < int(action.text) else ">"
+        return StepResult(reward=0.0, done=False, observation=[{"role": "user", "content": hint}], metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+
+def prepare(config: Config) -> None:
+    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    from rl_examples.arithmetic import write_rows
+
+    if _NUMBERS in (*config.data.train_data, *config.data.val_data) and not Path(_NUMBERS).exists():
+        write_rows(Path(_NUMBERS), numbers())
+    start_model = _START_MODEL.replace("${trainer.seed}", str(config.trainer.seed))
+    if config.policy_model_path == start_model and not Path(start_model).exists():
+        _write_start_model(Path(start_model), seed=config.trainer.seed)
+
+
+def numbers() -> list[dict[str, Any]]:
+    """A row per number: all that there is to play."""
+    return [{"prompt": "?", "number": number, "env_class": "guess"} for number in range(10)]
+
+
+def write_model(directory: Path, *, seed: int) -> None:
+    """Writes the untrained model and its tokenizer with the game's chat template."""
+    from transformers import AutoTokenizer
+
+    from rl_examples import arithmetic
+
+    arithmetic.write_model(directory, seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+
+
+def _write_start_model(directory: Path, *, seed: int) -> None:
+    """Learns the form of the game from random guesses, until its greedy games find a number now and then."""
+    from rl_core.trainer.data import DataRow
+    from rl_examples.warm_start import WarmStart, warm_start
+
+    untrained = directory.with_name(directory.name + ".untrained")
+    write_model(untrained, seed=seed)
+    config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
+    rng = random.Random(seed)
+    rows = [DataRow(_random_turn(rng), f"game {number}") for number in range(4000)]
+    # A well-formed game of one guess over and over finds one number in ten.
+    warm_start(config, rows, directory, WarmStart(target_accuracy=0.1, updates_per_check=40))
+
+
+def _random_turn(rng: random.Random) -> dict[str, Any]:
+    """A game of random guesses up to one of its turns, and the guess that follows."""
+    number, said = rng.randrange(10), "?="
+    for _ in range(rng.randrange(MAX_GUESSES)):
+        guess = rng.choice([digit for digit in range(10) if digit != number])
+        said += f"{guess}${'<' if number < guess else '>'}="
+    return {"prompt": said, "answer": str(rng.randrange(10)), "number": number, "env_class": "guess"}

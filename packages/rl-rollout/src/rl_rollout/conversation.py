@@ -1,0 +1,107 @@
+"""How the prompt of a later turn follows from what was said before. Three kinds of history, one method.
+
+`TextHistory` and `ChatHistory` only ever append: each prompt begins with all tokens before it, sampled ones as they
+were sampled, so that a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns
+(most templates of thinking models drop the thinking): where the template leaves everything as it was it appends too,
+else the next prompt is a new rendering of the conversation and begins a new sequence. What is trained on are the
+tokens that the engine sampled in every case; a rendering only ever becomes prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import Message, Prompt
+from rl_rollout.chat import TokenCodec, messages_of
+from rl_rollout.turn_tokens import TurnTokens
+
+Tokens = tuple[int, ...]
+
+
+class History(Protocol):
+    """One episode's conversation."""
+
+    def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
+        """What the engine is given next, after it was given `prompt` and answered `response`.
+
+        Raises:
+            DataError: an observation that does not fit the conversation.
+            ConfigError: a template that cannot be used this way.
+        """
+        ...
+
+
+def start_history(codec: TokenCodec, turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> History:
+    """The conversation that `prompt` opens.
+
+    Args:
+        step_wise: a turn may be a sequence of its own, so the template may change what was before.
+    """
+    if isinstance(prompt, str):
+        return TextHistory(codec)
+    return RenderedHistory(codec, turns, prompt) if step_wise else ChatHistory(turns, prompt)
+
+
+class TextHistory:
+    """Text without a template: an observation is appended as it is."""
+
+    def __init__(self, codec: TokenCodec) -> None:
+        self._codec = codec
+
+    def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
+        if not isinstance(observation, str):
+            raise DataError(
+                f"the episode began with text, so its observations are text; the environment gave {observation!r:.200}"
+            )
+        return prompt + response + self._codec.encode_text(observation)
+
+
+class ChatHistory:
+    """Messages under a template that leaves earlier turns as they were."""
+
+    def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
+        self._turns = turns
+        self._opening = opening
+
+    def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
+        messages = _observed(observation)
+        change = self._turns.how_it_changes(self._opening, messages)
+        if change:
+            raise ConfigError(
+                f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
+                "generator.step_wise_trajectories=true, which makes each turn a sequence where that happens, or give "
+                "the model a chat_template.jinja that keeps earlier turns"
+            )
+        return prompt + response + self._turns.between(response, messages)
+
+
+class RenderedHistory:
+    """Messages under any template: what it would write now decides whether the history goes on or begins anew."""
+
+    def __init__(self, codec: TokenCodec, turns: TurnTokens, opening: Sequence[Message]) -> None:
+        self._codec = codec
+        self._turns = turns
+        self._opening = opening
+        self._messages = list(opening)
+
+    def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
+        messages = _observed(observation)
+        before = self._codec.render(self._messages) + self._codec.response_text(response)
+        self._messages += [{"role": "assistant", "content": self._codec.response_text(response)}, *messages]
+        if not self._turns.how_it_changes(self._opening, messages):
+            return prompt + response + self._turns.between(response, messages)
+        text = self._codec.render(self._messages)
+        if text.startswith(before):
+            return prompt + response + self._turns.behind(before, response, text[len(before) :])
+        return self._codec.encode_text(text)
+
+
+def _observed(observation: Prompt | None) -> Sequence[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    messages = messages_of(observation, "an observation")
+    if any(message["role"] == "assistant" for message in messages):
+        raise DataError("an observation speaks as the assistant; that is the policy's part")
+    return messages

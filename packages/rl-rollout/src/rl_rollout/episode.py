@@ -1,0 +1,213 @@
+"""One episode: an environment and the policy take turns until one of them, or a limit, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+
+from rl_core.errors import DataError, DeadlineError
+from rl_core.interfaces import (
+    Action,
+    Completion,
+    Environment,
+    StepResult,
+    TrajectoryEnd,
+    TrajectoryStep,
+    Turn,
+)
+from rl_rollout.conversation import History, Tokens
+
+T = TypeVar("T")
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_TAKEN_METRICS = {"reward", "response_length", "failed"}
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What ends an episode before its environment does."""
+
+    max_turns: int = 1
+    """Responses of an episode."""
+    max_input_length: int | None = None
+    """Tokens of a later turn's prompt; None: no bound of its own."""
+    context_window: int | None = None
+    """Tokens that the engine takes, prompt and response together; None: not known, so the engine says."""
+    environment_timeout_s: float = 300.0
+    """Deadline of each call to the environment."""
+
+    def room(self, prompt: Tokens) -> float:
+        """Tokens that a response to this later turn's prompt may have; below 1: there is no other turn."""
+        if self.max_input_length is not None and len(prompt) > self.max_input_length:
+            return 0
+        return math.inf if self.context_window is None else self.context_window - len(prompt)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PlayedTurn:
+    """What the engine was given, what it answered, and what that got."""
+
+    prompt: Tokens
+    completion: Completion
+    result: StepResult
+    text: Turn
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Episode:
+    """An episode that was played to its end."""
+
+    turns: tuple[PlayedTurn, ...]
+    """At least one."""
+    end: TrajectoryEnd
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The environment's; the last turn's count."""
+        return {name: value for turn in self.turns for name, value in turn.result.metrics.items()}
+
+
+Respond = Callable[[int, Tokens, float], Awaitable[Completion]]
+"""(turn, prompt, room) → the policy's response of at most `room` tokens."""
+
+
+async def play(
+    environment: Environment,
+    history: History,
+    prompt: Tokens,
+    *,
+    respond: Respond,
+    text_of: Callable[[Tokens], str],
+    limits: Limits,
+) -> Episode:
+    """Plays an episode whose first prompt is there.
+
+    Raises:
+        DataError: the environment answers with something that it must not.
+        DeadlineError: the environment does not answer.
+    """
+    turns: list[PlayedTurn] = []
+    room: float = math.inf
+    while True:
+        completion = await respond(len(turns), prompt, room)
+        said = text_of(completion.tokens)
+        action = Action(text=said, tokens=completion.tokens, stop_reason=completion.stop_reason)
+        result = _checked(await within(environment.step(action), limits.environment_timeout_s, "step"))
+        following, end = _what_follows(result, history, prompt, completion, len(turns) + 1, limits)
+        shown = None if end else _shown(result)
+        text = Turn(response=said, observation=shown, reward=result.reward, stop_reason=completion.stop_reason)
+        turns.append(PlayedTurn(prompt=prompt, completion=completion, result=result, text=text))
+        if end:
+            return Episode(turns=tuple(turns), end=end)
+        prompt, room = following, limits.room(following)
+
+
+def _what_follows(
+    result: StepResult, history: History, prompt: Tokens, completion: Completion, num_turns: int, limits: Limits
+) -> tuple[Tokens, TrajectoryEnd | None]:
+    """The next turn's prompt, or why there is none."""
+    if result.done:
+        return (), "done"
+    if limits.max_turns == 1:
+        raise DataError(
+            "the environment wants another turn (done=False), but generator.max_turns is 1; raise it to the number of "
+            "turns that an episode may have"
+        )
+    if num_turns == limits.max_turns:
+        return (), "max_turns"
+    following = history.next_prompt(prompt, completion.tokens, result.observation)
+    return following, ("context" if limits.room(following) < 1 else None)
+
+
+async def within(call: Awaitable[T], timeout_s: float, name: str) -> T:
+    """The environment's answer. Raises DeadlineError."""
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await call
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise DeadlineError(f"waited {timeout_s:g} s (environment.timeout_s) for the environment's `{name}`") from error
+
+
+# --- what an environment may answer ---------------------------------------------------------------------------------
+
+
+def _checked(result: object) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise DataError(f"the environment's step returned {type(result).__name__}, expected StepResult")
+    if not isinstance(result.metrics, Mapping):
+        raise DataError(f"the environment's metrics are {type(result.metrics).__name__}, expected a mapping")
+    metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
+    if taken := _TAKEN_METRICS & metrics.keys():
+        raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; give it another")
+    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _FLOAT32_MAX:
+        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
+    return number
+
+
+def _shown(result: StepResult) -> str | None:
+    if result.observation is None or isinstance(result.observation, str):
+        return result.observation
+    return "\n".join(message["content"] for message in result.observation)
+
+
+# --- turns as sequences ---------------------------------------------------------------------------------------------
+
+
+def one_sequence_per_turn(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
+    """Each turn's prompt and response, as the engine had them."""
+    return tuple(_sequence((turn,)) for turn in turns)
+
+
+def one_sequence(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
+    """The whole episode, of turns whose prompts each begin with everything before them."""
+    return (_sequence(turns),)
+
+
+def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
+    tokens: list[int] = []
+    sampled: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    rewards: list[float] = []
+    routes: np.ndarray | None = None
+    for turn in turns:
+        assert list(turn.prompt[: len(tokens)]) == tokens, "an appended prompt begins with what was before"
+        given, completion = turn.prompt[len(tokens) :], turn.completion
+        tokens += given + completion.tokens
+        sampled += [False] * len(given) + [True] * len(completion.tokens)
+        logprobs += [0.0] * len(given) + list(completion.logprobs)
+        versions += [-1] * len(given) + list(completion.policy_versions)
+        rewards += [0.0] * (len(given) + len(completion.tokens) - 1) + [turn.result.reward]
+        routes = _newest_routes(routes, completion.routed_experts)
+    return TrajectoryStep(
+        tokens=tokens,
+        sampled=sampled,
+        rollout_logprobs=logprobs,
+        policy_version=versions,
+        reward=sum(turn.result.reward for turn in turns),
+        stop_reason=turns[-1].completion.stop_reason,
+        routed_experts=routes,
+        token_rewards=rewards if len(turns) > 1 else None,
+    )
+
+
+def _newest_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
+    """A later turn's routes cover the tokens of earlier turns too, and replace what was known of them."""
+    if known is None or new is None:
+        return known if new is None else new
+    return new if len(new) >= len(known) else np.concatenate([new, known[len(new) :]])

@@ -1,0 +1,89 @@
+"""One response, also when the engine gives it back in parts.
+
+`pause("abort")` returns running requests with what they have sampled so far. The rest is sampled by a new request whose
+prompt ends with that part: tokens, log-probs and versions of the part stay as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Completion, GenerateRequest, InferenceClient
+from rl_rollout.local.stop_strings import StopStringWatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_EMPTY_PARTS = 100
+"""So many aborts in a row without a token between them are taken for an engine that will never answer."""
+
+
+async def whole_response(
+    client: InferenceClient, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase
+) -> Completion:
+    """The response to a request of one sample, joined from its parts; never ends with `abort`.
+
+    Part i > 0 has the id `<sample_id>.<i>` and a seed that follows from the request's.
+
+    Raises:
+        GenerationError: the engine refuses the request, answers with another number of samples, or aborts forever.
+    """
+    parts: list[Completion] = []
+    num_empty = 0
+    while True:
+        completions = await client.generate(_rest(request, parts))
+        if len(completions) != 1:
+            raise GenerationError(f"request {request.sample_id!r}: {len(completions)} samples came back, expected 1")
+        parts.append(completions[0])
+        num_tokens = sum(len(part.tokens) for part in parts)
+        if parts[-1].stop_reason == "abort" and num_tokens == request.params.max_tokens:
+            parts[-1] = attrs.evolve(parts[-1], stop_reason="length")
+        if parts[-1].stop_reason != "abort":
+            return _joined(request, parts, tokenizer)
+        num_empty = 0 if parts[-1].tokens else num_empty + 1
+        if num_empty == _MAX_EMPTY_PARTS:
+            raise GenerationError(f"request {request.sample_id!r} was aborted {num_empty} times without a token")
+
+
+def _rest(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequest:
+    if not parts:
+        return request
+    done = tuple(token for part in parts for token in part.tokens)
+    digest = hashlib.blake2b(f"{request.seed}/{len(parts)}".encode(), digest_size=8).digest()
+    return attrs.evolve(
+        request,
+        sample_id=f"{request.sample_id}.{len(parts)}",
+        prompt_tokens=request.prompt_tokens + done,
+        params=attrs.evolve(request.params, max_tokens=request.params.max_tokens - len(done)),
+        # Random numbers that the first part used would repeat its choices.
+        seed=int.from_bytes(digest, "big") >> 1,
+    )
+
+
+def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> Completion:
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    tokens = tuple(token for part in parts for token in part.tokens)
+    end = _first_stop(tokens, request.params.stop, tokenizer)
+    routes = last.routed_experts
+    return Completion(
+        tokens=tokens[:end],
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs)[:end],
+        policy_versions=tuple(version for part in parts for version in part.policy_versions)[:end],
+        stop_reason=last.stop_reason if end is None else "stop",
+        routed_experts=routes if routes is None or end is None else routes[: len(request.prompt_tokens) + end - 1],
+    )
+
+
+def _first_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Tokens up to the end of the first stop string: one that stands in two parts is seen by no engine."""
+    if not stop:
+        return None
+    watch = StopStringWatch(tokenizer, stop)
+    return next((length for length, token in enumerate(tokens, start=1) if watch.sees_stop(token)), None)

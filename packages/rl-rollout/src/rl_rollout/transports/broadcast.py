@@ -1,0 +1,76 @@
+"""Weights by broadcast: NCCL where every participant has a GPU of its own, else gloo.
+
+Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they come,
+and no second copy of the weights exists anywhere. Two buckets of a rank are under way at a time.
+
+Every sync has its own store and its own process groups, made when they are needed and dropped at its end: a group that
+outlives a dead engine, or a layout that outlives a change of the model, are ways to load wrong weights. A group is one
+sending rank with all receivers; a rank that sends nothing has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Rendezvous
+
+if TYPE_CHECKING:
+    from rl_rollout.transports.broadcast_ends import BroadcastSender
+
+
+@attrs.frozen
+class BroadcastTransport:
+    """WeightTransport over process groups of torch."""
+
+    host: str | None = None
+    """Where ranks and engines reach the controller; None: its address in Ray's cluster if that has several nodes, else
+    loopback."""
+    timeout_s: float = 600.0
+    """How long each side waits for the next step of the other."""
+    contract_version: int = CONTRACT_VERSION
+    name: str = "broadcast"
+    is_staged: bool = False
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Starts the sync's store."""
+        from rl_rollout.transports.channel import open_store
+
+        host = self.host or controller_address()
+        data = {
+            "host": host,
+            "port": open_store(host, self.timeout_s),
+            "num_ranks": num_ranks,
+            "num_receivers": num_engines,
+            "timeout_s": self.timeout_s,
+        }
+        return Rendezvous(
+            transport=self.name, receiver="rl_rollout.transports.broadcast_ends:BroadcastReceiver", data=data
+        )
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> BroadcastSender:
+        from rl_rollout.transports.broadcast_ends import BroadcastSender
+
+        if world_size != rendezvous.data["num_ranks"]:
+            raise WeightSyncError(f"the sync was opened for {rendezvous.data['num_ranks']} ranks, not {world_size}")
+        return BroadcastSender(rendezvous, rank)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        from rl_rollout.transports.channel import close_store
+
+        close_store(rendezvous.data["port"])
+
+
+def controller_address() -> str:
+    """Where the other processes of this run reach this one."""
+    import sys
+
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) == 1:
+        return "127.0.0.1"
+    return ray.util.get_node_ip_address()
+
+
+broadcast = BroadcastTransport()

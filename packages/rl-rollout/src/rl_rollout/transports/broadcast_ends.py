@@ -1,0 +1,296 @@
+"""The two ends of a sync by broadcast.
+
+consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
+produces     (sender) the log, the bytes; (receiver) buckets, checked once a rank has sent its last
+waits for    receivers to join, the other end of each broadcast (deadline `timeout_s` of the rendezvous)
+unblocked by the other side; by `close` of the transport; by a participant that dies, whose connection breaks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.weights import bucket_records, draining
+from rl_rollout.transports.channel import Channel
+
+_CPU = "cpu"
+
+
+class BroadcastSender:
+    """A rank's end."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
+        self._rank = rank
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """Broadcasts each bucket while the next is made and the checksums of the last are computed.
+
+        Raises:
+            WeightSyncError: a receiver or the controller left, or the sync was closed.
+            DeadlineError: a receiver did not join.
+        """
+        with draining(buckets):
+            channel = Channel(self._rendezvous.data)
+            try:
+                tensors = self._send(channel, buckets, version)
+            except Exception as error:
+                give_up(channel, self._rank, error)
+                raise
+        return Manifest(version=version, tensors=tensors)
+
+    def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:
+        tensors: dict[str, TensorRecord] = {}
+        group: Group | None = None
+        under_way: Broadcast | None = None
+        for bucket in buckets:
+            if group is None:
+                group = self._open_group(channel, bucket.data, version)
+            channel.append(description(bucket, self._rank))
+            if under_way is not None:
+                under_way.wait()
+            under_way = group.broadcast(bucket.data)
+            tensors |= bucket_records(bucket)
+        if under_way is not None:
+            under_way.wait()
+        channel.append(end_message(tensors, self._rank, version))
+        return tensors
+
+    def _open_group(self, channel: Channel, data: Tensor, version: int) -> Group:
+        """The group of this rank and all receivers; on GPUs if each of them has one of its own."""
+        receivers = channel.receivers()
+        require_version(receivers, version)
+        devices = [device_name(data), *(receiver["device"] for receiver in receivers)]
+        has_gpus = _CPU not in devices and len(set(devices)) == len(devices)
+        backend = "nccl" if has_gpus else "gloo"
+        channel.append({"kind": "group", "rank": self._rank, "backend": backend})
+        return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
+
+
+class BroadcastReceiver:
+    """An engine process's end."""
+
+    is_staged = False
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yields all ranks' buckets as they come, while the next is received; at the end of each rank its checksums
+        must be those of what came.
+
+        A bucket's memory is never used again: vLLM keeps parts of it until it has a layer's last tensor.
+
+        Raises:
+            DeadlineError: a rank stopped sending.
+            WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
+        """
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(_CPU)
+        arrived: queue.Queue[WeightBucket | BaseException | None] = queue.Queue(maxsize=1)
+        stopped = threading.Event()
+
+        def follow() -> None:
+            try:
+                for bucket in self._follow(version, device):
+                    if not _put(arrived, bucket, stopped):
+                        return
+                _put(arrived, None, stopped)
+            except BaseException as error:
+                _put(arrived, error, stopped)
+
+        follower = threading.Thread(target=follow, name="rl-rollout-broadcast-receiver", daemon=True)
+        follower.start()
+        try:
+            while (item := arrived.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+
+    def _follow(self, version: int, device: torch.device) -> Iterator[WeightBucket]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        channel = Channel(self._rendezvous.data)
+        described = {"device": device_name(torch.empty(0, device=device)), "version": version}
+        member = 1 + channel.register_receiver(described)
+        groups: dict[int, Group] = {}
+
+        def take(message: Mapping[str, Any], place: int) -> WeightBucket | None:
+            del place
+            rank = message["rank"]
+            if message["kind"] == "bucket":
+                return _receive_bucket(message, groups[rank], device)
+            groups[rank] = Group(channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"])
+            return None
+
+        yield from follow(channel, version, take)
+
+
+def follow(
+    channel: Channel, version: int, take: Callable[[Mapping[str, Any], int], WeightBucket | None]
+) -> Iterator[WeightBucket]:
+    """Reads the log until every rank has sent its last bucket; at the end of each, its checksums must be right.
+
+    Args:
+        channel: of the sync.
+        version: that must be sent.
+        take: gets a message of any kind of the transport's own and its place; the bucket that it brought, if it did.
+    """
+    records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
+    for place in itertools.count():
+        if not records:
+            return
+        message = channel.read(place)
+        rank = message["rank"]
+        if message["kind"] == "failed":
+            raise WeightSyncError(f"rank {rank} could not send weight version {version}: {message['error']}")
+        if message["kind"] == "end":
+            if message["version"] != version:
+                raise WeightSyncError(
+                    f"rank {rank} sent weight version {message['version']}, the engine was told {version}"
+                )
+            _require_checksums(records.pop(rank), message["checksums"], rank)
+        elif (bucket := take(message, place)) is not None:
+            records[rank] |= bucket_records(bucket)
+            yield bucket
+
+
+def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
+    """The log's message about a bucket."""
+    return {
+        "kind": "bucket",
+        "rank": rank,
+        "names": bucket.names,
+        "dtypes": bucket.dtypes,
+        "shapes": bucket.shapes,
+        "num_bytes": bucket.data.numel(),
+    }
+
+
+def described_bucket(message: Mapping[str, Any], data: Tensor) -> WeightBucket:
+    """The bucket of `description`, with its bytes."""
+    return WeightBucket(
+        names=tuple(message["names"]),
+        dtypes=tuple(message["dtypes"]),
+        shapes=tuple(map(tuple, message["shapes"])),
+        data=data,
+    )
+
+
+def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
+    """The log's message that a rank has sent all it has."""
+    checksums = {name: record.checksum for name, record in tensors.items()}
+    return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
+
+
+def give_up(channel: Channel, rank: int, error: Exception) -> None:
+    """Tells the receivers that a rank cannot go on."""
+    with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
+        channel.append({"kind": "failed", "rank": rank, "error": f"{type(error).__name__}: {error}"})
+
+
+class Group:
+    """One sending rank (member 0) and all receivers. Dropped with its last reference, which breaks its connections."""
+
+    def __init__(self, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> None:
+        store = PrefixStore(f"group/{sender}", channel.store)
+        size, timeout = 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
+        self._timeout = timeout
+        try:
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group: Any = dist.ProcessGroupNCCL(store, member, size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, member, size, _gloo_options(data["host"], timeout))
+        except RuntimeError as error:
+            raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
+        self.device = torch.device(_CPU) if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+    def broadcast(self, data: Tensor) -> Broadcast:
+        """Starts a broadcast from the sender; receivers give the memory to fill. On the group's device."""
+        data = data.to(self.device)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        # The empty bucket: a collective of no bytes is not one that every backend knows.
+        work = self._group.broadcast([data], options) if data.numel() else None
+        return Broadcast(work, data)
+
+
+class Broadcast:
+    """A broadcast under way, and its memory."""
+
+    def __init__(self, work: Any, data: Tensor) -> None:
+        self._work = work
+        self._data = data
+
+    def wait(self) -> Tensor:
+        """Returns when the bytes are there, or on the GPU: when the current stream will find them there."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise WeightSyncError(f"the broadcast broke off: a participant is gone or too late: {error}") from error
+        return self._data
+
+
+def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.device) -> WeightBucket:
+    memory = torch.empty(message["num_bytes"], dtype=torch.uint8, device=group.device)
+    data = group.broadcast(memory).wait().to(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # whoever loads it does so on another thread's stream
+    return described_bucket(message, data)
+
+
+def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[str, int], rank: int) -> None:
+    arrived = {name: record.checksum for name, record in records.items()}
+    wrong = sorted(name for name in arrived.keys() | checksums.keys() if arrived.get(name) != checksums.get(name))
+    if wrong:
+        raise WeightSyncError(f"weights of rank {rank}: {len(wrong)} tensors differ from what was sent: {wrong[:3]}")
+
+
+def _put(items: queue.Queue[Any], item: object, stopped: threading.Event) -> bool:
+    """False where nobody takes it any more."""
+    while not stopped.is_set():
+        try:
+            items.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _gloo_options(host: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    is_local = host in ("127.0.0.1", "localhost")
+    options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
+    return options
+
+
+def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:
+    """All receivers were told the version that is sent, or nobody connects."""
+    others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
+    if others:
+        raise WeightSyncError(f"weight version {version} is sent, an engine was told {others[0]}")
+
+
+def device_name(tensor: Tensor) -> str:
+    """The GPU it lies on, as no other GPU is called; `cpu` for the rest."""
+    return f"cuda:{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else _CPU

@@ -1,0 +1,69 @@
+"""Weights through the GPU memory that ranks and engines of one host share: CUDA IPC, nothing leaves the devices.
+
+For colocated training: an engine copies each bucket straight out of the rank's memory. Not staged: engines load buckets
+as they come. At most two buckets of a rank wait for engines at a time.
+
+vLLM's own IPC transfer is made of the same handles, but wants all names and shapes before the first tensor, a client of
+its server in the training rank, and says nothing about what arrived. So the handles travel in the sync's log here, and
+checksums with them; loading is vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Rendezvous
+
+if TYPE_CHECKING:
+    from rl_rollout.transports.cuda_ipc_ends import CudaIpcSender
+
+
+@attrs.frozen
+class CudaIpcTransport:
+    """WeightTransport between processes that see the same GPUs."""
+
+    timeout_s: float = 600.0
+    """How long each side waits for the next step of the other."""
+    contract_version: int = CONTRACT_VERSION
+    name: str = "cuda_ipc"
+    is_staged: bool = False
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Starts the sync's store, on loopback: all of it is one host. Raises ConfigError where torch knows no CUDA."""
+        import torch
+
+        from rl_rollout.transports.channel import open_store
+
+        if torch.version.cuda is None:
+            raise ConfigError(
+                "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and this torch "
+                f"({torch.__version__}) was built without CUDA; use shared_memory"
+            )
+        data = {
+            "host": "127.0.0.1",
+            "port": open_store("127.0.0.1", self.timeout_s),
+            "num_ranks": num_ranks,
+            "num_receivers": num_engines,
+            "timeout_s": self.timeout_s,
+        }
+        return Rendezvous(
+            transport=self.name, receiver="rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver", data=data
+        )
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> CudaIpcSender:
+        from rl_rollout.transports.cuda_ipc_ends import CudaIpcSender
+
+        if world_size != rendezvous.data["num_ranks"]:
+            raise WeightSyncError(f"the sync was opened for {rendezvous.data['num_ranks']} ranks, not {world_size}")
+        return CudaIpcSender(rendezvous, rank)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        from rl_rollout.transports.channel import close_store
+
+        close_store(rendezvous.data["port"])
+
+
+cuda_ipc = CudaIpcTransport()

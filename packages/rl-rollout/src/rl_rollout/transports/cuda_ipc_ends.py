@@ -1,0 +1,169 @@
+"""The two ends of a sync by CUDA IPC.
+
+consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's memory
+produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and a word that it has them
+waits for    receivers to join and to take; the next message (deadline `timeout_s` of the rendezvous)
+unblocked by the other side, or by `close` of the transport
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.weights import bucket_records, draining
+from rl_rollout.transports.broadcast_ends import (
+    described_bucket,
+    description,
+    device_name,
+    end_message,
+    follow,
+    give_up,
+    require_version,
+)
+from rl_rollout.transports.channel import Channel
+
+_BUCKETS_UNDER_WAY = 2
+
+
+class CudaIpcSender:
+    """A rank's end."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
+        self._rank = rank
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """Shows each bucket to the receivers and keeps it until all have taken it.
+
+        Raises:
+            WeightSyncError: the weights do not lie on a GPU, a receiver does not see it, or the sync was closed.
+            DeadlineError: a receiver did not join, or did not take a bucket.
+        """
+        with draining(buckets):
+            channel = Channel(self._rendezvous.data)
+            try:
+                tensors = self._send(channel, buckets, version)
+            except Exception as error:
+                give_up(channel, self._rank, error)
+                raise
+        return Manifest(version=version, tensors=tensors)
+
+    def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:
+        tensors: dict[str, TensorRecord] = {}
+        everyone = range(channel.num_receivers)
+        under_way: deque[tuple[int, Tensor]] = deque()
+        for i, bucket in enumerate(buckets):
+            if i == 0:
+                require_version(channel.receivers(), version)
+            shown = shared(bucket.data, self._rank)
+            place = channel.append(description(bucket, self._rank) | shown)
+            under_way.append((place, bucket.data))
+            tensors |= bucket_records(bucket)
+            if len(under_way) == _BUCKETS_UNDER_WAY:
+                channel.wait_until_taken(under_way[0][0], everyone)
+                under_way.popleft()
+        for place, _ in under_way:
+            channel.wait_until_taken(place, everyone)
+        channel.append(end_message(tensors, self._rank, version))
+        return tensors
+
+
+class CudaIpcReceiver:
+    """An engine process's end."""
+
+    is_staged = False
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yields copies of all ranks' buckets as they come, on this process's GPU.
+
+        Raises:
+            DeadlineError: a rank stopped sending.
+            WeightSyncError: another version, damaged or missing tensors, a rank that failed, a GPU that this process
+                does not see, or a closed sync.
+        """
+        if not torch.cuda.is_available():
+            raise WeightSyncError("the cuda_ipc transport reached an engine without a GPU; use shared_memory")
+        device = torch.device("cuda", torch.cuda.current_device())
+        channel = Channel(self._rendezvous.data)
+        number = channel.register_receiver({"version": version})
+
+        def take(message: Mapping[str, Any], place: int) -> WeightBucket:
+            # A copy: vLLM keeps parts of a bucket until it has a layer's last tensor, the rank only until it is told.
+            data = opened(message).to(device, copy=True)
+            torch.cuda.current_stream(device).synchronize()
+            channel.acknowledge(place, number)
+            return described_bucket(message, data)
+
+        yield from follow(channel, version, take)
+
+
+def shared(data: Tensor, rank: int) -> dict[str, Any]:
+    """What another process needs to open GPU memory, as plain data. The memory must stay until it has."""
+    if not data.is_cuda:
+        raise WeightSyncError(
+            f"rank {rank}: the cuda_ipc transport shares GPU memory, and the weights lie on the {data.device.type}; "
+            "use shared_memory"
+        )
+    torch.cuda.current_stream(data.device).synchronize()
+    _, arguments = reduce_tensor(data)
+    fields = {name: arguments[i] for i, name in _HANDLE.items()}
+    return {
+        "gpu": device_name(data),
+        "handle": {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()},
+    }
+
+
+def opened(message: Mapping[str, Any]) -> Tensor:
+    """The memory of `shared`, on the GPU where it lies."""
+    if message["num_bytes"] == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
+    if message["gpu"] not in names:
+        raise WeightSyncError(
+            f"rank {message['rank']} shares {message['gpu']}, and this engine sees {names}: give both the same "
+            "CUDA_VISIBLE_DEVICES, or use broadcast"
+        )
+    given = message["handle"]
+    handle = {name: bytes.fromhex(given[name]) if name in _BYTES else given[name] for name in _HANDLE.values()}
+    return rebuild_cuda_tensor(
+        Tensor,
+        (message["num_bytes"],),
+        (1,),
+        handle["tensor_offset"],
+        torch.storage.TypedStorage,
+        torch.uint8,
+        names.index(message["gpu"]),
+        handle["storage"],
+        handle["storage_size_bytes"],
+        handle["storage_offset_bytes"],
+        False,
+        handle["ref_counter"],
+        handle["ref_counter_offset"],
+        handle["event"],
+        handle["event_sync_required"],
+    )
+
+
+_HANDLE = {
+    3: "tensor_offset",
+    7: "storage",
+    8: "storage_size_bytes",
+    9: "storage_offset_bytes",
+    11: "ref_counter",
+    12: "ref_counter_offset",
+    13: "event",
+    14: "event_sync_required",
+}
+"""Of what torch's `reduce_tensor` returns for a GPU tensor (torch 2.11 to 2.13): place → name."""
+_BYTES = ("storage", "ref_counter", "event")

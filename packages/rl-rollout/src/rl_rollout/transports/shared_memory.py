@@ -1,0 +1,310 @@
+"""Weights through shared memory of one host: a rank writes each bucket once, every engine reads it where it lies.
+
+Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine has the whole version, or
+refuses it. While an engine checks a bucket, the rank writes the next one.
+
+A segment is memory without a name (memfd), which engines open through the rank's `/proc` entry; the kernel frees it
+with its last user, however that ends. A rank keeps its segments for the next sync, since fresh pages cost several times
+the copy. An engine holds a shared file lock on what it has mapped: a rank that cannot get the exclusive lock leaves the
+segment to the engine and takes a new one, so nothing that is being read is ever overwritten.
+
+Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` says how many
+there were.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, TensorRecord, WeightBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MAX_POLL_S = 0.02
+_BUCKETS_IN_WORK = 2
+
+
+@attrs.frozen
+class SharedMemoryTransport:
+    """WeightTransport between processes of one host."""
+
+    timeout_s: float = 600.0
+    """How long an engine waits for a rank's next bucket."""
+    contract_version: int = CONTRACT_VERSION
+    name: str = "shared_memory"
+    is_staged: bool = True
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Makes the directory of announcements (readable by this user only)."""
+        del num_engines  # any number of engines may read
+        if not hasattr(os, "memfd_create"):
+            raise WeightSyncError(
+                "the shared_memory transport needs Linux; set generator.inference_engine.weight_sync_backend=files"
+            )
+        data = {
+            "directory": tempfile.mkdtemp(prefix="rl-weights-"),
+            "host": _host(),
+            "num_ranks": num_ranks,
+            "timeout_s": self.timeout_s,
+        }
+        return Rendezvous(transport=self.name, receiver=f"{__name__}:SharedMemoryReceiver", data=data)
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> SharedMemorySender:
+        if world_size != rendezvous.data["num_ranks"]:
+            raise WeightSyncError(f"the sync was opened for {rendezvous.data['num_ranks']} ranks, not {world_size}")
+        return SharedMemorySender(rendezvous, rank)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        shutil.rmtree(rendezvous.data["directory"], ignore_errors=True)
+
+
+class SharedMemorySender:
+    """A rank's end."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
+        self._rank = rank
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """Copies each bucket as it comes; checksums are computed beside the next copy. Raises WeightSyncError."""
+        from rl_core.weights import draining
+
+        tensors: dict[str, TensorRecord] = {}
+        announcing: deque[Future[dict[str, TensorRecord]]] = deque()
+        count = 0
+        try:
+            with draining(buckets), _pool_of(self._rank) as pool, ThreadPoolExecutor(1) as checking:
+                _require_same_host(self._rendezvous, f"rank {self._rank}")
+                for bucket in buckets:
+                    segment = pool.take(bucket.data.numel())
+                    segment.write(bucket.data)
+                    announcing.append(checking.submit(self._announce, bucket, segment, version, count))
+                    count += 1
+                    if len(announcing) == _BUCKETS_IN_WORK:
+                        tensors |= announcing.popleft().result()
+                for announced in announcing:
+                    tensors |= announced.result()
+                self._write(f"rank{self._rank}.json", {"version": version, "num_buckets": count})
+        except OSError as error:
+            raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
+        return Manifest(version=version, tensors=tensors)
+
+    def _announce(self, bucket: WeightBucket, segment: Segment, version: int, index: int) -> dict[str, TensorRecord]:
+        from rl_core.weights import bucket_records
+
+        records = bucket_records(bucket)
+        entry = {
+            "version": version,
+            "path": segment.path,
+            "num_bytes": bucket.data.numel(),
+            "tensors": [[name, record.dtype, record.shape, record.checksum] for name, record in records.items()],
+        }
+        self._write(f"rank{self._rank}_{index}.json", entry)
+        return records
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        path = Path(self._rendezvous.data["directory"], name)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content))
+        unfinished.rename(path)
+
+
+class SharedMemoryReceiver:
+    """An engine's end."""
+
+    is_staged = True
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._directory = Path(rendezvous.data["directory"])
+        self._timeout_s: float = rendezvous.data["timeout_s"]
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yields every rank's buckets, each checked, as views of the shared memory: private to this process if written.
+
+        Raises:
+            DeadlineError: a rank's next bucket did not come.
+            WeightSyncError: another version, damaged memory, a rank that is gone, or a sync that was closed meanwhile.
+        """
+        _require_same_host(self._rendezvous, "an engine")
+        for rank in range(self._rendezvous.data["num_ranks"]):
+            count = 0
+            while (entry := self._next(rank, count)) is not None:
+                _require_version(entry, version, rank)
+                yield _read_bucket(entry, rank)
+                count += 1
+
+    def _next(self, rank: int, index: int) -> dict[str, Any] | None:
+        """The announcement of a rank's bucket; None where it has sent them all."""
+        announced, last = self._directory / f"rank{rank}_{index}.json", self._directory / f"rank{rank}.json"
+        deadline, pause_s = time.monotonic() + self._timeout_s, 0.0005
+        while True:
+            is_complete = last.exists()  # asked first: all announcements are there once it is
+            if announced.exists():
+                return _read_json(announced)
+            if is_complete:
+                return self._require_all(last, rank, index)
+            if not self._directory.exists():
+                raise WeightSyncError(f"the sync was closed before rank {rank} had sent its weights")
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"waited {self._timeout_s:g} s for bucket {index} of rank {rank}'s weights")
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _MAX_POLL_S)
+
+    def _require_all(self, path: Path, rank: int, count: int) -> None:
+        num_buckets = _read_json(path)["num_buckets"]
+        if count != num_buckets:
+            raise WeightSyncError(f"rank {rank} sent {num_buckets} buckets, {count} are there")
+
+
+# --- segments -------------------------------------------------------------------------------------------------------
+
+
+class Segment:
+    """Memory of this process that others can map."""
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self.num_bytes = num_bytes
+        self._fd = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        if num_bytes:
+            try:
+                os.posix_fallocate(self._fd, 0, num_bytes)  # an error now, where touching the page later would kill
+                self.tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+            except BaseException:
+                self.close()
+                raise
+
+    def write(self, data: Tensor) -> None:
+        """Copies a bucket's bytes, from whatever device, and lets engines in."""
+        self.tensor.copy_(data)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def lock(self) -> bool:
+        """Whether no engine holds it; if so, none can until `write` is done."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """This process lets go; engines keep what they have mapped."""
+        os.close(self._fd)
+
+
+class SegmentPool:
+    """The segments of one rank. One sync at a time uses it, as a context: what two syncs in a row did not need goes."""
+
+    def __init__(self) -> None:
+        self._free: list[Segment] = []
+        self._used: list[Segment] = []
+
+    def __enter__(self) -> SegmentPool:
+        self._free, self._used = self._used, []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for segment in self._free:
+            segment.close()
+        self._free = []
+
+    def take(self, num_bytes: int) -> Segment:
+        """A locked segment of exactly this size: a model's buckets are the same in every sync."""
+        fitting = [segment for segment in self._free if segment.num_bytes == num_bytes]
+        segment = next((segment for segment in fitting if segment.lock()), None)
+        if segment is None:
+            segment = Segment(num_bytes)
+            segment.lock()
+        else:
+            self._free.remove(segment)
+        self._used.append(segment)
+        return segment
+
+
+_pools: dict[int, SegmentPool] = {}
+
+
+def _pool_of(rank: int) -> SegmentPool:
+    return _pools.setdefault(rank, SegmentPool())
+
+
+def _read_bucket(entry: Mapping[str, Any], rank: int) -> WeightBucket:
+    from rl_core.weights import bucket_records
+
+    names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
+    data = _map(entry["path"], entry["num_bytes"], rank)
+    bucket = WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data)
+    arrived = bucket_records(bucket)
+    damaged = [name for name, checksum in zip(names, checksums, strict=True) if arrived[name].checksum != checksum]
+    if damaged:
+        raise WeightSyncError(
+            f"shared memory of rank {rank} is damaged: {', '.join(damaged[:3])} differ from what was sent"
+        )
+    return bucket
+
+
+def _map(path: str, num_bytes: int, rank: int) -> Tensor:
+    import torch
+
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        # The mapping duplicates the descriptor, and with it shares the lock, which ends when the tensor does.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            mapped = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"shared memory of rank {rank} cannot be read: the rank is gone, sends again already, or runs in another "
+            f"container: {error}"
+        ) from error
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _require_version(entry: Mapping[str, Any], version: int, rank: int) -> None:
+    if entry["version"] != version:
+        raise WeightSyncError(f"rank {rank} sent weight version {entry['version']}, the engine was told {version}")
+
+
+def _require_same_host(rendezvous: Rendezvous, who: str) -> None:
+    if _host() != rendezvous.data["host"]:
+        raise WeightSyncError(
+            f"the shared_memory transport serves one host, and {who} runs on another: set "
+            "generator.inference_engine.weight_sync_backend to broadcast, or to files with a directory that all see"
+        )
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise WeightSyncError(f"the sync was closed while {path.name} was read: {error}") from error
+
+
+shared_memory = SharedMemoryTransport()

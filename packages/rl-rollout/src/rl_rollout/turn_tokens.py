@@ -1,0 +1,116 @@
+"""The tokens that a chat template writes between two turns of the policy.
+
+What the policy sampled is never rendered or encoded: it stays in the conversation token for token. Only what stands
+between one response and the next is the template's: the end of the policy's turn, the observation's messages and the
+opening of the next turn. It is found by rendering a fixed short conversation around the same observation and cutting
+behind what the assistant said there.
+
+    response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n
+    sampled  ──►  (the end token once: the sampled one, or the template's if the response was cut off)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Message
+from rl_rollout.chat import TokenCodec
+
+_SAID = "wh4t.w4s.s4id"
+"""Stands for a response: no template changes it, no tokenizer joins its last letter with what a template writes."""
+_WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{_SAID}"
+_ASKED: Message = {"role": "user", "content": "?"}
+_REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
+
+
+class TurnTokens:
+    """What a tokenizer's chat template writes after a response."""
+
+    def __init__(self, codec: TokenCodec) -> None:
+        self._codec = codec
+        self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
+
+    def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[int, ...]:
+        """From the end of a response to the opening of the next.
+
+        Raises:
+            DataError: the template refuses the observation, or does not show what the assistant said.
+        """
+        head, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
+        return self.behind(head, response_tokens, tail)
+
+    def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[int, ...]:
+        """Tokens of `tail`, which the template wrote after `text`, less the end of the turn that was sampled itself."""
+        closing, num_blank = self._closing
+        return without_said_end(response_tokens, self._encode_behind(text, tail), closing, num_blank=num_blank)
+
+    @cached_property
+    def _closing(self) -> tuple[tuple[int, ...], int]:
+        """What ends a turn of the policy, whatever follows, and with how many blank tokens it begins."""
+        closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
+        visible = (bool(str(self._codec.tokenizer.decode([token])).strip()) for token in closing)
+        return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
+
+    def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
+        """What the template does to earlier turns when later ones follow; None if it leaves them as they were.
+
+        Decided by the roles alone: two turns are rendered after `opening`, plain ones and ones with a thought.
+        """
+        roles = (_roles(opening), _roles(observation))
+        if roles not in self._changes:
+            if not self._keeps(opening, observation, _SAID):
+                self._changes[roles] = "writes earlier turns in another way than it opened them"
+            elif not self._keeps(opening, observation, _WITH_THOUGHT):
+                self._changes[roles] = "drops the thinking of earlier turns"
+            else:
+                self._changes[roles] = None
+        return self._changes[roles]
+
+    def _keeps(self, opening: Sequence[Message], observation: Sequence[Message], said: str) -> bool:
+        _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
+        turn = [{"role": "assistant", "content": said}, *observation]
+        opened, one_turn = self._codec.render(opening), self._codec.render([*opening, *turn])
+        # A template that writes a space before a response expects responses that bring their own.
+        blank = " " if one_turn.startswith(f"{opened} {said}") else ""
+        expected = opened + 2 * (blank + said + tail)
+        return expected.startswith(one_turn) and self._codec.render([*opening, *turn, *turn]) == expected
+
+    def _around_said(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, str]:
+        text = self._codec.render(messages, add_generation_prompt=add_generation_prompt)
+        head, said, tail = text.partition(_SAID)
+        if not said:
+            raise DataError("the chat template does not show what the assistant said; it cannot be used for turns")
+        return head + said, tail
+
+    def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:
+        """Encoded together with what stands before it: some tokenizers treat the start of a text in their own way."""
+        before, whole = self._codec.encode_text(head), self._codec.encode_text(head + tail)
+        return whole[len(before) :] if whole[: len(before)] == before else self._codec.encode_text(tail)
+
+
+def without_said_end(
+    response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...], *, num_blank: int = 0
+) -> tuple[int, ...]:
+    """`tail` without the part of the turn's end that the response has already.
+
+    A response that was cut off by its length, or ended by a stop string, lacks that end: then it stays, not sampled.
+
+    Args:
+        closing: what ends a turn whatever follows; only tokens that `tail` shares with it can have been sampled.
+        num_blank: so many tokens at its start are blank, and a response may have ended without them.
+    """
+    shared = 0
+    while shared < min(len(tail), len(closing)) and tail[shared] == closing[shared]:
+        shared += 1
+    for start in (0, num_blank):
+        for end in range(shared, start, -1):
+            said = tail[start:end]
+            if tuple(response_tokens[-len(said) :]) == said:
+                return tail[end:]
+    return tail
+
+
+def _roles(messages: Sequence[Message]) -> tuple[str, ...]:
+    return tuple(message["role"] for message in messages)

@@ -1,0 +1,309 @@
+"""The InferenceClient over vLLM servers.
+
+consumes     requests of the generator; pauses and weight versions of the trainer
+produces     completions: each request's exactly once, from whichever server finished it
+waits for    a server in service, then for its answer; each up to the request's deadline
+unblocked by the answer, by the supervisor giving the server up (the request moves on), or by the deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from rl_core.errors import DeadlineError, GenerationError, RLError, WeightSyncError
+from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Message, Rendezvous
+from rl_rollout.vllm import wire
+from rl_rollout.vllm.connection import Connection, ServerGone
+from rl_rollout.vllm.pool import Member, Pool
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+_SHORT_S = 30.0
+"""Deadline of calls that compute nothing."""
+_TOKENIZE_CONCURRENCY = 32
+
+
+class RemoteInferenceClient:
+    """InferenceClient over the servers of a pool. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        timeout_s: float,
+        on_failure: Callable[[Member], None] = lambda member: None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+        served_model_name: str = "",
+        router_url: str | None = None,
+    ) -> None:
+        """
+        Args:
+            pool: the servers.
+            timeout_s: of a request, and of a weight update.
+            on_failure: told of a server that did not answer.
+            on_close: ends what stands behind the pool.
+            served_model_name: of vLLM's own routes.
+            router_url: where outside agents are served.
+        """
+        self.router_url = router_url
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._on_close = on_close
+        self._model = served_model_name
+        self._where: dict[str, Member] = {}
+        self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._pool.facts.vocab_size
+
+    def num_weight_receivers(self) -> int:
+        """See `WeightReceivers`. At least one engine's: an update waits for one."""
+        return self._pool.facts.num_workers * max(1, len(self._pool.up))
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """See `InferenceClient.generate`. A server that dies or stops serving gives the request to another one."""
+        body = wire.request_body(request)
+
+        async def ask(connection: Connection, timeout_s: float) -> bytes:
+            return await connection.send("generate", body, timeout_s=timeout_s)
+
+        what = f"sample {request.sample_id} ({request.num_samples} × up to {request.params.max_tokens} tokens)"
+        session = request.session_id or request.sample_id
+        answer = await self._on_some_server(
+            ask, what, session_id=session, sample_id=request.sample_id, num_samples=request.num_samples
+        )
+        return wire.completions_of(answer)
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        """See `InferenceClient.abort`. A request that is still on its way to a server is asked for again."""
+        deadline = time.monotonic() + _SHORT_S
+        asked = set(self._where) if sample_ids is None else set(sample_ids) & self._where.keys()
+        while asked:
+            answers = await self._on_all("abort", {"sample_ids": sorted(asked)}, timeout_s=_SHORT_S)
+            asked -= {sample_id for answer in answers.values() for sample_id in answer}
+            asked &= self._where.keys()
+            if asked and time.monotonic() > deadline:
+                raise DeadlineError(f"waited {_SHORT_S:g} s for samples {sorted(asked)[:5]} to be aborted")
+            await asyncio.sleep(_FIRST_BACKOFF_S if asked else 0)
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> Mapping[str, Any]:
+        """A chat completion as OpenAI's API has it: its body, as a mapping. Tokens are the server's business.
+
+        Args:
+            messages: chat messages.
+            options: fields of the API's request, such as `max_tokens`; `session_id` keeps a conversation on a server.
+        """
+        session_id = options.pop("session_id", None)
+        arguments = {"model": self._model, "messages": [dict(message) for message in messages], **options}
+
+        async def ask(connection: Connection, timeout_s: float) -> Any:
+            return await connection.call_json("/v1/chat/completions", arguments, timeout_s=timeout_s)
+
+        return await self._on_some_server(ask, "a chat completion", session_id=session_id)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """See `Scoring`."""
+        answers = await self._on_all("score", wire.sequences_record(sequences), timeout_s=self._timeout_s)
+        serving = [member for member in self._pool.serving if member in answers]
+        return {str(member): wire.float_lists(answers[member]) for member in serving}
+
+    async def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a text (nothing is added), or of chat messages with the template's opening of an answer."""
+        arguments: dict[str, Any] = {"model": self._model}
+        if isinstance(prompt, str):
+            arguments |= {"prompt": prompt, "add_special_tokens": False}
+        else:
+            arguments |= {"messages": [dict(message) for message in prompt], "add_generation_prompt": True}
+        return tuple((await self._tokenizer_call("/tokenize", arguments))["tokens"])
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return (await self._tokenizer_call("/detokenize", {"model": self._model, "tokens": list(tokens)}))["prompt"]
+
+    # --- pausing and weights ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+        """See `InferenceClient.pause`."""
+        await self._on_all("pause", {"mode": mode}, timeout_s=self._timeout_s)
+
+    async def resume(self) -> None:
+        """See `InferenceClient.resume`."""
+        await self._on_all("resume", {}, timeout_s=_SHORT_S)
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        """See `InferenceClient.update_weights`. A server that dies meanwhile is left to the supervisor.
+
+        Raises:
+            WeightSyncError: a server that lives did not get the version; none serves it then.
+        """
+        arguments = {
+            "receiver": rendezvous.receiver,
+            "data": dict(rendezvous.data),
+            "version": version,
+            "timeout_s": self._timeout_s,
+        }
+        await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
+        async with self._pool.updating():
+            answers = await self._on_all("update_weights", arguments, timeout_s=self._timeout_s)
+            if not answers:
+                lost = f"weight version {version}: every server was lost meanwhile"
+                raise WeightSyncError(f"{lost}; {self._pool.described()}")
+            manifests = {member: wire.manifest_of(record) for member, record in answers.items()}
+            first, *others = manifests.values()
+            if any(other != first for other in others):
+                raise WeightSyncError(f"weight version {version}: the servers received different weights")
+            await self._pool.changed_version(version, list(manifests))
+        return first
+
+    @property
+    def lacks_weights(self) -> bool:
+        """See `Recovering`."""
+        return self._pool.lacks_weights
+
+    async def needs_weights(self) -> None:
+        """Returns when a server is up that waits for the current version: one that was restarted."""
+        await self._pool.wait_for(lambda: self._pool.lacks_weights, "a server to need weights", timeout_s=None)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Servers give their device memory back. Level 1 keeps the weights in host memory, level 2 drops them: for
+        servers that get new ones before they serve again."""
+        await self._on_all("sleep", {"level": level}, timeout_s=self._timeout_s)
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Servers take device memory again: all of it, or the part of `tags` (`weights`, `kv_cache`)."""
+        await self._on_all("wake", {"tags": None if tags is None else list(tags)}, timeout_s=self._timeout_s)
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """See `InferenceClient.health`, over all servers that serve. Raises GenerationError if none does."""
+        answers = await self._on_all("health", {}, timeout_s=_SHORT_S)
+        serving = [answers[member] for member in self._pool.serving if member in answers]
+        if not serving:
+            raise GenerationError(f"no vLLM server is in service: {self._pool.described()}")
+        return EngineHealth(
+            version=self._pool.version,
+            num_running=sum(answer["num_running"] for answer in serving),
+            num_waiting=sum(answer["num_waiting"] for answer in serving),
+        )
+
+    async def close(self) -> None:
+        """Ends the servers that were started for this client."""
+        if self._on_close is not None:
+            await self._on_close()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def _on_some_server(
+        self,
+        ask: Callable[[Connection, float], Awaitable[Any]],
+        what: str,
+        *,
+        session_id: str | None,
+        sample_id: str | None = None,
+        num_samples: int = 1,
+    ) -> Any:
+        """The answer of one server; asked again, of the same or another one, until the deadline. `ask` must be
+        idempotent: an answer can be lost after it was computed."""
+        deadline = time.monotonic() + self._timeout_s
+        backoff_s, last = _FIRST_BACKOFF_S, ""
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                member = await self._pool.choose(session_id, timeout_s=left_s)
+            except DeadlineError as error:
+                raise DeadlineError(f"{what}: {error}{last}") from error
+            if sample_id is not None:
+                self._where[sample_id] = member
+            try:
+                with self._pool.carries(member, num_samples):
+                    return await self._until_lost(member, ask, max(deadline - time.monotonic(), 0.001))
+            except ServerGone as error:
+                last = f"; the last try: {error}"
+                self._on_failure(member)
+            except asyncio.CancelledError:
+                if sample_id is not None:
+                    self._forget(member, sample_id)
+                raise
+            finally:
+                if sample_id is not None:
+                    self._where.pop(sample_id, None)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        raise DeadlineError(f"waited {self._timeout_s:g} s for {what}{last}")
+
+    async def _until_lost(
+        self, member: Member, ask: Callable[[Connection, float], Awaitable[Any]], timeout_s: float
+    ) -> Any:
+        """The member's answer; ServerGone when it is given up before: a hung server never breaks the connection."""
+        connection, lost = member.connection, member.lost
+        if connection is None:
+            raise ServerGone(f"{member} is down: {member.why_down}")
+        asking = asyncio.ensure_future(ask(connection, timeout_s))
+        losing = asyncio.ensure_future(lost.wait())
+        try:
+            await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ServerGone(f"{member} was given up: {member.why_down}")
+            return asking.result()
+        finally:
+            asking.cancel()
+            losing.cancel()
+
+    async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
+        """The answers of all servers that are up. One that is gone has none; an error of another one is raised."""
+        members = self._pool.up
+
+        async def ask(connection: Connection, timeout_s: float) -> Any:
+            return await connection.call(method, arguments, timeout_s=timeout_s)
+
+        answers = await asyncio.gather(
+            *(self._until_lost(member, ask, timeout_s) for member in members), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, ServerGone):
+                logger.warning("%s: %s", method, answer)
+                self._on_failure(member)
+            elif isinstance(answer, WeightSyncError):
+                member.is_quarantined = True  # until its next heartbeat says what it really holds
+                self._on_failure(member)
+        refused = [error for error in errors if not isinstance(error, ServerGone)]
+        if refused:
+            raise refused[0]
+        return {m: answer for m, answer in zip(members, answers, strict=True) if not isinstance(answer, ServerGone)}
+
+    async def _tokenizer_call(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        async def ask(connection: Connection, timeout_s: float) -> Any:
+            return await connection.call_json(path, arguments, timeout_s=timeout_s)
+
+        async with self._tokenizing:
+            return await self._on_some_server(ask, path, session_id=None, num_samples=0)
+
+    def _forget(self, member: Member, sample_id: str) -> None:
+        """Tells the server that nobody waits for a sample any more; not waited for."""
+        if member.connection is None:
+            return
+
+        async def tell(connection: Connection) -> None:
+            try:
+                await connection.call("cancel", {"sample_ids": [sample_id]}, timeout_s=_SHORT_S)
+            except (ServerGone, RLError) as error:
+                logger.info("sample %s was cancelled, but %s", sample_id, error)
+
+        task = asyncio.ensure_future(tell(member.connection))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+
+_background: set[asyncio.Task[None]] = set()

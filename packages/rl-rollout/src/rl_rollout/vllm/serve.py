@@ -1,0 +1,70 @@
+"""A server of its own, for `generator.inference_engine.external_server_urls`: no Ray, ended by a signal.
+
+    RL_SERVER_TOKEN=… python -m rl_rollout.vllm.serve quickstart --port 8000 trainer.policy.model.path=DIRECTORY
+
+It is the server that a run starts itself, with the same configuration: model, dtype and engine come from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from rl_core.config import load
+from rl_core.errors import ConfigError, RLError
+from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.launch import TOKEN_VARIABLE, cpu_environment, is_loopback
+from rl_rollout.vllm.server import HTTPServer, ServerSettings
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until SIGINT or SIGTERM; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rl_rollout.vllm.serve", description=__doc__)
+    parser.add_argument("config", help="a recipe's name, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        settings = _settings(given.config, given.overrides, given.host, given.port)
+        asyncio.run(_serve(settings))
+    except RLError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> ServerSettings:
+    config = load(source, overrides).config
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is None and not is_loopback(host):
+        raise ConfigError(f"--host {host}: away from loopback a server needs an access token; set {TOKEN_VARIABLE}")
+    import torch
+
+    has_gpus = torch.cuda.is_available()
+    if not has_gpus:
+        os.environ.update(cpu_environment(1))
+    return ServerSettings(
+        engine_args=engine_arguments(config, has_gpus=has_gpus), host=host, port=port, token=token, log_path=""
+    )
+
+
+async def _serve(settings: ServerSettings) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = HTTPServer(settings)
+    try:
+        address = await server.start()
+        print(f"serving at {address.url}", flush=True)
+        await stopped.wait()
+    finally:
+        await server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""vLLM's AsyncLLM with what training needs on top: the version of every token, and weights that change or fail whole.
+
+consumes     requests, pauses and weight versions from `routes`
+produces     completions; the manifest of what arrived
+waits for    the engine's core process (`collective_rpc` has a deadline; a request's own deadline is the client's)
+unblocked by the core's outputs; `quarantine` and the core's death end all requests with an error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from vllm import SamplingParams as EngineSamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rl_core.errors import GenerationError, WeightSyncError
+from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+
+PauseMode = Literal["keep", "abort", "wait"]
+_MAX_SEED = 2**63
+_SETTLE_S = 0.001
+
+
+class Unavailable(Exception):
+    """This server serves nothing now, and another one may: not an error of the request."""
+
+
+class ServedEngine:
+    """One engine. All methods belong to the event loop that made it."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._max_model_len: int = engine.model_config.max_model_len
+        self.vocab_size: int = engine.model_config.get_vocab_size()
+        parallel = engine.vllm_config.parallel_config
+        self.num_workers: int = parallel.world_size * parallel.data_parallel_size
+        self._spans: dict[str, list[tuple[int | None, int]]] = {}
+        """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
+        self._changing = asyncio.Lock()
+        self._is_paused = False
+        self._asleep: set[str] = set()
+        self.is_updating = False
+        self.version = -1
+        self.quarantine: str | None = None
+        """Why this server serves nothing until a complete update."""
+
+    @property
+    def num_running(self) -> int:
+        """Samples that have at least one token."""
+        return sum(not state.is_prefilling for state in self._engine.output_processor.request_states.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait for their first token."""
+        return len(self._engine.output_processor.request_states) - self.num_running
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """See `InferenceClient.generate`. Raises Unavailable where another server may take the request."""
+        self._require_service()
+        self._require_possible(request)
+        try:
+            async with asyncio.TaskGroup() as samples:
+                tasks = [samples.create_task(self._sample(request, i)) for i in range(request.num_samples)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return tuple(task.result() for task in tasks)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log p(token t | tokens before it) of each sequence, 0.0 for its first token."""
+        self._require_service()
+        async with asyncio.TaskGroup() as scoring:
+            tasks = [scoring.create_task(self._score(tokens)) for tokens in sequences]
+        return [task.result() for task in tasks]
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
+        async with self._changing:
+            await self._engine.pause_generation(mode=mode, clear_cache=False)
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """Goes on; a quarantined server stays still."""
+        async with self._changing:
+            self._is_paused = False
+            await self._serve_unless_held()
+
+    async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
+        """Ends these requests (all, for None) with what they have; returns the ids that were under way."""
+        under_way: dict[str, list[str]] = {}
+        for request_id in self._spans:
+            under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
+        chosen = (
+            under_way if sample_ids is None else {name: under_way[name] for name in sample_ids if name in under_way}
+        )
+        await self._engine.abort([request_id for request_ids in chosen.values() for request_id in request_ids])
+        return list(chosen)
+
+    async def update_weights(
+        self, receiver: str, data: Mapping[str, Any], version: int, *, timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data.
+
+        Tokens sampled so far keep the version that sampled them. Requests under way go on under the new weights, with
+        their cache computed anew; the prefix cache is empty afterwards.
+
+        Raises:
+            WeightSyncError: the version was refused. The old one still serves or, if `quarantine` says so, none.
+        """
+        async with self._changing:
+            self.is_updating = True
+            try:
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+                await self._outputs_processed()
+                manifest = await self._received(receiver, data, version, timeout_s)
+                if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+                    await self._enter_quarantine("the prefix cache could not be emptied after an update")
+                    raise WeightSyncError(f"weight version {version}: {self.quarantine}")
+                self._end_version(version)
+                self.quarantine = None
+            finally:
+                self.is_updating = False
+                await self._serve_unless_held()
+        return manifest
+
+    async def sleep(self, level: int) -> None:
+        """Gives device memory back: level 1 keeps the weights in host memory, level 2 drops them. Requests freeze."""
+        async with self._changing:
+            await self._engine.sleep(level, mode="keep")
+            self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, tags: Sequence[str] | None) -> None:
+        """Takes device memory again: all of it, or a part (`weights`, `kv_cache`). Awake, it serves as before."""
+        async with self._changing:
+            waking = self._asleep & set(self._asleep if tags is None else tags)
+            if waking:
+                await self._engine.wake_up(sorted(waking))
+                self._asleep -= waking
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._serve_unless_held()
+
+    async def check(self) -> None:
+        """Returns when the core process has answered; it is not asked during an update, which keeps it busy.
+
+        Raises:
+            Unavailable: the core process is dead.
+        """
+        if self._engine.errored:
+            raise Unavailable("the engine's core process is dead")
+        if not self.is_updating:
+            await self._engine.is_paused()
+
+    async def _serve_unless_held(self) -> None:
+        """The one place that lets the engine go on: it is neither paused, nor asleep, nor quarantined."""
+        if not self._is_paused and not self._asleep and self.quarantine is None:
+            await self._engine.resume_generation()
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    async def _sample(self, request: GenerateRequest, index: int) -> Completion:
+        request_id = f"{request.sample_id}/{index}"
+        params = _engine_params(request.params, (request.seed + index) % _MAX_SEED)
+        # vLLM registers the request before it first waits, so `_end_version` finds it from the start.
+        self._spans[request_id] = []
+        prompt = tokens_input(list(request.prompt_tokens))
+        outputs = self._engine.generate(prompt, params, request_id, session_id=request.session_id)
+        try:
+            # With FINAL_ONLY there is one.
+            (output,) = [output async for output in outputs]
+            return self._completion(output.outputs[0], self._spans[request_id])
+        finally:
+            del self._spans[request_id]
+
+    async def _score(self, tokens: Sequence[int]) -> list[float]:
+        params = EngineSamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        outputs = self._engine.generate(tokens_input(list(tokens)), params, f"score-{uuid.uuid4().hex}")
+        (output,) = [output async for output in outputs]
+        given: Any = output.prompt_logprobs
+        return [0.0] + [position[token].logprob for position, token in zip(given[1:], tokens[1:], strict=True)]
+
+    def _completion(self, output: CompletionOutput, spans: Sequence[tuple[int | None, int]]) -> Completion:
+        tokens = tuple(output.token_ids)
+        if output.finish_reason not in ("stop", "length", "abort"):
+            raise GenerationError(f"the engine ended a sample with {output.finish_reason!r}")
+        if self.quarantine is not None and output.finish_reason == "abort":
+            raise Unavailable(self.quarantine)
+        flat: Any = output.logprobs
+        versions: list[int] = []
+        for end, version in (*spans, (None, self.version)):
+            versions += [version] * ((len(tokens) if end is None else end) - len(versions))
+        return Completion(
+            tokens=tokens,
+            logprobs=tuple(flat.logprobs[start] for start in flat.start_indices) if tokens else (),
+            policy_versions=tuple(versions),
+            stop_reason=output.finish_reason,
+            routed_experts=output.routed_experts,
+        )
+
+    def _require_service(self) -> None:
+        if self.quarantine is not None:
+            raise Unavailable(self.quarantine)
+        if self._engine.errored:
+            raise Unavailable("the engine's core process is dead")
+
+    def _require_possible(self, request: GenerateRequest) -> None:
+        prompt, length = request.prompt_tokens, len(request.prompt_tokens)
+        if not prompt:
+            raise GenerationError(f"sample {request.sample_id}: the prompt has no tokens")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise GenerationError(
+                f"sample {request.sample_id}: token ids {min(prompt)} to {max(prompt)}, but the vocabulary has "
+                f"{self.vocab_size}"
+            )
+        if length + request.params.max_tokens > self._max_model_len:
+            raise GenerationError(
+                f"sample {request.sample_id}: {length} prompt tokens and up to {request.params.max_tokens} new ones do "
+                f"not fit into the {self._max_model_len} positions of the engine; lower max_generate_length, or raise "
+                "generator.inference_engine.engine_init_kwargs.max_model_len if the model allows it"
+            )
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def _received(
+        self, receiver: str, data: Mapping[str, Any], version: int, timeout_s: float
+    ) -> Mapping[str, Any]:
+        try:
+            answers = await asyncio.wait_for(
+                self._engine.collective_rpc(
+                    "rl_receive_weights", timeout=timeout_s, args=(receiver, dict(data), version)
+                ),
+                timeout_s,
+            )
+        except Exception as error:
+            # The worker answers with data whenever it knows what state it left; here it does not.
+            await self._enter_quarantine(f"an update broke off: {type(error).__name__}: {error}")
+            raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
+        failures = [answer for answer in answers if answer["error"] is not None]
+        if any(not answer["is_intact"] for answer in failures) or (failures and len(failures) < len(answers)):
+            await self._enter_quarantine(f"an update to version {version} broke: {failures[0]['error']}")
+        if failures:
+            raise WeightSyncError(f"weight version {version}: {failures[0]['error']}")
+        manifests = [answer["manifest"] for answer in answers]
+        if any(manifest != manifests[0] for manifest in manifests[1:]):
+            await self._enter_quarantine(f"the engine's ranks received different weights for version {version}")
+            raise WeightSyncError(f"weight version {version}: {self.quarantine}")
+        return manifests[0]
+
+    async def _enter_quarantine(self, reason: str) -> None:
+        """Serves nothing from now on; requests under way end, so that another server can take them."""
+        self.quarantine = reason
+        await self._engine.abort(list(self._spans))
+
+    async def _outputs_processed(self) -> None:
+        """Returns when every token that the core sampled is in its request's state.
+
+        The core's answers come in order, so at the pause's answer all outputs are in the queue; the handler takes them
+        one by one, so when a marker put behind them is gone, they are all processed.
+        """
+        queue = self._engine.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
+        queue.put_nowait(EngineCoreOutputs())
+        while not queue.empty():
+            if self._engine.errored:
+                raise Unavailable("the engine's core process is dead")
+            await asyncio.sleep(_SETTLE_S)
+
+    def _end_version(self, version: int) -> None:
+        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+        for request_id, spans in self._spans.items():
+            state = states.get(request_id)
+            # A request without a state is finished; its caller only has not been woken.
+            spans.append((None if state is None else state.detokenizer.num_output_tokens(), self.version))  # pyright: ignore
+        self.version = version
+
+
+def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
+    return EngineSamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is needed only to find a stop string in it.
+        detokenize=bool(params.stop),
+        skip_special_tokens=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

@@ -1,0 +1,170 @@
+"""A vLLM server in a Ray actor: one engine, with all its parallel ranks, behind one HTTP address.
+
+consumes     HTTP requests; `start` and `stop` from the controller
+produces     answers; log lines in its own file
+waits for    nothing: it serves until `stop`, or until its process is killed
+unblocked by the actor's event loop, which is uvicorn's too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+_KEEP_ALIVE_S = 75
+"""Longer than the client's 60 s: the client drops an idle connection first, so none is dropped under a request."""
+_BACKLOG = 4096
+_LOG_LINES = 40
+
+
+@attrs.frozen(kw_only=True)
+class ServerSettings:
+    """What a server is told; plain data."""
+
+    engine_args: Mapping[str, Any]
+    """Fields of vLLM's AsyncEngineArgs."""
+    host: str
+    """Address to listen on."""
+    port: int = 0
+    """0: a free one."""
+    token: str | None = None
+    """Requests must carry it; None: open, which is for loopback only."""
+    log_path: str
+    """Where its output goes, on its own machine."""
+
+
+@attrs.frozen(kw_only=True)
+class ServerAddress:
+    """Where a server listens."""
+
+    url: str
+    pid: int
+
+
+@attrs.frozen(kw_only=True)
+class StartFailure:
+    """Why it did not start."""
+
+    summary: str
+    log_lines: str
+
+
+class VLLMServerActor:
+    """The actor. `start` may take a minute; the engine's processes are its children."""
+
+    def __init__(self, log_path: str) -> None:
+        self._log_path = Path(log_path)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # The engine's processes inherit the two, so the file has the lines of all of them.
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        os.close(log)
+        self._server: HTTPServer | None = None
+
+    def pid(self) -> int:
+        """Of the actor's process."""
+        return os.getpid()
+
+    async def start(self, settings: ServerSettings) -> ServerAddress | StartFailure:
+        """Loads the model and listens."""
+        self._server = HTTPServer(settings)
+        try:
+            return await self._server.start()
+        except Exception as error:
+            await self._server.stop()
+            return StartFailure(summary=f"{type(error).__name__}: {error}", log_lines=last_lines(self._log_path))
+
+    async def stop(self) -> None:
+        """Ends HTTP and engine."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+class HTTPServer:
+    """Engine and HTTP in the running event loop."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._engine: Any = None
+        self._http: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> ServerAddress:
+        """Loads the model and listens; the event loop stands still while the engine starts."""
+        import uvicorn
+
+        settings = self._settings
+        _allow_many_connections()
+        # Bound before the engine is loaded: a taken port is known at once.
+        listening = socket.create_server((settings.host, settings.port), backlog=_BACKLOG)
+        app = await self._make_app()
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S)
+        self._http = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[listening]))
+        while not self._http.started:
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError("the HTTP server ended before it had started")
+            await asyncio.sleep(0.02)
+        host, port = listening.getsockname()[:2]
+        return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
+
+    async def stop(self) -> None:
+        """Ends both; a second call does nothing."""
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = self._http.force_exit = True
+            await self._serving
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    async def _make_app(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rl_rollout.vllm.routes import with_routes
+        from rl_rollout.vllm.served_engine import ServedEngine
+
+        args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        for name, value in self._settings.engine_args.items():
+            setattr(args, name, value)
+        self._engine = engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        return with_routes(app, ServedEngine(engine), token=self._settings.token)
+
+
+def last_lines(path: Path, count: int = _LOG_LINES) -> str:
+    """The end of a log, or why it cannot be read."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+    except OSError as error:
+        return f"({path} cannot be read: {error})"
+
+
+def _allow_many_connections() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _reachable(host: str) -> str:
+    """An address for others to connect to: listening on all interfaces names none."""
+    if host not in ("0.0.0.0", "::"):
+        return f"[{host}]" if ":" in host else host
+    import ray.util
+
+    return ray.util.get_node_ip_address()

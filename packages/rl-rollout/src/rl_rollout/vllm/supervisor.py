@@ -1,0 +1,188 @@
+"""Heartbeats: a dead or hung server leaves the pool at once, is started again, and waits there for the current weights.
+
+consumes     answers to heartbeats; the client's word that a server did not answer
+produces     members that join and leave the pool
+waits for    the next heartbeat; a restarted server, up to its start timeout
+unblocked by time, or by `suspect`
+
+A restarted server holds the model's first weights. It is up but not in service until it has received the pool's
+version: at the trainer's next sync, or before that if the trainer publishes again when asked (`needs_weights`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import aiohttp
+import attrs
+
+from rl_core.errors import DeadlineError, GenerationError, RLError, first_error
+from rl_rollout.vllm.connection import Connection, ServerGone, open_session
+from rl_rollout.vllm.pool import EngineFacts, Member, Pool
+from rl_rollout.vllm.server import ServerAddress
+
+logger = logging.getLogger(__name__)
+
+_CONFIRM_S = 0.2
+"""A server that refused a connection is asked once more after so long: then it is dead, not only busy."""
+_RESTART_PAUSE_S = 1.0
+_MAX_RESTART_PAUSE_S = 60.0
+
+
+class Startable(Protocol):
+    """What stands behind a member of the pool."""
+
+    async def start(self) -> ServerAddress: ...
+
+    def kill(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@attrs.frozen(kw_only=True)
+class Heartbeat:
+    """When a server is given up."""
+
+    interval_s: float
+    """Between two heartbeats."""
+    hung_after_s: float
+    """A server that has not answered for so long is hung. Generous: a machine may swap or be overloaded."""
+
+
+class Supervisor:
+    """Keeps the members of a pool alive. All methods belong to one event loop."""
+
+    def __init__(self, pool: Pool, servers: Sequence[Startable], heartbeat: Heartbeat, *, token: str | None) -> None:
+        self._pool = pool
+        self._servers = servers
+        self._heartbeat = heartbeat
+        self._token = token
+        self._suspected = [asyncio.Event() for _ in servers]
+        self._watching: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession
+
+    async def start(self) -> None:
+        """Starts all servers. Raises the first one's error if one does not start; the others are stopped."""
+        self._session = open_session(self._token)
+        members = list(zip(self._pool.members, self._servers, strict=True))
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for member, server in members:
+                    starting.create_task(self._start(member, server))
+        except BaseExceptionGroup as errors:
+            await self.close()
+            raise first_error(errors) from errors
+        self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]
+
+    def suspect(self, member: Member) -> None:
+        """Asks a server now instead of at its next heartbeat."""
+        self._suspected[member.index].set()
+
+    async def close(self) -> None:
+        """Ends the servers and the connections to them."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        for member in self._pool.members:
+            await self._pool.left(member, "the run ended")
+        await self._session.close()
+        await asyncio.gather(*(server.stop() for server in self._servers))
+
+    async def _start(self, member: Member, server: Startable) -> None:
+        address = await server.start()
+        connection = Connection(self._session, address.url, str(member))
+        try:
+            await self._heard(member, connection)
+        except ServerGone as error:
+            raise GenerationError(f"{member} started and was gone at once: {error}") from error
+
+    async def _heard(self, member: Member, connection: Connection) -> None:
+        """One heartbeat. What it says is dropped if weights changed while it was under way."""
+        updates = self._pool.num_updates
+        health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
+        self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
+        if updates == self._pool.num_updates:
+            is_quarantined = health["quarantine"] is not None
+            await self._pool.joined(member, connection, health["version"], is_quarantined=is_quarantined)
+
+    async def _watch(self, member: Member, server: Startable) -> None:
+        suspected = self._suspected[member.index]
+        while True:
+            try:
+                async with asyncio.timeout(self._heartbeat.interval_s):
+                    await suspected.wait()
+            except TimeoutError:
+                pass
+            suspected.clear()
+            reason = await self._fault(member)
+            if reason is not None:
+                logger.warning("%s is given up and started again: %s", member, reason)
+                await self._pool.left(member, reason)
+                await self._bring_back(member, server)
+
+    async def _fault(self, member: Member) -> str | None:
+        """Why the server must go; None if it is well."""
+        connection = member.connection
+        assert connection is not None
+        try:
+            try:
+                await self._heard(member, connection)
+            except ServerGone:
+                await asyncio.sleep(_CONFIRM_S)
+                await self._heard(member, connection)
+        except (ServerGone, RLError) as error:
+            return str(error)
+        return None
+
+    async def _bring_back(self, member: Member, server: Startable) -> None:
+        """Starts the server until it answers. Meanwhile the others serve."""
+        pause_s, began = _RESTART_PAUSE_S, time.monotonic()
+        while True:
+            server.kill()
+            try:
+                await self._start(member, server)
+            except RLError as error:
+                logger.error("%s could not be started again: %s", member, error)
+                member.why_down = str(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
+            else:
+                logger.warning("%s is back after %.0f s", member, time.monotonic() - began)
+                return
+
+
+@attrs.frozen
+class ExternalServer:
+    """A server that somebody else started and ends."""
+
+    url: str
+    token: str | None
+    timeout_s: float
+
+    async def start(self) -> ServerAddress:
+        """Waits until it answers."""
+        deadline = time.monotonic() + self.timeout_s
+        async with open_session(self.token) as session:
+            while True:
+                try:
+                    health: Any = await Connection(session, self.url, self.url).call(
+                        "health", timeout_s=max(0.001, deadline - time.monotonic())
+                    )
+                    return ServerAddress(url=self.url, pid=health["pid"])
+                except ServerGone as error:
+                    if time.monotonic() > deadline:
+                        raise DeadlineError(
+                            f"waited {self.timeout_s:g} s (generator.inference_engine.start_timeout_s) for the server "
+                            f"at {self.url}: {error}"
+                        ) from error
+                    await asyncio.sleep(_RESTART_PAUSE_S)
+
+    def kill(self) -> None:
+        """Not ours to end."""
+
+    async def stop(self) -> None:
+        """Not ours to end."""

@@ -1,0 +1,143 @@
+"""What a vLLM worker gets on top (`worker_extension_cls`): it receives a weight version and loads it.
+
+Weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes with: a
+linear layer's weight is packed on the CPU and empty under its name, so nothing can be copied into it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rl_core import plugins
+from rl_core.errors import RLError, WeightSyncError
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
+from rl_core.weights import bucket_records, unpack_bucket
+from rl_rollout.vllm.weights import fixes
+from rl_rollout.vllm.wire import manifest_record
+
+fixes.apply()
+_AGREE_S = 600.0
+_IS_INTACT = "rl_is_intact"
+"""Attribute of a worker: its model is one version as a whole. Missing before the first update."""
+_NAMES = "rl_names"
+"""Attribute of a worker: the tensors of the last version that it held as a whole. Missing before the first update."""
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """How a worker's update ended; plain data on the wire."""
+
+    manifest: dict[str, Any] | None = None
+    """What arrived, as `wire.manifest_record`; None where the update failed."""
+    error: str | None = None
+    """Why it failed."""
+    is_intact: bool = True
+    """The worker holds one version as a whole: the new one, or after a failure the one before."""
+
+
+class WeightReceiverExtension:
+    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`: vLLM refuses conflicts."""
+
+    def rl_receive_weights(self, receiver: str, rendezvous_data: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Receives `version` and loads it; called on every worker of the engine, through `collective_rpc`.
+
+        A staged transport's version is loaded when all workers have it whole and checked. Another one's is loaded as it
+        comes; if it breaks off, this worker has no version that could be served until an update succeeds.
+
+        Args:
+            receiver: `package.module:Class` of the transport's receiver.
+            rendezvous_data: `Rendezvous.data`.
+            version: that must arrive.
+
+        Returns:
+            The fields of `Outcome`. Nothing is raised: an exception would not say what the worker holds.
+        """
+        try:
+            rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data)
+            receiving: WeightReceiver = plugins.load("rl_core.weight_transports", receiver)(rendezvous)
+            buckets: Iterable[WeightBucket] = receiving.receive(version)
+            tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
+        except Exception as error:
+            message = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
+            return attrs.asdict(Outcome(error=message, is_intact=getattr(self, _IS_INTACT, True)))
+        return attrs.asdict(Outcome(manifest=manifest_record(Manifest(version=version, tensors=tensors))))
+
+
+def _agreed(worker: Any, arriving: Iterable[WeightBucket]) -> list[WeightBucket]:
+    """All buckets, once every worker of the engine has all of its own; an error on all of them if one has not."""
+    buckets, failure = [], None
+    try:
+        buckets = list(arriving)
+        _require_complete(worker, {name for bucket in buckets for name in bucket.names})
+    except Exception as error:
+        failure = error
+    num_failed = _sum_over_workers(failure is not None)
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise WeightSyncError(f"{num_failed} other workers of the engine did not receive the weights")
+    return buckets
+
+
+def _sum_over_workers(value: int) -> int:
+    world = get_world_group()
+    if world.world_size == 1:
+        return value
+    total = torch.tensor([value])
+    work = dist.all_reduce(total, group=world.cpu_group, async_op=True)
+    assert work is not None
+    work.wait(timedelta(seconds=_AGREE_S))
+    return int(total)
+
+
+@torch.no_grad()
+def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecord]:
+    """Loads all buckets into the worker's model; what they held."""
+    model, records = worker.model_runner.get_model(), {}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for bucket in buckets:
+            setattr(worker, _IS_INTACT, False)
+            for name, record in bucket_records(bucket).items():
+                if name in records:
+                    raise WeightSyncError(f"{name} was sent twice")
+                records[name] = record
+            yield from unpack_bucket(bucket)
+
+    with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(tensors())
+        finally:
+            # Also after a failure: layers without anything new get their tensors back, for a later update.
+            finalize_layerwise_reload(model, worker.model_config)
+    # Adapters point at the layers' tensors, and caches of encoders are the old weights'.
+    worker.model_runner.reset_lora_state()
+    worker.model_runner.reset_encoder_cache()
+    worker.model_runner.reset_mm_cache()
+    _require_complete(worker, records.keys())
+    setattr(worker, _NAMES, frozenset(records))
+    setattr(worker, _IS_INTACT, True)
+    return records
+
+
+def _require_complete(worker: Any, names: AbstractSet[str]) -> None:
+    """A version has the tensors of the one before: vLLM leaves one that does not come as it was, or unset, silently.
+
+    What the first one lacks shows in its log-probs: see `rl_core.trainer.verification`.
+    """
+    before = getattr(worker, _NAMES, names)
+    if names != before:
+        missing, new = sorted(before - names), sorted(names - before)
+        raise WeightSyncError(f"not the tensors of the version before: {missing[:3]} are missing, {new[:3]} are new")

@@ -1,0 +1,151 @@
+"""Broadcast passes the suite, and every way in which it can break off ends both sides with an error that says why."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.testing.transports import WeightTransportConformance
+from rl_core.weights import pack_buckets, unpack_bucket
+from rl_rollout.transports import broadcast_ends
+from rl_rollout.transports.broadcast import BroadcastTransport, broadcast
+from rl_rollout.transports.broadcast_ends import BroadcastReceiver
+from rl_rollout.transports.channel import Channel
+
+
+class TestBroadcast(WeightTransportConformance):
+    transport = broadcast
+
+
+WEIGHTS = {"a": torch.arange(6.0), "b": torch.ones(2, 2), "c": torch.arange(5.0)}
+ONE_EACH = 16
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def sync():
+    transport = BroadcastTransport(timeout_s=20.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    yield transport, rendezvous
+    transport.close(rendezvous)
+
+
+def send(transport, rendezvous, weights=WEIGHTS, version=0):
+    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), ONE_EACH), version)
+
+
+def receive(rendezvous, version=0):
+    buckets = BroadcastReceiver(rendezvous).receive(version)
+    return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+class Spoiled(broadcast_ends.BroadcastSender):
+    """Announces one thing and does another, by changing what stands in the log."""
+
+    def __init__(self, rendezvous, spoil):
+        super().__init__(rendezvous, 0)
+        self.spoil = spoil
+
+    def _send(self, channel, buckets, version):
+        append = channel.append
+        channel.append = lambda message: append(self.spoil(dict(message)))
+        return super()._send(channel, buckets, version)
+
+
+def without_a_tensor(message):
+    if message["kind"] == "end":
+        message["checksums"] = {**message["checksums"], "never.sent": 1}
+    return message
+
+
+def with_swapped_names():
+    names = iter(["b", "a"])
+
+    def spoil(message):
+        if message["kind"] == "bucket" and message["names"][0] in ("a", "b"):
+            other = next(names)
+            message |= {"names": [other], "shapes": [[6]] if other == "b" else [[2, 2]]}
+            message["shapes"] = [[message["num_bytes"] // 4]]
+        return message
+
+    return spoil
+
+
+@pytest.mark.parametrize("spoil", [without_a_tensor, with_swapped_names()], ids=["left out", "reordered"])
+def test_what_differs_from_the_checksums_is_refused(sync, threads, spoil):
+    receiving = threads.submit(receive, sync[1])
+    Spoiled(sync[1], spoil).send(pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    with pytest.raises(WeightSyncError, match="tensors differ from what was sent"):
+        receiving.result(60)
+
+
+def test_a_receiver_that_never_joins_runs_into_the_deadline():
+    transport = BroadcastTransport(timeout_s=0.3)
+    rendezvous = transport.open(num_ranks=1, num_engines=2)
+    Channel(rendezvous.data).register_receiver({"device": "cpu", "version": 0})
+    with pytest.raises(DeadlineError, match=r"waited 0\.3 s for 2 receivers, of which 1 have joined"):
+        send(transport, rendezvous)
+    transport.close(rendezvous)
+
+
+def test_a_rank_that_never_sends_runs_into_the_deadline():
+    transport = BroadcastTransport(timeout_s=0.3)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    with pytest.raises(DeadlineError, match=r"waited 0\.3 s for what comes after 0 messages"):
+        receive(rendezvous)
+    transport.close(rendezvous)
+
+
+def test_one_receiver_too_many_is_refused(sync):
+    channel = Channel(sync[1].data)
+    channel.register_receiver({"device": "cpu", "version": 0})
+    with pytest.raises(WeightSyncError, match="opened for 1 receivers, and one more came"):
+        channel.register_receiver({"device": "cpu", "version": 0})
+
+
+def test_a_closed_sync_is_refused_at_once(sync):
+    transport, rendezvous = sync
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match="is closed"):
+        receive(rendezvous)
+    drained = pack_buckets(WEIGHTS.items(), ONE_EACH)
+    with pytest.raises(WeightSyncError, match="is closed"):
+        transport.sender(rendezvous, 0, 1).send(drained, 0)
+    assert next(drained, None) is None, "the other ranks would wait for this one"
+
+
+def dies_after_a_bucket(rendezvous):
+    for _ in BroadcastReceiver(rendezvous).receive(0):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_half_way_ends_the_sender():
+    transport = BroadcastTransport(timeout_s=60.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    engine = multiprocessing.get_context("spawn").Process(target=dies_after_a_bucket, args=(rendezvous,))
+    engine.start()
+    many = {str(i): torch.zeros(1 << 20) for i in range(8)}
+    try:
+        with pytest.raises(WeightSyncError, match="the broadcast broke off"):
+            send(transport, rendezvous, many)
+    finally:
+        engine.join(60)
+        transport.close(rendezvous)
+    assert engine.exitcode == -signal.SIGKILL
+
+
+def test_a_world_of_another_size_is_refused(sync):
+    with pytest.raises(WeightSyncError, match="opened for 1 ranks, not 2"):
+        sync[0].sender(sync[1], 0, 2)

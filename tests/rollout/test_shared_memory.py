@@ -1,0 +1,147 @@
+"""Shared memory passes the suite, is reused, is never overwritten under a reader, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.testing.transports import WeightTransportConformance
+from rl_core.weights import pack_buckets, unpack_bucket
+from rl_rollout.transports import shared_memory as module
+from rl_rollout.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport, shared_memory
+
+
+def announcements(rendezvous):
+    return sorted(Path(rendezvous.data["directory"]).glob("rank*_*.json"))
+
+
+def flip_a_byte(rendezvous):
+    path = next(json.loads(path.read_text())["path"] for path in announcements(rendezvous))
+    with Path(path).open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+
+
+class TestSharedMemory(WeightTransportConformance):
+    transport = shared_memory
+
+    def damage(self, rendezvous):
+        flip_a_byte(rendezvous)
+        return True
+
+
+@pytest.fixture
+def sync():
+    transport = SharedMemoryTransport(timeout_s=0.2)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    yield transport, rendezvous
+    transport.close(rendezvous)
+
+
+def send(transport, rendezvous, value=0.0, version=0, *, bucket_bytes=1 << 20):
+    weights = {"a": torch.full((6,), value), "b": torch.full((2, 2), value), "c": torch.full((5,), value)}
+    return transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), bucket_bytes), version)
+
+
+def received(rendezvous, version=0):
+    buckets = SharedMemoryReceiver(rendezvous).receive(version)
+    return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def test_a_changed_byte_names_the_tensor(sync):
+    send(*sync)
+    flip_a_byte(sync[1])
+    with pytest.raises(WeightSyncError, match="of rank 0 is damaged: a differ"):
+        received(sync[1])
+
+
+def test_memory_that_was_read_is_used_again_and_memory_that_is_read_is_not():
+    def path_of(value, version):
+        rendezvous = shared_memory.open(num_ranks=1, num_engines=1)
+        send(shared_memory, rendezvous, value, version)
+        (announced,) = announcements(rendezvous)
+        return rendezvous, json.loads(announced.read_text())["path"]
+
+    first, path = path_of(1.0, 1)
+    held = received(first, 1)
+    shared_memory.close(first)
+    second, path_beside = path_of(2.0, 2)
+    assert path_beside != path, "a reader held the first segment"
+    assert held["a"].tolist() == [1.0] * 6
+    del held
+    shared_memory.close(second)
+    third, path_again = path_of(3.0, 3)
+    assert path_again == path_beside
+    assert received(third, 3)["a"].tolist() == [3.0] * 6
+    shared_memory.close(third)
+
+
+def test_writing_into_received_weights_changes_them_for_nobody_else(sync):
+    send(*sync, 1.0)
+    received(sync[1])["a"].fill_(7.0)
+    assert received(sync[1])["a"].tolist() == [1.0] * 6
+
+
+def test_a_missing_bucket_in_the_middle_is_noticed(sync):
+    send(*sync, bucket_bytes=32)
+    assert len(announcements(sync[1])) > 2
+    announcements(sync[1])[-1].unlink()
+    with pytest.raises(WeightSyncError, match="rank 0 sent 3 buckets, 2 are there"):
+        received(sync[1])
+
+
+def test_reordered_buckets_are_noticed(sync):
+    send(*sync, bucket_bytes=32)
+    first, second, _ = announcements(sync[1])
+    one, other = json.loads(first.read_text()), json.loads(second.read_text())
+    first.write_text(json.dumps({**one, "path": other["path"], "num_bytes": other["num_bytes"]}))
+    with pytest.raises(WeightSyncError):
+        received(sync[1])
+
+
+def test_a_rank_that_never_sends_runs_into_the_deadline(sync):
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for bucket 0 of rank 0"):
+        received(sync[1])
+
+
+def test_a_rank_that_is_gone_is_named(sync):
+    send(*sync)
+    (path,) = announcements(sync[1])
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps({**entry, "path": f"/proc/{os.getpid()}/fd/999999"}))
+    with pytest.raises(WeightSyncError, match="of rank 0 cannot be read: the rank is gone"):
+        received(sync[1])
+
+
+def test_another_host_is_told_what_to_use(sync):
+    transport, rendezvous = sync
+    elsewhere = attrs.evolve(rendezvous, data={**rendezvous.data, "host": "another"})
+    with pytest.raises(WeightSyncError, match="serves one host, and an engine runs on another: set generator"):
+        received(elsewhere)
+    with pytest.raises(WeightSyncError, match="rank 0 runs on another"):
+        send(transport, elsewhere)
+
+
+def test_segments_that_a_sync_did_not_need_are_given_back():
+    rendezvous = shared_memory.open(num_ranks=1, num_engines=1)
+    sender = shared_memory.sender(rendezvous, 0, 1)
+    for size in (100, 200):
+        sender.send(pack_buckets([("a", torch.zeros(size))], 1 << 20), 0)
+    assert [segment.num_bytes for segment in module._pools[0]._used] == [800]
+    shared_memory.close(rendezvous)
+
+
+def test_nobody_else_may_read(sync):
+    assert Path(sync[1].data["directory"]).stat().st_mode & 0o077 == 0
+
+
+def test_a_world_of_another_size_is_refused(sync):
+    with pytest.raises(WeightSyncError, match="opened for 1 ranks, not 2"):
+        sync[0].sender(sync[1], 0, 2)

@@ -1,0 +1,42 @@
+"""One server per kind of model for the whole test run: it starts in about a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from tests.rollout.vllm.servers import RunningServer, engine_config, start_servers, stop_servers, write_model
+
+
+@pytest.fixture(scope="session")
+def ray_for_servers() -> Iterator[None]:
+    """Ray, which the tests of tests/ray may have started already."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def dense_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Serves a tiny Qwen3 in float32. Tests may publish weights; each brings its own first."""
+    directory = tmp_path_factory.mktemp("dense")
+    running = start_servers(engine_config(write_model(directory / "model"), directory))
+    yield running[0]
+    stop_servers(running)
+
+
+@pytest.fixture(scope="session")
+def moe_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Serves a tiny Qwen3-MoE (8 experts, 2 per token) in float32 and returns routed experts."""
+    directory = tmp_path_factory.mktemp("moe")
+    config = engine_config(
+        write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True
+    )
+    running = start_servers(config)
+    yield running[0]
+    stop_servers(running)

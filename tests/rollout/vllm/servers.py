@@ -1,0 +1,131 @@
+"""Servers that tests share, and clients to them: a client belongs to one event loop, a server to the whole run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core.config import Config, from_mapping
+from rl_core.interfaces import GenerateRequest, Manifest, SamplingParams, WeightTransport
+from rl_core.testing.models import make_checkpoint
+from rl_core.weights import pack_buckets
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
+from rl_rollout.vllm.placement import reserve_places
+from rl_rollout.vllm.server_group import Server
+from rl_rollout.vllm.supervisor import ExternalServer
+
+MAX_POSITIONS = 512
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@attrs.frozen(kw_only=True)
+class RunningServer:
+    """A server of the test run."""
+
+    url: str
+    pid: int
+    model_path: str
+    config: Config
+    server: Server
+
+
+def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path:
+    """A random model with one token per character and a chat template; `head_dim` is one that vLLM's CPU build has."""
+    from transformers import AutoTokenizer
+
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    family: Any = "qwen3_moe" if num_experts else "qwen3"
+    fields = {"head_dim": 32, "max_position_embeddings": MAX_POSITIONS, **(experts if num_experts else {}), **config}
+    make_checkpoint(directory, family=family, **fields)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def engine_config(model_path: Path, run_dir: Path, **engine: Any) -> Config:
+    """A resolved configuration for small float32 engines; `engine`: keys of generator.inference_engine."""
+    values = {
+        "backend": "vllm",
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "served_model_name": "policy",
+        "heartbeat_interval_s": 1.0,
+        # On a machine that others use too, a server may be still for long.
+        "hung_after_s": 120.0,
+        "start_timeout_s": 900.0,
+        "engine_init_kwargs": {"kv_cache_memory_bytes": 64 * 2**20},
+        **engine,
+    }
+    return from_mapping(
+        {
+            "trainer.policy.model.path": str(model_path),
+            "trainer.run_dir": str(run_dir),
+            "trainer.bf16": False,
+            "trainer.generation_timeout_s": 300.0,
+            **{f"generator.inference_engine.{key}": value for key, value in values.items()},
+        }
+    )
+
+
+def start_servers(config: Config) -> list[RunningServer]:
+    """All at once; Ray must run."""
+    num_engines = config.generator.inference_engine.num_engines
+
+    async def start() -> list[RunningServer]:
+        places = await reserve_places(num_engines, 1, shares_devices=False, timeout_s=60)
+        servers = servers_of(config, places, host="127.0.0.1", token=None)
+        addresses = await asyncio.gather(*(server.start() for server in servers))
+        return [
+            RunningServer(url=a.url, pid=a.pid, model_path=config.policy_model_path, config=config, server=server)
+            for a, server in zip(addresses, servers, strict=True)
+        ]
+
+    return asyncio.run(start())
+
+
+def stop_servers(running: Sequence[RunningServer]) -> None:
+    """And give their places back."""
+
+    async def stop() -> None:
+        await asyncio.gather(*(one.server.stop() for one in running))
+
+    asyncio.run(stop())
+    for one in running:
+        one.server.place.free()
+
+
+async def connect(*running: RunningServer) -> RemoteInferenceClient:
+    """A client of these servers for the running event loop; `close` leaves the servers alone."""
+    settings = client_settings(running[0].config, token=None)
+    servers = [ExternalServer(one.url, None, 60.0) for one in running]
+    return await supervised_client(servers, settings)
+
+
+async def publish(client: RemoteInferenceClient, transport: WeightTransport, tensors: Any, version: int) -> Manifest:
+    """What the trainer does at a sync, with one rank; what arrived."""
+    rendezvous = transport.open(num_ranks=1, num_engines=client.num_weight_receivers())
+    sender = transport.sender(rendezvous, 0, 1)
+    try:
+        await client.pause("keep")
+        _, arrived = await asyncio.gather(
+            asyncio.to_thread(sender.send, pack_buckets(tensors.items(), 1 << 16), version),
+            client.update_weights(rendezvous, version),
+        )
+        await client.resume()
+    finally:
+        transport.close(rendezvous)
+    return arrived
+
+
+def request(sample_id: str, prompt: Sequence[int] = (1, 2, 3), *, seed: int = 0, **params: Any) -> GenerateRequest:
+    """A request; `params`: fields of SamplingParams."""
+    return GenerateRequest(sample_id=sample_id, prompt_tokens=tuple(prompt), params=SamplingParams(**params), seed=seed)

@@ -1,0 +1,212 @@
+"""The client over HTTP: each request answered once, whatever is paused, retried or cancelled; routed experts exact."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+import attrs
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from rl_core.errors import DeadlineError, GenerationError
+from rl_core.interfaces import Completion, GenerateRequest
+from rl_rollout.vllm.client import RemoteInferenceClient
+from tests.rollout.vllm.servers import MAX_POSITIONS, RunningServer, connect, request
+
+pytestmark = pytest.mark.slow
+
+
+@pytest_asyncio.fixture
+async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
+    client = await connect(dense_server)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def moe_client(moe_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
+    client = await connect(moe_server)
+    yield client
+    await client.close()
+
+
+async def num_sampled(server: RunningServer) -> float:
+    """Tokens that the server has sampled in its life, as vLLM counts them."""
+    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
+        (count,) = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await answer.text(), re.MULTILINE)
+    return float(count)
+
+
+# --- each request once ----------------------------------------------------------------------------------------------
+
+
+async def test_an_answered_request_that_is_sent_again_is_answered_without_sampling_again(
+    client: RemoteInferenceClient, dense_server: RunningServer
+):
+    asked = request("again", seed=5, max_tokens=20, ignore_eos=True)
+    first = await client.generate(asked)
+    before = await num_sampled(dense_server)
+    assert await client.generate(asked) == first
+    assert await num_sampled(dense_server) == before
+    with pytest.raises(GenerationError, match="needs its own"):
+        await client.generate(attrs.evolve(asked, seed=6))
+
+
+async def test_a_cancelled_request_leaves_the_server(client: RemoteInferenceClient):
+    long = request("cancelled", max_tokens=MAX_POSITIONS - 3, ignore_eos=True)
+    waiting = asyncio.ensure_future(client.generate(long))
+    while not (await client.health()).num_running:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    async with asyncio.timeout(10):
+        while (health := await client.health()).num_running + health.num_waiting:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_deadline_names_what_was_waited_for(dense_server: RunningServer):
+    client = await connect(dense_server)
+    await client.pause("keep")
+    client._timeout_s = 0.5
+    try:
+        with pytest.raises(DeadlineError, match=r"sample late|vLLM server 0"):
+            await client.generate(request("late", max_tokens=4))
+    finally:
+        client._timeout_s = 60.0
+        await client.resume()
+        await client.close()
+
+
+async def test_two_hundred_requests_under_random_pauses_are_each_answered_once(client: RemoteInferenceClient):
+    dice = random.Random(3)
+    requests = [request(f"pauses-{i}", seed=i, max_tokens=1 + i % 40, ignore_eos=True) for i in range(200)]
+    done = asyncio.Event()
+
+    async def pauses() -> None:
+        while not done.is_set():
+            await client.pause(dice.choice(["keep", "wait"]))
+            await asyncio.sleep(dice.uniform(0, 0.05))
+            await client.resume()
+            await asyncio.sleep(dice.uniform(0, 0.1))
+
+    pausing = asyncio.create_task(pauses())
+    completions = await asyncio.gather(*(client.generate(each) for each in requests))
+    done.set()
+    await pausing
+    for asked, (completion,) in zip(requests, completions, strict=True):
+        assert len(completion.tokens) == asked.params.max_tokens
+    undisturbed = await client.generate(attrs.evolve(requests[39], sample_id="undisturbed"))
+    assert undisturbed[0].tokens == completions[39][0].tokens
+
+
+async def test_text_is_tokenized_while_generation_is_busy(client: RemoteInferenceClient):
+    busy = [
+        asyncio.ensure_future(client.generate(request(f"busy-{i}", seed=i, max_tokens=300, ignore_eos=True)))
+        for i in range(64)
+    ]
+    tokens = await asyncio.gather(*(client.tokenize(f"{i}+{i}=") for i in range(100)))
+    assert not any(task.done() for task in busy), "tokenizing waited for generation"
+    assert await client.detokenize(tokens[12]) == "12+12="
+    assert await client.tokenize([{"role": "user", "content": "hi"}]) == await client.tokenize("user: hi\nassistant: ")
+    await asyncio.gather(*busy)
+
+
+async def test_scores_are_the_log_probs_of_generation(client: RemoteInferenceClient):
+    asked = request("scored", (4, 5, 6), seed=1, max_tokens=30, ignore_eos=True)
+    (completion,) = await client.generate(asked)
+    (scores,) = (await client.score([asked.prompt_tokens + completion.tokens])).values()
+    assert scores[0][0] == 0.0
+    np.testing.assert_allclose(scores[0][3:], completion.logprobs, atol=1e-5)
+    assert client.vocab_size > max(completion.tokens)
+
+
+async def test_chat_answers_in_text(client: RemoteInferenceClient):
+    answer = await client.chat([{"role": "user", "content": "12+3="}], max_tokens=5, seed=1)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["completion_tokens"] <= 5
+
+
+# --- routed experts -------------------------------------------------------------------------------------------------
+
+
+async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInferenceClient, moe_server: RunningServer):
+    """Of fresh prompts, of turns that begin with an earlier one (prefix cache), of a retry, and across a pause."""
+    router = _Router(moe_server.model_path)
+    dice = random.Random(0)
+    prompts = [tuple(dice.randrange(40) for _ in range(length)) for length in (3, 130, 200)]
+    first = [request(f"turn-1-{i}", prompt, seed=i, max_tokens=40, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    answers = await asyncio.gather(*(moe_client.generate(each) for each in first))
+    second = [
+        request(f"turn-2-{i}", (*asked.prompt_tokens, *answer.tokens, 7, 8), seed=i, max_tokens=30, ignore_eos=True)
+        for i, (asked, (answer,)) in enumerate(zip(first, answers, strict=True))
+    ]
+    waiting = [asyncio.ensure_future(moe_client.generate(each)) for each in second]
+    await asyncio.sleep(0.05)
+    await moe_client.pause("keep")
+    await moe_client.resume()
+    later = await asyncio.gather(*waiting)
+    again = await asyncio.gather(*(moe_client.generate(each) for each in second))
+    for asked, (completion,) in zip([*first, *second, *second], [*answers, *later, *again], strict=True):
+        router.require_own_choices(asked, completion)
+
+
+async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
+    moe_client: RemoteInferenceClient, moe_server: RunningServer
+):
+    asked = request("aborted", max_tokens=MAX_POSITIONS - 3, ignore_eos=True)
+    waiting = asyncio.ensure_future(moe_client.generate(asked))
+    while not (await moe_client.health()).num_running:
+        await asyncio.sleep(0.01)
+    await moe_client.abort(["aborted"])
+    (completion,) = await waiting
+    assert completion.stop_reason == "abort"
+    _Router(moe_server.model_path).require_own_choices(asked, completion)
+
+
+class _Router:
+    """The Hugging Face model's own routing."""
+
+    def __init__(self, model_path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def require_own_choices(self, asked: GenerateRequest, completion: Completion) -> None:
+        tokens = torch.tensor([asked.prompt_tokens + completion.tokens])
+        output = self._model(input_ids=tokens, output_router_logits=True, use_cache=False)
+        own = torch.stack([logits.topk(2, dim=-1).indices for logits in output.router_logits], dim=1)[:-1]
+        routed = completion.routed_experts
+        assert routed is not None
+        assert routed.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(routed, -1), np.sort(own.numpy(), -1))
+
+
+async def test_thousands_of_requests_wait_at_the_same_time(client: RemoteInferenceClient):
+    began = time.monotonic()
+    requests = [request(f"many-{i}", seed=i, max_tokens=1) for i in range(3000)]
+    completions = await asyncio.gather(*(client.generate(each) for each in requests))
+    assert all(len(completion.tokens) == 1 for (completion,) in completions)
+    print(f"3000 requests in {time.monotonic() - began:.1f} s")
+
+
+async def test_a_sleeping_server_serves_when_all_of_it_is_awake(client: RemoteInferenceClient):
+    waiting = asyncio.ensure_future(client.generate(request("asleep", seed=2, max_tokens=200, ignore_eos=True)))
+    while not (await client.health()).num_running:
+        await asyncio.sleep(0.01)
+    await client.sleep()
+    await client.wake(("weights",))
+    await client.pause("keep")
+    await client.resume()
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "it sampled without a cache"
+    await client.wake(("kv_cache",))
+    (completion,) = await waiting
+    (again,) = await client.generate(request("awake", seed=2, max_tokens=200, ignore_eos=True))
+    assert completion.tokens == again.tokens

@@ -1,0 +1,200 @@
+"""What needs no server: bytes on the wire, requests answered once, the choice of a server, arguments of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+from rl_core.errors import ConfigError, DeadlineError, GenerationError
+from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
+from rl_rollout.vllm import wire
+from rl_rollout.vllm.calls import Calls
+from rl_rollout.vllm.engine_arguments import engine_arguments, known_arguments
+from rl_rollout.vllm.plugin import vllm
+from rl_rollout.vllm.pool import Member, Pool
+from tests.rollout.vllm.servers import engine_config
+
+REQUEST = GenerateRequest(
+    sample_id="s",
+    prompt_tokens=(3, 1, 2**31 - 1),
+    params=SamplingParams(max_tokens=7, stop=("ab", "ü"), stop_token_ids=(5,), top_p=0.5),
+    seed=2**63 - 1,
+    num_samples=2,
+    session_id="episode",
+)
+
+
+# --- wire -----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_completions_and_manifests_survive_the_wire():
+    routed = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
+    whole = Completion(
+        tokens=(4, 5, 6),
+        logprobs=tuple(np.array([-0.1, -2.5, -1e-7], np.float32).tolist()),
+        policy_versions=(-1, 3, 3),
+        stop_reason="stop",
+        routed_experts=routed,
+    )
+    empty = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
+    assert wire.request_of(wire.request_body(REQUEST)) == REQUEST
+    first, second = wire.completions_of(wire.completions_body([whole, empty]))
+    assert attrs.evolve(first, routed_experts=None) == attrs.evolve(whole, routed_experts=None)
+    assert first.routed_experts is not None
+    assert first.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(first.routed_experts, routed)
+    assert second == empty
+    manifest = Manifest(version=3, tensors={"w": TensorRecord(shape=(2, 3), dtype="bfloat16", checksum=2**32 - 1)})
+    assert wire.manifest_of(wire.decode(wire.encode(wire.manifest_record(manifest)))) == manifest
+
+
+def test_routed_experts_cost_one_byte_each():
+    def num_bytes(routed: np.ndarray | None) -> int:
+        completion = Completion(
+            tokens=(1,) * 1000,
+            logprobs=(0.0,) * 1000,
+            policy_versions=(1,) * 1000,
+            stop_reason="length",
+            routed_experts=routed,
+        )
+        return len(wire.completions_body([completion]))
+
+    layers, experts = 48, 8
+    extra = num_bytes(np.zeros((1000, layers, experts), np.uint8)) - num_bytes(None)
+    assert extra <= 1000 * layers * experts + 32
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_repeated_request_joins_the_running_one_or_gets_its_answer():
+    calls, go, computed = Calls(), asyncio.Event(), []
+
+    async def compute() -> bytes:
+        computed.append("once")
+        await go.wait()
+        return b"answer"
+
+    first = asyncio.ensure_future(calls.answer("id", b"body", compute))
+    second = asyncio.ensure_future(calls.answer("id", b"body", compute))
+    await asyncio.sleep(0)
+    second.cancel()  # a lost connection ends neither the request nor the other's wait
+    go.set()
+    assert await first == b"answer"
+    assert await calls.answer("id", b"body", compute) == b"answer"
+    assert computed == ["once"]
+    with pytest.raises(GenerationError, match="needs its own"):
+        await calls.answer("id", b"another body", compute)
+
+
+async def test_a_failed_request_is_tried_anew_and_old_answers_make_room():
+    calls, answers = Calls(max_kept_bytes=10), iter([b"12345", b"1234567"])
+
+    async def fail() -> bytes:
+        raise GenerationError("broken")
+
+    async def compute() -> bytes:
+        return next(answers)
+
+    with pytest.raises(GenerationError, match="broken"):
+        await calls.answer("a", b"", fail)
+    assert await calls.answer("a", b"", compute) == b"12345"
+    assert await calls.answer("b", b"", compute) == b"1234567"
+    with pytest.raises(GenerationError, match="broken"):
+        await calls.answer("a", b"", fail)  # its answer had to go
+
+
+async def test_a_cancelled_request_ends():
+    calls = Calls()
+
+    async def compute() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    waiting = asyncio.ensure_future(calls.answer("id", b"", compute))
+    await asyncio.sleep(0)
+    calls.cancel(["id", "unknown"])
+    with pytest.raises(GenerationError, match="sample id was cancelled"):
+        await waiting
+    assert calls.running == ()
+
+
+# --- pool -----------------------------------------------------------------------------------------------------------
+
+
+async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
+    pool = Pool(len(versions))
+    for member, version in zip(pool.members, versions, strict=True):
+        await pool.joined(member, object(), version, is_quarantined=False)  # pyright: ignore
+    pool.version = 0
+    return pool, pool.members
+
+
+async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_to_do():
+    pool, (first, second) = await _pool(0, 0)
+    with pool.carries(first, 3):
+        assert await pool.choose("episode", timeout_s=1) is second
+    with pool.carries(second, 3):
+        assert await pool.choose("episode", timeout_s=1) is second
+        assert await pool.choose("other", timeout_s=1) is first
+        assert await pool.choose(None, timeout_s=1) is first
+    await pool.left(second, "killed")
+    assert await pool.choose("episode", timeout_s=1) is first
+
+
+async def test_a_server_with_other_weights_serves_nothing_until_it_has_the_current_ones():
+    pool, (old, _) = await _pool(-1, 0)
+    assert [member.index for member in pool.serving] == [1]
+    assert pool.lacks_weights
+    async with pool.updating():
+        assert not pool.lacks_weights
+        await pool.changed_version(1, [old])
+    assert pool.serving == [old]
+    assert pool.lacks_weights
+
+
+async def test_waiting_for_a_server_names_the_state_of_each():
+    pool, (first, second) = await _pool(0, -1)
+    await pool.left(first, "killed by a test")
+    second.is_quarantined = True
+    with pytest.raises(DeadlineError, match=r"server 0 is down \(killed by a test\); vLLM server 1 is quarantined"):
+        await pool.choose(None, timeout_s=0.01)
+    waiting = asyncio.ensure_future(pool.choose(None, timeout_s=5))
+    await asyncio.sleep(0)
+    await pool.changed_version(4, [second])
+    assert await waiting is second
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
+    config = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2, max_num_seqs=7)
+    on_gpus, on_cpus = (engine_arguments(config, has_gpus=gpus) for gpus in (True, False))
+    assert on_gpus["tensor_parallel_size"] == 2
+    assert on_gpus["enable_expert_parallel"]
+    assert on_gpus["max_num_seqs"] == 7
+    assert on_gpus["logprobs_mode"] == "processed_logprobs"
+    assert on_gpus["enable_sleep_mode"]
+    assert (on_gpus["enforce_eager"], on_cpus["enforce_eager"]) == (False, True)
+    assert on_gpus.keys() <= known_arguments()
+    assert on_cpus.keys() <= known_arguments()
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"engine_init_kwargs": {"max_model_length": 3}}, "no such engine argument. Did you mean 'max_model_len'"),
+        ({"engine_init_kwargs": {"dtype": "float32"}}, "set it with generator.inference_engine.model_dtype"),
+        ({"expert_parallel_size": 3}, "expert_parallel_size: 3.*give 1"),
+        ({"external_server_urls": ["10.0.0.7:8000"]}, "is no URL"),
+        ({"external_server_urls": ["http://a:1", "http://b:1"]}, "num_engines: 1.*set it to 2"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        vllm.validate(engine_config(tmp_path, tmp_path, **engine))

@@ -1,0 +1,70 @@
+"""An outside agent chats with the policy through the router, with the `openai` package."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.launch import client_settings, supervised_client
+from rl_rollout.vllm.supervisor import ExternalServer
+from tests.rollout.vllm.servers import RunningServer, engine_config
+
+pytestmark = pytest.mark.slow
+MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
+
+
+@pytest_asyncio.fixture
+async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
+    """With a router at a free port."""
+    config = engine_config(dense_server.config.run_dir, dense_server.config.run_dir, router_port=0)
+    servers = [ExternalServer(dense_server.url, None, 60.0)]
+    client = await supervised_client(servers, client_settings(config, token=None))
+    yield client
+    await client.close()
+
+
+def agent(client: RemoteInferenceClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=client.router_url, api_key="none", max_retries=0)
+
+
+async def test_an_openai_client_chats_with_the_policy(client: RemoteInferenceClient):
+    async with agent(client) as chat:
+        assert [model.id async for model in chat.models.list()] == ["policy"]
+        answer = await chat.chat.completions.create(
+            model="policy",
+            messages=MESSAGES,  # pyright: ignore[reportArgumentType]
+            max_tokens=8,
+            logprobs=True,
+            extra_headers={"X-Session-ID": "episode-1"},
+        )
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.usage is not None
+        assert 1 <= answer.usage.completion_tokens <= 8
+
+
+async def test_answers_come_as_a_stream(client: RemoteInferenceClient):
+    async with agent(client) as chat:
+        arguments = {"model": "policy", "messages": MESSAGES, "max_tokens": 20, "seed": 3}
+        whole = await chat.chat.completions.create(**arguments)  # pyright: ignore
+        stream = await chat.chat.completions.create(**arguments, stream=True)  # pyright: ignore
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert len(parts) > 2
+    assert "".join(parts) == whole.choices[0].message.content
+
+
+async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient):
+    async with agent(client) as chat:
+        with pytest.raises(openai.NotFoundError, match="another"):
+            await chat.chat.completions.create(model="another", messages=MESSAGES)  # pyright: ignore
+
+
+async def test_nothing_but_the_api_is_passed_on(client: RemoteInferenceClient):
+    assert client.router_url is not None
+    url = client.router_url.removesuffix("/v1") + "/rl/pause"
+    async with aiohttp.ClientSession() as session, session.post(url, data=b"") as answer:
+        assert answer.status == 404
