@@ -499,8 +499,8 @@ class Sleepable(Protocol):
         ...
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again, all of it or the parts named: `weights`, which are yet to come by `update_weights`, and
-        `kv_cache`, after which tokens can be sampled. What is awake stays as it is."""
+        """Takes the memory again, all of it or the parts named: `weights`, which are yet to come by `update_weights`,
+        and `kv_cache`, after which tokens can be sampled. What is awake stays as it is."""
         ...
 
 

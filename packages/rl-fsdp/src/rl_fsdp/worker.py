@@ -49,8 +49,8 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 class FsdpWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: one rank, alone or
-    of several.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: one rank, alone
+    or of several.
 
     Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
     one that has no sequences left computes a shortest one again and leaves its result out.

@@ -504,8 +504,6 @@ class InferenceEngineConfig:
     """vLLM: a prompt that begins as an earlier one is computed from there on."""
     enable_chunked_prefill: bool = True
     """vLLM: long prompts are computed in parts, between other requests' tokens."""
-    enable_return_routed_experts: bool = False
-    """vLLM: completions carry the experts that each token was routed to."""
     enforce_eager: bool | None = None
     """vLLM: no compilation, no CUDA graphs. None: compiled on GPUs, eager on CPUs."""
     gpu_memory_utilization: float = 0.8

@@ -134,9 +134,9 @@ class ReferenceEngine:
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
-    async def wake(self) -> None:
-        """See `Sleepable`."""
-        if self._is_asleep:
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """See `Sleepable`. Its only cache is that of its last input, which `load` forgets: only weights wake."""
+        if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
             for name, parameter in self.model.named_parameters():
                 parameter.data = torch.full(self._shapes[name], float("nan"), dtype=parameter.dtype)
