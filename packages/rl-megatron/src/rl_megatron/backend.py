@@ -1,0 +1,54 @@
+"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields
+
+if TYPE_CHECKING:
+    from rl_core.layout.mesh import Mesh
+
+
+@attrs.frozen(kw_only=True)
+class MegatronBackend:
+    """Trains the causal language models that Megatron-Bridge converts, and a critic made of one."""
+
+    name: str = "megatron"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = "megatron_config"
+    options_class: type = MegatronOptions
+
+    def mesh(self, options: MegatronOptions, world_size: int) -> Mesh:
+        """Tensor, context, data and pipeline ranks, regrouped for experts."""
+        return mesh_of(options, world_size, self.config_section)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for what cannot be trained correctly."""
+        section = SECTIONS[spec.role]
+        where = f"{section}.{self.config_section}"
+        mesh_of(spec.options, world_size, where)
+        optimizer_fields(spec.options, where)
+        if spec.model.path is None:
+            raise ConfigError(
+                f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
+            )
+
+    def needs_own_process(self) -> bool:
+        """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes
+        torch."""
+        return True
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Builds the model in the calling process, which must be this rank's own."""
+        from rl_megatron.worker import MegatronWorker
+
+        self.validate(spec, rank.world_size)
+        return MegatronWorker(spec, rank)
+
+
+megatron = MegatronBackend()
