@@ -9,6 +9,7 @@ import attrs
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
 from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields
+from rl_megatron.refusals import refuse
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -31,7 +32,7 @@ class MegatronBackend:
         """Raises ConfigError for what cannot be trained correctly."""
         section = SECTIONS[spec.role]
         where = f"{section}.{self.config_section}"
-        mesh_of(spec.options, world_size, where)
+        refuse(spec, world_size)
         optimizer_fields(spec.options, where)
         if spec.model.path is None:
             raise ConfigError(

@@ -78,6 +78,7 @@ class Setup:
         )
 
 
+_END_COUNTS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 Check = Callable[[Setup], "str | None"]
 """Returns `key: what is wrong`, or None."""
 
@@ -105,6 +106,8 @@ def refuse(spec: WorkerSpec, world_size: int) -> None:
 
 def refuse_setup(setup: Setup) -> None:
     """As `refuse`."""
+    if (complaint := _sizes_are_positive(setup)) is not None:
+        raise ConfigError(complaint)
     if (complaint := _first(_MESH_CHECKS, setup)) is not None:
         raise ConfigError(f"{complaint}. {nearest_mesh(setup)}")
     if (complaint := _first(_CHECKS, setup)) is not None:
@@ -113,7 +116,7 @@ def refuse_setup(setup: Setup) -> None:
 
 def nearest_mesh(setup: Setup) -> str:
     """A sentence that names the sizes, nearest to those given, with which `setup` passes all checks of its mesh."""
-    names = [name for name in SIZES if setup.size(name) > 1]
+    names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
         (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
         key=lambda candidate: _distance(setup, candidate, names),
@@ -123,7 +126,8 @@ def nearest_mesh(setup: Setup) -> str:
         return f"No mesh of {setup.world_size} ranks with these layer counts works"
     changed = ", ".join(f"{name}={best.size(name)}" for name in names)
     data = best.mesh().data
-    return f"Nearest that works on {setup.world_size} ranks: {changed or 'all sizes 1'} (data parallel {data})"
+    counts = "" if all(best.fields.get(n) == setup.fields.get(n) for n in _END_COUNTS) else ", without layer counts"
+    return f"Nearest that works on {setup.world_size} ranks: {changed or 'all sizes 1'}{counts} (data parallel {data})"
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
@@ -131,18 +135,18 @@ def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
     choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
-    even = {name: None for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")}
+    even = dict.fromkeys(_END_COUNTS)
     for sizes in itertools.product(*choices):
         chosen = {**setup.fields, **dict(zip(names, sizes, strict=True))}
         yield attrs.evolve(setup, fields=chosen)
-        if any(setup.fields.get(name) is not None for name in even):
+        if any(setup.fields.get(name) is not None for name in _END_COUNTS):
             yield attrs.evolve(setup, fields={**chosen, **even})
 
 
 def _distance(setup: Setup, candidate: Setup, names: list[str]) -> tuple[float, bool, int]:
     steps = sum(abs(math.log2(candidate.size(name) / setup.size(name))) for name in names)
-    first = "num_layers_in_first_pipeline_stage"
-    return steps, candidate.fields.get(first) != setup.fields.get(first), candidate.mesh().data
+    gives_counts_up = any(candidate.fields.get(name) != setup.fields.get(name) for name in _END_COUNTS)
+    return steps, gives_counts_up, candidate.mesh().data
 
 
 def _first(checks: tuple[Check, ...], setup: Setup) -> str | None:
@@ -188,9 +192,7 @@ def _layers_split(setup: Setup) -> str | None:
         chunks = setup.chunks(num_layers)
     except ConfigError as error:
         return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {error}".rstrip(".")
-    counts_ends = any(
-        setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
-    )
+    counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     for index, chunk in enumerate(chunks):
         if chunk.num_layers == 0 and not (counts_ends and index in (0, len(chunks) - 1)):
             return (
@@ -255,18 +257,16 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
     """transformer_config.py:1406: what is left for the stages between first and last is none, which it divides by."""
-    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    has_both = all(setup.fields.get(name) is not None for name in ends)
+    has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
-            f"{setup.key(ends[0])}: two stages with first and last counts and virtual stages are not split right by "
-            "Megatron-Core 0.16.1: give one of the counts, or leave virtual_pipeline_model_parallel_size out"
+            f"{setup.key(_END_COUNTS[0])}: two stages with first and last counts and virtual stages are not split "
+            "right by Megatron-Core 0.16.1: give one of the counts, or leave virtual_pipeline_model_parallel_size out"
         )
     return None
 
 
 _MESH_CHECKS: tuple[Check, ...] = (
-    _sizes_are_positive,
     _ranks_divide,
     _virtual_stages_have_stages,
     _experts_are_there,
