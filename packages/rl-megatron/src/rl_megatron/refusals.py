@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -296,9 +297,43 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
+    "num_microbatches_with_partial_activation_checkpoints": (None, "replay must know what is computed again"),
     "num_distributed_optimizer_instances": (1, "copies of the distributed optimizer are not tested"),
 }
 """Fields that have one right value here, and why."""
+_OF_THE_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "multi_latent_attention",
+)
+_OF_THE_TRAINER = {
+    "bf16": "trainer.bf16",
+    "params_dtype": "trainer.bf16",
+    "pipeline_dtype": "trainer.bf16",
+    "autocast_dtype": "trainer.bf16",
+    "variable_seq_lengths": "trainer.use_sample_packing",
+}
+_TRANSFORMER_ENGINE_FIELDS = (
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "tp_comm_overlap",
+    "use_te_activation_func",
+    "use_te_rng_tracker",
+)
+"""Switches for kernels of Transformer Engine, and for what needs a CUDA device."""
 
 
 def _fixed_fields(setup: Setup) -> str | None:
@@ -306,6 +341,25 @@ def _fixed_fields(setup: Setup) -> str | None:
         value = setup.fields.get(name, right)
         if value is not None and value != right:
             return f"{setup.key(name)}: {value!r} is given, only {right!r} can be used: {reason}"
+    return None
+
+
+def _fields_set_elsewhere(setup: Setup) -> str | None:
+    for name in sorted(setup.passed):
+        if name in _OF_THE_MODEL:
+            return f"{setup.key(name)}: it is the model's own; leave it out, or give another model"
+        if name in _OF_THE_TRAINER:
+            return f"{setup.key(name)}: leave it out and set {_OF_THE_TRAINER[name]}"
+    return None
+
+
+def _transformer_engine(setup: Setup) -> str | None:
+    for name in _TRANSFORMER_ENGINE_FIELDS:
+        if setup.fields.get(name) and find_spec("transformer_engine") is None:
+            return (
+                f"{setup.key(name)}: needs Transformer Engine, which is not installed here (docs/install_gpu.md); "
+                "leave it out"
+            )
     return None
 
 
@@ -389,6 +443,8 @@ def _replay(setup: Setup) -> str | None:
 def _dispatcher(setup: Setup) -> str | None:
     name = "moe_token_dispatcher_type"
     kind = setup.fields.get(name)
+    if kind == "flex" and find_spec("deep_ep") is None:
+        return f"{setup.key(name)}: flex needs DeepEP, which is not installed here; use alltoall"
     if kind == "allgather" and setup.size("pipeline_model_parallel_size") > 1:
         return (
             f"{setup.key(name)}: allgather needs micro-batches of one length, which pipeline stages do not have here; "
@@ -420,10 +476,12 @@ def _model_is_converted(setup: Setup) -> str | None:
 
 _CHECKS: tuple[Check, ...] = (
     _fixed_fields,
+    _fields_set_elsewhere,
     _sequence_parallelism,
     _interleaved_sends,
     _auxiliary_losses,
     _replay,
+    _transformer_engine,
     _dispatcher,
     _model_is_converted,
 )
