@@ -8,40 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import ConfigError
-from rl_core.layout import Mesh, packed_layout, padded_layout
-from rl_megatron.route_layout import deal_padding, router_positions
-
-MESHES = st.builds(
-    lambda tensor, context, data: Mesh(world_size=tensor * context * data, tensor=tensor, context=context),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 2]),
-)
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+from rl_megatron.route_layout import deal_padding, router_order
 
 
-def layout_of(lengths, mesh, *, is_packed):
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if is_packed:
-        return packed_layout(offsets, range(len(lengths)), sequence_multiple=mesh.sequence_multiple)
-    return padded_layout(offsets, range(len(lengths)), width_multiple=mesh.sequence_multiple)
-
-
-@given(LENGTHS, MESHES, st.booleans())
-def test_the_ranks_of_a_stage_see_every_token_once(lengths, mesh, is_packed):
-    layout = layout_of(lengths, mesh, is_packed=is_packed)
-    ranks = [mesh.rank(tensor=t, context=c) for c in range(mesh.context) for t in range(mesh.tensor)]
-    parts = [router_positions(layout, mesh, rank, is_packed=is_packed) for rank in ranks]
-    assert len({len(part) for part in parts}) == 1
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(layout.index)))
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2, 4]))
+def test_tensor_ranks_see_every_position_once_in_contiguous_parts(num_rows, per_rank, size):
+    index_BS = np.arange(num_rows * per_rank * size).reshape(num_rows, -1)
+    parts = [router_order(index_BS, rank, size) for rank in range(size)]
+    assert np.concatenate(parts).tolist() == index_BS.T.ravel().tolist()
+    assert {len(part) for part in parts} == {num_rows * per_rank}
 
 
 def test_rows_side_by_side_are_seen_token_by_token():
-    mesh = Mesh(world_size=2, tensor=2)
-    layout = layout_of([3, 4], mesh, is_packed=False)
-    seen = [router_positions(layout, mesh, rank, is_packed=False).tolist() for rank in (0, 1)]
-    assert seen == [[0, 4, 1, 5], [2, 6, 3, 7]]
-    assert layout.index[seen[1]].tolist() == [2, 5, -1, 6]
+    index_BS = np.array([[0, 1, 2, -1], [3, 4, 5, 6]])
+    assert [router_order(index_BS, rank, 2).tolist() for rank in (0, 1)] == [[0, 3, 1, 4], [2, 5, -1, 6]]
 
 
 @given(st.integers(0, 50), st.integers(0, 20), st.sampled_from([(8, 2), (8, 4), (6, 3), (16, 1)]), st.integers(1, 4))

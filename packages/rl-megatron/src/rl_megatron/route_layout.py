@@ -6,28 +6,24 @@ import numpy as np
 
 from rl_core.errors import ConfigError
 from rl_core.layout.balancing import IntArray
-from rl_core.layout.mesh import Mesh
-from rl_core.layout.slices import Layout, context_positions, even_slice
+from rl_core.layout.slices import even_slice
 
 
-def router_positions(layout: Layout, mesh: Mesh, rank: int, *, is_packed: bool) -> IntArray:
-    """Positions of a micro-batch's layout that the routers of `rank` see, in the order of their rows.
+def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
+    """What enters a context rank's model, as the routers of one of its tensor ranks see it.
 
-    Context ranks hold two chunks of every sequence; of what they hold, tensor ranks take contiguous parts of the token
-    axis (sequence parallelism). Padded rows lie side by side: all rows' first tokens come first.
+    Megatron lays rows side by side, all first tokens before all second ones, and tensor ranks take contiguous parts of
+    the tokens (sequence parallelism).
 
     Args:
-        layout: of the whole micro-batch.
-        mesh: whose tensor ranks split the tokens between matrices.
-        rank: of the model.
-        is_packed: the layout is one stream; else rows of one width.
+        index_BS: of a rank's B rows (one, when packed) of S positions.
+        rank: tensor rank.
+        size: tensor ranks; divides S.
+
+    Returns:
+        int64 [B · S / size].
     """
-    place = mesh.coordinates(rank)
-    positions = context_positions(layout.boundaries, place.context, mesh.context)
-    if is_packed:
-        return positions[even_slice(len(positions), place.tensor, mesh.tensor)]
-    columns = positions.reshape(len(layout.boundaries) - 1, -1).T
-    return columns[even_slice(len(columns), place.tensor, mesh.tensor)].ravel()
+    return np.ascontiguousarray(index_BS.T[even_slice(index_BS.shape[1], rank, size)]).ravel()
 
 
 def deal_padding(

@@ -1,19 +1,19 @@
 """Which experts the tokens of one model go to: those that are given, the router's own choice, or, for padding, dealt.
 
 A mixture-of-experts router picks K of E experts for each token from scores that rounding can tip over: engine and
-trainer, or two passes of the trainer, then train different experts than those that made the token. Replay (R3,
-arXiv 2510.11370) gives the router the choice and keeps its scores, so that gradients still reach it.
+trainer, or two passes of the trainer, then use different experts for a token. Replay (R3, arXiv 2510.11370) takes the
+choice from the router and leaves it its scores, so that gradients still reach it.
 
 Megatron-Core 0.16.1 asks `router.router_replay.get_replay_topk` for its choice. Its own class behind that name keeps
-one list of routers per process and replaces all of a router's choices or none; `RouterChoices` belongs to one router
-and decides by token. Routers see a micro-batch in a forward pass, and with recomputation again in backward, in the
+one list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router
+and decides by token. Routers see a micro-batch in a forward pass, and with recomputation once more in backward, in the
 same order: what a forward pass chose is kept until then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,65 +21,30 @@ import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from rl_core.layout.balancing import IntArray
+from rl_megatron.micro_batch import MicroBatch
+from rl_megatron.route_layout import deal_padding, router_order
+from rl_megatron.schedule import Around
+from rl_megatron.start import Place
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class TokenRoutes:
     """Where the S tokens go that a rank's routers see in one micro-batch, in the order in which they see them."""
 
-    index_S: IntArray
-    """Each token's place in the stream; -1 for padding."""
     padding_S: Tensor
-    """bool, on the routers' device."""
+    """bool"""
     padding_experts_SK: Tensor | None
-    """int64; where padding is, the experts that it is dealt. None: no padding."""
+    """int64; read where padding is. None: there is no padding."""
     known_S: Tensor | None = None
     """bool; the token has a route to follow. None: no token has."""
-    experts_SLK: Tensor | None = None
-    """Experts to follow, of all transformer layers; read where `known_S` is true."""
-
-
-def token_routes(
-    index_S: IntArray,
-    *,
-    padding_experts: Callable[[int], IntArray],
-    device: torch.device,
-    routed_experts_TLK: Tensor | None = None,
-    routed_T: Tensor | None = None,
-) -> TokenRoutes:
-    """What one rank's routers need of one micro-batch; only their own tokens' routes move to `device`.
-
-    Args:
-        index_S: `layout.index[router_positions(…)]`.
-        padding_experts: number of padding tokens → their experts (`deal_padding`).
-        device: of the routers.
-        routed_experts_TLK: of the micro-batch's stream; None: nothing is replayed.
-        routed_T: whether a token's route is known.
-    """
-    is_padding_S = index_S < 0
-    dealt_SK = None
-    if is_padding_S.any():
-        dealt_PK = padding_experts(int(is_padding_S.sum()))
-        dealt_SK = np.zeros((len(index_S), dealt_PK.shape[1]), np.int64)
-        dealt_SK[is_padding_S] = dealt_PK
-    known_S = experts_SLK = None
-    if routed_experts_TLK is not None:
-        assert routed_T is not None
-        at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
-        known_S = (routed_T[at_S] & torch.from_numpy(~is_padding_S)).to(device)
-        experts_SLK = routed_experts_TLK[at_S].to(device)
-    return TokenRoutes(
-        index_S=index_S,
-        padding_S=torch.from_numpy(is_padding_S).to(device),
-        padding_experts_SK=None if dealt_SK is None else torch.from_numpy(dealt_SK).to(device),
-        known_S=known_S,
-        experts_SLK=experts_SLK,
-    )
+    experts_SMK: Tensor | None = None
+    """Experts to follow, of the rank's M layers with experts; read where `known_S` is true."""
 
 
 class RouterChoices(RouterReplay):
@@ -89,22 +54,24 @@ class RouterChoices(RouterReplay):
     def __init__(self, layer: int):  # pyright: ignore[reportMissingSuperCall]
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
+        self.place = 0
+        """Of that layer among the M of the rank."""
         self.in_schedule = False
         self.keeps_for_backward = False
         self.records = False
         self.current: TokenRoutes | None = None
         """Of the micro-batch whose forward pass is running."""
-        self.kept: deque[tuple[TokenRoutes, Tensor]] = deque()
-        """Micro-batches that may be computed again in backward, and what was chosen for them."""
+        self.kept: deque[tuple[Tensor, Tensor]] = deque()
+        """Padding and choices of the micro-batches that may be computed again in backward."""
         self.recorded: list[Tensor] = []
         """int64 [S, K] of each micro-batch's forward pass."""
 
     @property
-    def routes(self) -> TokenRoutes | None:
-        """Of the micro-batch that the router is about to see."""
-        if self.current is None and self.in_schedule:
-            return self.kept[0][0]
-        return self.current
+    def padding_S(self) -> Tensor | None:
+        """Of the micro-batch that the router is about to see; None outside of a schedule."""
+        if self.current is not None:
+            return self.current.padding_S
+        return self.kept[0][0] if self.in_schedule else None
 
     def get_replay_topk(
         self,
@@ -114,16 +81,16 @@ class RouterChoices(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [S, K] and experts [S, K] of the choice among scores [S, E]."""
+        """Scores [S, K] and experts [S, K] of the choice, of scores [S, E]."""
         if not self.in_schedule:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.current is None:
             chosen_SK = self.kept.popleft()[1]
         else:
-            own_SK = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
             chosen_SK = self._choose(self.current, own_SK)
             if self.keeps_for_backward:
-                self.kept.append((self.current, chosen_SK))
+                self.kept.append((self.current.padding_S, chosen_SK))
             if self.records:
                 self.recorded.append(chosen_SK)
         return scores.gather(1, chosen_SK), chosen_SK
@@ -131,59 +98,63 @@ class RouterChoices(RouterReplay):
     def _choose(self, routes: TokenRoutes, own_SK: Tensor) -> Tensor:
         assert len(routes.padding_S) == len(own_SK), f"{len(own_SK)} tokens, routes for {len(routes.padding_S)}"
         chosen_SK = own_SK
-        if routes.known_S is not None and routes.experts_SLK is not None:
-            given_SK = routes.experts_SLK[:, self.layer].to(own_SK.dtype)
+        if routes.known_S is not None and routes.experts_SMK is not None:
+            given_SK = routes.experts_SMK[:, self.place].to(own_SK.dtype)
             chosen_SK = torch.where(routes.known_S[:, None], given_SK, chosen_SK)
         if routes.padding_experts_SK is not None:
             chosen_SK = torch.where(routes.padding_S[:, None], routes.padding_experts_SK, chosen_SK)
         return chosen_SK
 
-    def end_schedule(self) -> None:
-        """Forgets the micro-batches; what was recorded stays until the next schedule."""
-        self.in_schedule = False
-        self.current = None
-        self.kept.clear()
 
+class RoutedChunks(Around):
+    """The routers of one model's chunks on this rank; other models of the process are not touched.
 
-class ModelRoutes:
-    """The routers of one model's chunks on this rank. Other models of the process are not touched.
-
-    Around a pipeline schedule stands `schedule()`, around every forward pass of a chunk in it `micro_batch()`.
-    Padding is kept out of the routers' statistics (expert bias, auxiliary losses) wherever the chunk stands.
+    A known route of the batch is followed, other tokens take the router's own choice, and padding is dealt evenly over
+    the experts. Padding is kept out of the routers' statistics (expert bias, auxiliary losses). All state lasts for one
+    schedule; what was recorded, until the next.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], *, recomputes: bool):
+    def __init__(self, chunks: Sequence[Any], place: Place):
         """
         Args:
-            chunks: of the model on this rank; none of their routers may be fused.
-            recomputes: layers may be computed again in backward.
+            chunks: of the model on this rank, as the schedule is given them; none of their routers may be fused.
+            place: of this rank.
         """
-        self._recomputes = recomputes
+        config = chunks[0].config
+        self._place = place
+        self._device = place.device
+        self._num_experts: int = config.num_moe_experts
+        self._experts_per_token: int = config.moe_router_topk
+        self._recomputes = config.recompute_granularity is not None
         self._by_chunk = {id(chunk): [_attach(router) for router in _routers(chunk)] for chunk in chunks}
-
-    @property
-    def layers(self) -> list[int]:
-        """Transformer layers of the whole model whose routers are on this rank."""
-        return sorted(choices.layer for choices in self._all())
+        self._all = sorted((c for choices in self._by_chunk.values() for c in choices), key=lambda c: c.layer)
+        for place_in_rank, choices in enumerate(self._all):
+            choices.place = place_in_rank
+        self.layers = [choices.layer for choices in self._all]
+        """Transformer layers of the whole model whose routers are on this rank, ascending."""
+        self.records = False
+        """Whether the next schedules record what they choose."""
 
     @contextmanager
-    def schedule(self, *, has_backward: bool, records: bool = False) -> Iterator[None]:
-        """Around one run of Megatron's schedule; nothing of it is left afterwards but what was recorded."""
-        for choices in self._all():
+    def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> Iterator[None]:
+        """Around one run of Megatron's schedule."""
+        for choices in self._all:
             choices.recorded.clear()
             choices.in_schedule = True
-            choices.keeps_for_backward = has_backward and self._recomputes
-            choices.records = records
+            choices.keeps_for_backward = self._recomputes and not forward_only
+            choices.records = self.records
         try:
             yield
         finally:
-            for choices in self._all():
-                choices.end_schedule()
+            for choices in self._all:
+                choices.in_schedule = False
+                choices.kept.clear()
 
     @contextmanager
-    def micro_batch(self, chunk: nn.Module, routes: TokenRoutes) -> Iterator[None]:
-        """Around the forward pass of one micro-batch through `chunk` (as given at the start). Outside of it, in a
-        schedule, a router computes again what it computed in the oldest forward pass that is kept."""
+    def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a micro-batch's forward pass through a chunk. Elsewhere in a schedule, a router computes again what it
+        computed for the oldest micro-batch that is kept."""
+        routes = self._token_routes(micro_batch)
         for choices in self._by_chunk[id(chunk)]:
             choices.current = routes
         try:
@@ -192,41 +163,74 @@ class ModelRoutes:
             for choices in self._by_chunk[id(chunk)]:
                 choices.current = None
 
-    def recorded(self, indices: Sequence[IntArray], shape: tuple[int, int, int]) -> Tensor:
-        """Routes that were taken in the last schedule that recorded, as far as this rank knows them.
+    def recorded(self, micro_batches: Sequence[MicroBatch], num_layers: int) -> list[Tensor]:
+        """What the last schedule chose, for each micro-batch's stream. Collective over the ranks of a model replica.
 
         Args:
-            indices: `index_S` of each micro-batch, in order.
-            shape: (T, L, K) of the stream.
+            micro_batches: of that schedule.
+            num_layers: L, transformer layers of the whole model.
 
         Returns:
-            int32 [T, L, K] on the CPU; -1 where the token or the layer is another rank's, or has no experts.
+            int16 [T, L, K] each, on the CPU, on every rank; 0 in layers without experts.
         """
-        routes_TLK = torch.full(shape, -1, dtype=torch.int32)
-        for choices in self._all():
-            for index_S, chosen_SK in zip(indices, choices.recorded, strict=True):
-                is_real_S = torch.from_numpy(index_S >= 0)
-                at_R = torch.from_numpy(index_S)[is_real_S]
-                routes_TLK[at_R, choices.layer] = chosen_SK.cpu()[is_real_S].int()
+        mine = torch.cat([self._recorded_here(number, part, num_layers) for number, part in enumerate(micro_batches)])
+        merged = mine.to(self._device)
+        for group in _replica_groups():
+            dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
+        return list(merged.clamp(min=0).to("cpu", torch.int16).split([part.num_tokens for part in micro_batches]))
+
+    def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
+        """int32 [T, L, K]; -1 where the token or the layer is another rank's."""
+        routes_TLK = torch.full((micro_batch.num_tokens, num_layers, self._experts_per_token), -1, dtype=torch.int32)
+        index_S = torch.from_numpy(self._index(micro_batch))
+        is_real_S = index_S >= 0
+        for choices in self._all:
+            routes_TLK[index_S[is_real_S], choices.layer] = choices.recorded[number].cpu()[is_real_S].int()
         return routes_TLK
 
-    def _all(self) -> Iterator[RouterChoices]:
-        for chunk in self._by_chunk.values():
-            yield from chunk
+    def _index(self, micro_batch: MicroBatch) -> IntArray:
+        index_BS = micro_batch.index_P.numpy().reshape(tuple(micro_batch.tokens_BS.shape))
+        return router_order(index_BS, self._place.coordinates.tensor, self._place.mesh.tensor)
+
+    def _token_routes(self, micro_batch: MicroBatch) -> TokenRoutes:
+        index_S = self._index(micro_batch)
+        is_padding_S = index_S < 0
+        known_S = experts_SMK = None
+        batch = micro_batch.batch
+        if batch is not None and "routed_experts" in batch:
+            at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
+            known_S = (batch["routed"][at_S] & torch.from_numpy(~is_padding_S)).to(self._device)
+            # What moves to the device is what its routers read: their tokens and their layers.
+            experts_SMK = batch["routed_experts"][at_S][:, self.layers].to(self._device)
+        return TokenRoutes(
+            padding_S=torch.from_numpy(is_padding_S).to(self._device),
+            padding_experts_SK=self._padding_experts(is_padding_S),
+            known_S=known_S,
+            experts_SMK=experts_SMK,
+        )
+
+    def _padding_experts(self, is_padding_S: np.ndarray) -> Tensor | None:
+        if not is_padding_S.any():
+            return None
+        at, mesh = self._place.coordinates, self._place.mesh
+        experts_SK = np.zeros((len(is_padding_S), self._experts_per_token), np.int64)
+        experts_SK[is_padding_S] = deal_padding(
+            int(is_padding_S.sum()),
+            first=at.tensor + mesh.tensor * (at.context + mesh.context * at.data),
+            num_experts=self._num_experts,
+            expert_ranks=mesh.expert,
+            experts_per_token=self._experts_per_token,
+        )
+        return torch.from_numpy(experts_SK).to(self._device)
 
 
-def merge_recorded(routes_TLK: Tensor, groups: Sequence[Any], device: torch.device) -> Tensor:
-    """`ModelRoutes.recorded` of all ranks of a model replica: every token, every layer; on every rank.
-
-    Args:
-        routes_TLK: of this rank; all have the same stream.
-        groups: process groups of the tensor, context and pipeline ranks.
-        device: on which the groups communicate.
-    """
-    merged = routes_TLK.to(device)
-    for group in groups:
-        dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
-    return merged.cpu()
+def _replica_groups() -> list[Any]:
+    """Whose ranks hold a batch's tokens (tensor, context) and layers (pipeline) between them."""
+    return [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
 
 
 def _routers(chunk: nn.Module) -> list[TopKRouter]:
@@ -240,8 +244,8 @@ def _attach(router: TopKRouter) -> RouterChoices:
     router.router_replay = choices
 
     def mask_padding(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        routes = choices.routes
-        return None if routes is None else (args[0], routes.padding_S)
+        padding_S = choices.padding_S
+        return None if padding_S is None else (args[0], padding_S)
 
     router.register_forward_pre_hook(mask_padding)
     return choices
