@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_megatron.megatron_fields import require_bridge
 from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields
 from rl_megatron.refusals import refuse
 
@@ -43,6 +44,17 @@ class MegatronBackend:
         """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes
         torch."""
         return True
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """What each rank would hold."""
+        from rl_megatron.plan import plan_ranks
+
+        self.validate(spec, world_size)
+        return plan_ranks(
+            spec, world_size, micro_batch_tokens=micro_batch_tokens, num_micro_batches=num_micro_batches
+        )
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Builds the model in the calling process, which must be this rank's own."""

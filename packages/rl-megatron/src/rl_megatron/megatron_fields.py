@@ -37,12 +37,26 @@ def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> N
 @cache
 def fields_of(class_name: ClassName) -> frozenset[str]:
     """Names of all fields. Raises ConfigError if Megatron-Core is not installed."""
-    spec = find_spec("megatron")
-    roots = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    root = next((root for root in roots if (root / "core").is_dir()), None)
+    root = _root_of("core")
     if root is None:
         raise ConfigError("megatron-core is not installed: pip install megatron-core==0.16.1")
     return frozenset(name for place in _PLACES[class_name] for name in _annotated_names(root / place[0], place[1]))
+
+
+def require_bridge() -> None:
+    """Raises ConfigError unless Megatron-Bridge is installed; imports nothing."""
+    if _root_of("bridge") is None:
+        raise ConfigError(
+            "trainer.strategy: megatron needs Megatron-Bridge to read Hugging Face models: "
+            "pip install --no-deps megatron-bridge==0.3.1"
+        )
+
+
+def _root_of(package: str) -> Path | None:
+    """The folder of the namespace `megatron` that holds the package."""
+    spec = find_spec("megatron")
+    roots = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    return next((root for root in roots if (root / package).is_dir()), None)
 
 
 def _annotated_names(file: Path, class_name: str) -> list[str]:

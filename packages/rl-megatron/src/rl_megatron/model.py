@@ -1,0 +1,168 @@
+"""A Hugging Face model as this rank's part of a Megatron model, with its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from transformers import AutoConfig
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerSpec
+from rl_core.weights import broken_weights_file
+from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
+from rl_megatron.layers import layer_specs
+from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.start import Place
+
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "persist_layer_norm": False,
+}
+"""Fields of `TransformerConfig` that choose kernels of Transformer Engine or Apex."""
+
+
+def open_bridge(spec: WorkerSpec) -> Any:
+    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or not convertible."""
+    path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
+    assert path is not None
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
+    if (broken := broken_weights_file(path)) is not None:
+        raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
+    if not AutoBridge.supports(config):
+        raise ConfigError(
+            f"{where}: Megatron-Bridge cannot convert {', '.join(config.architectures or ['this model'])}; "
+            "set trainer.strategy=fsdp"
+        )
+    return AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
+
+
+def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
+    """This rank's model, or one for each of its virtual stages, with the weights of the checkpoint."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    for name, value in _provider_fields(provider, bridge.hf_pretrained.config, spec, place).items():
+        setattr(provider, name, value)
+    provider.finalize()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the number of parameters
+        chunks = provider.provide_distributed_model(
+            model_type=ModelType.encoder_or_decoder,
+            wrap_with_ddp=False,
+            use_cpu_initialization=place.device.type == "cpu",
+            bf16=spec.bf16,
+        )
+    load_weights(bridge, chunks, SECTIONS[spec.role])
+    return chunks
+
+
+def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Place) -> dict[str, Any]:
+    where = SECTIONS[spec.role]
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    fields: dict[str, Any] = {
+        **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
+        **_rotary_fields(hf_config.get_text_config(), where),
+        "transformer_layer_spec": layer_specs,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": None,
+        "bf16": spec.bf16,
+        "fp16": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+        "calculate_per_token_loss": True,
+        "sequence_parallel": place.mesh.tensor > 1,
+        **_pipeline_fields(place),
+    }
+    if spec.gradient_checkpointing:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    chosen = transformer_fields(spec.options, f"{where}.megatron_config")
+    chosen["expert_tensor_parallel_size"] = place.mesh.expert_tensor
+    if not HAS_TRANSFORMER_ENGINE:
+        del chosen["moe_grouped_gemm"]
+    return fields | {name: value for name, value in chosen.items() if value is not None}
+
+
+def _pipeline_fields(place: Place) -> dict[str, Any]:
+    if place.mesh.virtual_pipeline > 1:
+        # Between two ranks, batched sends and receives of an interleaved schedule are matched in the wrong order.
+        return {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return {"variable_seq_lengths": place.mesh.pipeline > 1}
+
+
+def _rotary_fields(config: Any, where: str) -> dict[str, Any]:
+    """Bridge 0.3.1 reads `rope_theta` of the configuration, which transformers 5 keeps in `rope_parameters`."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and any(rope[name] != value for name, value in known.items()):
+        raise ConfigError(f"{where}.model.path: Megatron-Core knows llama3 rotary scaling with {known} only, not {rope}")
+    if kind not in ("default", "llama3", "yarn"):
+        raise ConfigError(f"{where}.model.path: rotary scaling {kind!r} is not offered by this backend; use fsdp")
+    return {"rotary_base": rope["rope_theta"]}
+
+
+def load_weights(bridge: Any, chunks: list[Any], where: str) -> None:
+    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that it lacks."""
+    converter, source = bridge._model_bridge, bridge.hf_pretrained
+    for task in converter.build_conversion_tasks(source, chunks):
+        if task is None:
+            raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
+        if task.megatron_module is None:
+            continue
+        weights = converter.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
+        if is_vocabulary(task.global_param_name):
+            weights = _padded(weights, padded_vocabulary(chunks))
+        own = task.mapping.hf_to_megatron(weights, task.megatron_module)
+        task.param_weight.data.copy_(own)
+    _share_tied_embedding(chunks)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Megatron's name of a weight with one row per token."""
+    return name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+
+def padded_vocabulary(chunks: list[Any]) -> int:
+    """Rows of such a weight: the tokens, rounded up to a multiple of the tensor ranks."""
+    config = chunks[0].config
+    size = config.tensor_model_parallel_size
+    return -(-config.vocab_size // size) * size
+
+
+def _padded(weight_VH: Tensor, num_rows: int) -> Tensor:
+    return torch.nn.functional.pad(weight_VH, (0, 0, 0, num_rows - weight_VH.shape[0]))
+
+
+def _share_tied_embedding(chunks: list[Any]) -> None:
+    """The last stage's copy of a tied embedding, from the first stage."""
+    models = unwrap_model(chunks)
+    if not models[0].share_embeddings_and_output_weights or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if not parallel_state.is_rank_in_embedding_group():
+        return
+    weight = next(
+        weight for model in models if (weight := model.shared_embedding_or_output_weight()) is not None
+    )
+    group = parallel_state.get_embedding_group()
+    dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)

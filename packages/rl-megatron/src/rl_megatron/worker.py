@@ -1,0 +1,182 @@
+"""One rank that scores and trains a Megatron model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from rl_core.algorithms.objective import Objective, sum_metrics
+from rl_core.batch import Batch
+from rl_core.errors import WorkerError
+from rl_core.interfaces import (
+    LossSpec,
+    Manifest,
+    Metrics,
+    OptimizerStep,
+    Plan,
+    RankInfo,
+    WeightBucket,
+    WeightSender,
+    WorkerSpec,
+)
+from rl_core.weights import pack_buckets
+from rl_core.workers.objective import objective_from_spec
+from rl_core.workers.schedule import learning_rate
+from rl_megatron.export import exported, gradients_as_weights
+from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
+from rl_megatron.model import build_chunks, open_bridge
+from rl_megatron.optimizer import Optimizer, wrap_for_training
+from rl_megatron.options import SECTIONS, mesh_of
+from rl_megatron.schedule import Around, run_schedule
+from rl_megatron.scoring import TokenScorer, zero_of
+from rl_megatron.start import join, leave
+
+_CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
+"""What a score is to a loss."""
+
+
+class MegatronWorker:
+    """`Worker`, `Offloadable` and `Inspectable` of `rl_core.interfaces`; its process has no other Megatron model."""
+
+    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        self.spec = spec
+        where = f"{SECTIONS[spec.role]}.megatron_config"
+        self.place = join(rank, mesh_of(spec.options, rank.world_size, where), spec.seed)
+        self.bridge = open_bridge(spec)
+        self.chunks: list[Any] = build_chunks(self.bridge, spec, self.place)
+        self.around = Around()
+        self.steps_done = 0
+        self._has_gradients = False
+        self.scorer: TokenScorer | None = None
+        last = unwrap_model(self.chunks)[-1]
+        if last.post_process:
+            self.scorer = TokenScorer(last, chunk_tokens=spec.logprobs_chunk_size)
+        self.optimizer: Optimizer | None = None
+        if spec.optimizer is not None:
+            self.chunks = list(wrap_for_training(self.chunks, spec.options))
+            self.optimizer = Optimizer(self.chunks, spec)
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """Log-probs and entropies of the stream, or a critic's values, without gradient."""
+
+        def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, list[Tensor]]:
+            scores = self._scores(micro_batch, hidden_BSH, None, temperature)
+            return zero_of(hidden_BSH), [values_T.cpu() for values_T in scores]
+
+        parts = self._run(batch, plan, finish, forward_only=True)
+        if not self.place.returns_results:
+            return {}
+        assert self.scorer is not None
+        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
+        for sequences, part in zip(plan, parts, strict=True):
+            index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
+            for values_T, part_T in zip(scores.values(), part, strict=True):
+                values_T[index_T] = part_T
+        return scores
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
+        self._require_trained("forward_backward")
+        objective = objective_from_spec(loss)
+
+        def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
+            return self._loss(objective, micro_batch, hidden_BSH, temperature)
+
+        parts = self._run(batch, plan, finish, forward_only=False)
+        self._has_gradients = True
+        totals = sum_metrics(parts)
+        # Each part weighs its loss 1; that of the whole call is their sum, however many parts it was cut into.
+        return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
+
+    def optim_step(self) -> OptimizerStep:
+        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        optimizer = self._require_trained("optim_step")
+        if not self._has_gradients:
+            raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
+        rate = learning_rate(self.steps_done, optimizer.config, self.spec.total_optimizer_steps)
+        grad_norm = optimizer.step(rate)
+        self._has_gradients = False
+        is_finite = math.isfinite(grad_norm)
+        self.steps_done += is_finite
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
+        optimizer = self._require_trained("gradients")
+        with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
+            return {name: tensor.to("cpu", copy=True) for name, tensor in exported(self.bridge, self.chunks)}
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
+        tensors = exported(self.bridge, self.chunks)
+        if self.place.rank == 0:
+            yield from pack_buckets(tensors, max_bucket_bytes)
+        else:
+            for _ in tensors:
+                pass
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights`."""
+        return sender.send(self.export_weights(max_bucket_bytes), version)
+
+    def save_state(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def load_state(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def save_model(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Drops model and optimizer, and leaves the other ranks."""
+        if self.chunks:
+            self.chunks, self.optimizer, self.scorer = [], None, None
+            leave()
+
+    def _run(self, batch: Batch, plan: Plan, finish: Any, *, forward_only: bool) -> list[Any]:
+        parts = micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
+        return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.around)
+
+    def _scores(
+        self, micro_batch: MicroBatch, hidden_BSH: Tensor, mask_T: Tensor | None, temperature: float
+    ) -> list[Tensor]:
+        """Of the micro-batch's stream, on every context rank."""
+        assert self.scorer is not None
+        place_S = micro_batch.scored_places(mask_T)
+        index_S = micro_batch.target_index_P[place_S].to(self.place.device)
+        tokens_T = torch.zeros(0, dtype=torch.int64) if micro_batch.batch is None else micro_batch.batch["tokens"]
+        hidden_SH = hidden_BSH.flatten(0, 1)[place_S.to(self.place.device)]
+        scores_S = self.scorer(hidden_SH, tokens_T.to(self.place.device)[index_S], temperature=temperature)
+        group = parallel_state.get_context_parallel_group()
+        return [to_stream(values_S, index_S, micro_batch.num_tokens, group) for values_S in scores_S]
+
+    def _loss(
+        self, objective: Objective, micro_batch: MicroBatch, hidden_BSH: Tensor, temperature: float
+    ) -> tuple[Tensor, Any]:
+        assert self.scorer is not None
+        batch = micro_batch.batch
+        mask_T = None if batch is None else batch["loss_mask"]
+        scores = self._scores(micro_batch, hidden_BSH, mask_T, temperature)
+        if batch is None:
+            return zero_of(hidden_BSH), {}
+        weighted_sum, metrics = objective(
+            {name: batch[name].to(self.place.device) for name in objective.call_columns},
+            sequence_T=batch.sequence_index.to(self.place.device),
+            **{_CURRENT[name]: values_T for name, values_T in zip(self.scorer.score_names, scores, strict=True)},
+        )
+        return weighted_sum, metrics
+
+    def _require_trained(self, call: str) -> Optimizer:
+        if self.optimizer is None:
+            raise WorkerError(f"{self.spec.role}: {call} needs an optimizer, and this model was started without one")
+        return self.optimizer
