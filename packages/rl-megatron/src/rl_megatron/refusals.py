@@ -19,7 +19,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
-from rl_megatron.model_shape import ModelShape, model_shape, read_config
+from rl_core.model_shape import ModelShape, model_shape, read_config
 from rl_megatron.options import SECTIONS, transformer_fields
 
 SIZES = {

@@ -1,4 +1,8 @@
-"""The sizes of a model that its mesh must divide and its plan counts, read from `config.json` without any library."""
+"""The sizes of a model that its mesh must divide and its plan counts, read from `config.json` without any library.
+
+Activations are estimated: what a forward pass keeps for backward, from the shapes of the tensors that gradients of
+matrix products, norms, rotary embedding, gating and attention (whose scores are not kept) need.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,23 @@ class ModelShape:
     def is_moe(self) -> bool:
         """Some layer has experts."""
         return bool(self.moe_layers)
+
+    def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
+        """Estimate of the elements that one layer keeps per token until backward, on one of `tensor` ranks that split
+        heads, units, and between matrices the tokens."""
+        hidden = 4 * self.hidden_size / tensor
+        if self.latent is None:
+            query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            attention = 5 * query + 6 * key_value
+        else:
+            heads = self.latent.qk_head_dim + self.latent.qk_rope_head_dim
+            attention = self.num_heads * (4 * heads + 4 * self.latent.v_head_dim) + 4 * self.latent.kv_rank
+        if layer not in self.moe_layers:
+            return hidden + (attention + 4 * self.ffn_hidden_size) / tensor
+        per_expert = 2 * self.hidden_size / tensor + 4 * self.expert_ffn_hidden_size / expert_tensor
+        router = 3 * self.num_experts / tensor
+        shared = 4 * self.shared_ffn_hidden_size / tensor
+        return hidden + attention / tensor + router + shared + self.experts_per_token * per_expert
 
 
 def read_config(path: str | None) -> dict[str, Any] | None:
