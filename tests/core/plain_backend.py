@@ -17,6 +17,8 @@ from torch import Tensor
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
+from rl_core.routes import RouteShape, require_routes
+from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
 
@@ -112,6 +114,28 @@ class PlainWorker(ReferenceWorker):
             write(directory)
         if dist.is_initialized():
             dist.barrier()
+
+
+class RoutedWorker(PlainWorker):
+    """Insists on routes that fit its model."""
+
+    def forward(self, batch, plan, *, temperature):
+        self.require_fitting(batch)
+        return super().forward(batch, plan, temperature=temperature)
+
+    def forward_backward(self, batch, plan, loss, *, temperature):
+        self.require_fitting(batch)
+        return super().forward_backward(batch, plan, loss, temperature=temperature)
+
+    def require_fitting(self, batch):
+        config = self.model.config
+        shape = RouteShape(
+            num_layers=config.num_hidden_layers,
+            layers=tuple(sorted(routers(self.model))),
+            num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok,
+        )
+        require_routes(batch, shape, key="trainer.policy.plain_config.replay")
 
 
 class OffloadableWorker(PlainWorker):

@@ -10,19 +10,31 @@ import attrs
 import pytest
 import torch
 
+from rl_core.batch import Batch
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
 from rl_core.testing.cases import LIMITS
 from rl_core.testing.parity import DIRECTORY_VARIABLE
 from rl_core.weights import pack_buckets
 from tests.core import plain_backend as plain
-from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker
+from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
+
+MOE = {"family": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0]}
 
 
 class TestReferenceWorker(BackendConformance):
     backend = PlainBackend(worker_class=PlainWorker)
     options = NoOptions()
     variants = (Variant(), Variant(checkpoint={"tie_word_embeddings": False}), Variant(world_size=2))
+
+
+class TestReferenceWorkerThatFollowsRoutes(BackendConformance):
+    backend = PlainBackend(worker_class=RoutedWorker, name="plain_routed")
+    options = NoOptions()
+    variants = (
+        Variant(checkpoint=MOE, forced_routes=True),
+        Variant(world_size=2, checkpoint=MOE, forced_routes=True, parity_only=True),
+    )
 
 
 class TestReferenceWorkerThatCanLeaveItsDevice(BackendConformance):
@@ -165,6 +177,57 @@ class SavesNoTokenizer(PlainWorker):
         self.model.save_pretrained(directory)
 
 
+def with_routes(change: Callable[[Batch], Batch]) -> type[RoutedWorker]:
+    class Changed(RoutedWorker):
+        def forward(self, batch, plan, *, temperature):
+            return super().forward(change(batch), plan, temperature=temperature)
+
+        def forward_backward(self, batch, plan, loss, *, temperature):
+            return super().forward_backward(change(batch), plan, loss, temperature=temperature)
+
+    return Changed
+
+
+class SavesWhatTrainingMadeOfItsState(PlainWorker):
+    """Copies nothing: its background gets to the file after the next step."""
+
+    def start_saving(self, directory):
+        self.directory = directory
+
+    def has_saved(self):
+        self.save_state(self.directory)
+        return True
+
+
+def one_token_late(batch: Batch) -> Batch:
+    return batch.with_columns(routed_experts=batch["routed_experts"].roll(1, 0), routed=batch["routed"].roll(1, 0))
+
+
+def one_layer_off(batch: Batch) -> Batch:
+    routes_TLK = batch["routed_experts"]
+    return batch.with_columns(routed_experts=torch.cat([routes_TLK[:, :1], routes_TLK[:, 1:].roll(1, 1)], 1))
+
+
+def unknown_as_known(batch: Batch) -> Batch:
+    routes_TLK = batch["routed_experts"].clone()
+    routes_TLK[~batch["routed"]] = torch.tensor([0, 1], dtype=torch.uint8)
+    return batch.with_columns(routed_experts=routes_TLK, routed=torch.ones_like(batch["routed"]))
+
+
+class IgnoresRoutes(RoutedWorker):
+    def forward(self, batch, plan, *, temperature):
+        without = batch.without_columns("routed_experts", "routed")
+        return PlainWorker.forward(self, without, plan, temperature=temperature)
+
+
+class SendsNoGradientThroughTheRouter(RoutedWorker):
+    def gradients(self):
+        return {
+            name: torch.zeros_like(gradient) if name.endswith("mlp.gate.weight") else gradient
+            for name, gradient in super().gradients().items()
+        }
+
+
 @pytest.fixture(autouse=True)
 def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
     """What is tested here is the suite, much of it with wrong workers."""
@@ -172,6 +235,7 @@ def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
 
 
 ONE, TWO = Variant(), Variant(world_size=2)
+ROUTED = Variant(checkpoint=MOE, forced_routes=True)
 FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (ScoresOneTokenLate, ONE, "test_logprobs_and_entropies_of_the_stream"),
@@ -208,10 +272,20 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (plain.ExportsItsShardOnly, TWO, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
     (ForgetsTheOptimizer, ONE, "test_saved_state_continues_exactly"),
     (ForgetsTheSchedule, ONE, "test_saved_state_continues_exactly"),
+    (SavesWhatTrainingMadeOfItsState, ONE, "test_a_state_saved_in_the_background_is_that_of_its_start"),
     (IgnoresACutOffFile, ONE, "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error"),
+    (IgnoresRoutes, ROUTED, "test_logprobs_and_entropies_of_the_stream"),
+    (with_routes(one_token_late), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
+    (with_routes(one_layer_off), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
+    (with_routes(unknown_as_known), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
+    (with_routes(one_token_late), ROUTED, "test_loss_and_every_gradient"),
+    (with_routes(one_layer_off), ROUTED, "test_loss_and_every_gradient"),
+    (SendsNoGradientThroughTheRouter, ROUTED, "test_loss_and_every_gradient"),
+    (IgnoresRoutes, ROUTED, "test_routes_of_another_token_or_layer_give_other_logprobs"),
+    (PlainWorker, ROUTED, "test_routes_that_do_not_fit_the_model_are_refused"),
     (SavesNoTokenizer, ONE, "test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer"),
 ]
-FOUND = (AssertionError, pytest.fail.Exception, OSError, ValueError, RuntimeError)
+FOUND = (AssertionError, pytest.fail.Exception, OSError, ValueError, RuntimeError, IndexError)
 
 
 def suite_of(worker_class: Callable[[WorkerSpec, RankInfo], Worker]) -> BackendConformance:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.batch import Batch
 from rl_core.workers.devices import SharedDevices, Tenant
-from rl_core.workers.rank import Part
+from rl_core.workers.rank import Abilities, Part
 
 
 class RecordedRanks:
@@ -17,7 +17,7 @@ class RecordedRanks:
     def __init__(self, name: str, events: list[str], *, can_offload: bool = True):
         self.name = name
         self.events = events
-        self.can_offload = can_offload
+        self.abilities = Abilities(offload=can_offload)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         moved = [what for what, is_moved in kwargs.items() if is_moved]
@@ -95,7 +95,7 @@ async def test_turns_do_not_overlap():
 
 async def test_workers_that_cannot_move_do_not_wait_for_a_turn():
     devices, policy, reference, events = tenants()
-    policy.ranks.can_offload = False
+    policy.ranks.abilities = Abilities()
     async with devices.turn(reference), devices.turn(policy):
         events.append("both")
     assert events == ["both"]

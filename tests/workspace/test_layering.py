@@ -30,6 +30,7 @@ FLOORS = (
     "errors",
     "model_shape",
     "batch",
+    "routes",
     "layout",
     "merging",
     "algorithms",

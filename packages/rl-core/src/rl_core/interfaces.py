@@ -1,7 +1,7 @@
 """The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own (`Offloadable`, `Inspectable`, `Planner`, `Sleepable`).
+Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`).
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `Generator`; a recipe an `Environment`. `WorkerGroup` and the loop are ours.
@@ -209,6 +209,22 @@ class Offloadable(Protocol):
     def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None: ...
+
+
+@runtime_checkable
+class BackgroundSaver(Protocol):
+    """A worker that can save while training goes on (`trainer.async_save`). One save at a time."""
+
+    def start_saving(self, directory: Path) -> None:
+        """Copies what `save_state` writes and returns; files are written in the background, from the copy alone."""
+        ...
+
+    def has_saved(self) -> bool:
+        """What `start_saving` began is complete on this rank; never waits for it. Raises what went wrong with it.
+
+        Asked again, it answers again; without a save it is True.
+        """
+        ...
 
 
 @runtime_checkable
@@ -684,6 +700,7 @@ __all__ = [
     "OptimizerStep",
     "Worker",
     "Offloadable",
+    "BackgroundSaver",
     "Inspectable",
     "RankPlan",
     "Planner",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, WorkerError
 from rl_fsdp.ranks import Ranks
 
 _LIST = "state.json"
@@ -28,16 +28,78 @@ _INDEX = ".metadata"
 
 
 def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: Ranks | None) -> None:
-    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return."""
+    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
+
+    Raises:
+        CheckpointError: a rank could not write its files. On all ranks alike.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    with _one_rank_is_meant():
+    _expect_one_rank()
+    try:
         metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory}: could not be written ({_reason(error)})") from error
     if ranks is None or ranks.is_first:
-        names = sorted({_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())})
-        files = {name: (directory / name).stat().st_size for name in names}
-        (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
+        _write_list(directory, metadata, steps_done)
     if ranks is not None:
         ranks.from_first(lambda: None)
+
+
+class BackgroundWriter:
+    """Does what `write_state` does while the calling thread goes on, one state at a time.
+
+    Its ranks talk over a process group of their own: messages of the background must not fall between those of
+    training.
+    """
+
+    def __init__(self, ranks: Ranks | None):
+        """All ranks together."""
+        self._ranks = ranks
+        self._group = None if ranks is None else ranks.new_cpu_group()
+        self._writing: Future[Metadata] | None = None
+        self._directory = Path()
+        self._steps_done = 0
+
+    def start(self, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int) -> None:
+        """Returns when the tensors are copied to memory of the CPU's own."""
+        if not self.is_done():
+            raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
+        directory.mkdir(parents=True, exist_ok=True)
+        _expect_one_rank()
+        writing = async_save(
+            dict(tensors),
+            storage_writer=FileSystemWriter(directory),
+            process_group=self._group,
+            no_dist=self._ranks is None,
+        )
+        assert isinstance(writing, Future)
+        self._writing, self._directory, self._steps_done = writing, directory, steps_done
+
+    def is_done(self) -> bool:
+        """The files of all ranks are there, and on rank 0 their list is; never waits.
+
+        Raises:
+            CheckpointError: they could not be written, on this rank or on another.
+        """
+        if self._writing is None:
+            return True
+        if not self._writing.done():
+            return False
+        try:
+            metadata = self._writing.result()
+            if self._ranks is None or self._ranks.is_first:
+                _write_list(self._directory, metadata, self._steps_done)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise CheckpointError(
+                f"{self._directory}: could not be written in the background ({_reason(error)})"
+            ) from error
+        self._writing = None
+        return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Its thread is at work."""
+        return self._writing is not None and not self._writing.done()
 
 
 def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks | None) -> int:
@@ -59,19 +121,32 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks |
 
     steps_done = check() if ranks is None else ranks.agree(check)
     try:
-        with _one_rank_is_meant():
-            load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
+        _expect_one_rank()
+        load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error}); resume from an earlier checkpoint") from error
+        raise CheckpointError(
+            f"{directory}: cannot be read ({_reason(error)}); resume from an earlier checkpoint"
+        ) from error
     return steps_done
 
 
-@contextmanager
-def _one_rank_is_meant() -> Iterator[None]:
-    """torch warns of it even where it is asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-        yield
+def _expect_one_rank() -> None:
+    """torch warns of a single rank even where it is asked for; in the background it does so in a thread of its own, so
+    the filter stays."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+
+
+def _reason(error: BaseException) -> str:
+    """In a line, of all ranks; torch tells it with every rank's traceback, in an exception that is no `Exception`."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+
+
+def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:
+    names = sorted({_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())})
+    files = {name: (directory / name).stat().st_size for name in names}
+    (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
 
 
 def _require_complete(directory: Path) -> int:

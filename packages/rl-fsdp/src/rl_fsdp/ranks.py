@@ -118,6 +118,12 @@ class Ranks:
             raise first from error
         return result  # pyright: ignore[reportReturnType]
 
+    def new_cpu_group(self) -> dist.ProcessGroup:
+        """Another process group of all ranks, for what lies on the CPU; all make it together."""
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def leave(self) -> None:
         """Ends this rank's part of the process group."""
         if self.made_process_group:

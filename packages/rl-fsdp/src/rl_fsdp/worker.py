@@ -29,7 +29,7 @@ from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
 from rl_fsdp.attention import scatter_rows
-from rl_fsdp.checkpoint import read_state, write_state
+from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
 from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
@@ -45,7 +45,7 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 class FsdpWorker:
-    """`Worker`, `Offloadable` and `Inspectable` of `rl_core.interfaces`: one rank alone, or one of several.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Inspectable` of `rl_core.interfaces`: one rank, alone or of several.
 
     Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
     one that has no sequences left computes a shortest one again and leaves its result out.
@@ -66,6 +66,7 @@ class FsdpWorker:
         )
         self.scorer = self.shards.scorer
         self.steps_done = 0
+        self.background: BackgroundWriter | None = None
         self.optimizer: torch.optim.AdamW | None = None
         if spec.optimizer is not None:
             self.optimizer = torch.optim.AdamW(
@@ -154,6 +155,15 @@ class FsdpWorker:
         """Writes weights and, of a trained model, optimizer and schedule; every rank its own shards."""
         write_state(directory, self.shards.state(self.optimizer), steps_done=self.steps_done, ranks=self.ranks)
 
+    def start_saving(self, directory: Path) -> None:
+        """As `save_state`, from a copy in CPU memory."""
+        self.background = self.background or BackgroundWriter(self.ranks)
+        self.background.start(directory, self.shards.state(self.optimizer), steps_done=self.steps_done)
+
+    def has_saved(self) -> bool:
+        """See `BackgroundSaver`. Raises CheckpointError."""
+        return self.background is None or self.background.is_done()
+
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, on any number of ranks; all is checked before anything changes."""
         state = self.shards.state(self.optimizer)
@@ -193,7 +203,9 @@ class FsdpWorker:
     def close(self) -> None:
         """Drops model and optimizer, and leaves the other ranks."""
         self.optimizer = None
-        if self.__dict__.pop("scorer", None) is not None and self.ranks is not None:
+        # A thread that still waits for other ranks would crash without them; it ends with the process.
+        is_busy = self.background is not None and self.background.is_busy
+        if self.__dict__.pop("scorer", None) is not None and self.ranks is not None and not is_busy:
             self.ranks.leave()
 
     def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError
 
 ALIASES = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+    "trainer.policy.megatron_config.async_dist_ckpt_save": "trainer.async_save",
     "trainer.policy.sequence_parallel_size": "trainer.policy.fsdp_config.sequence_parallel_size",
     "trainer.ref.sequence_parallel_size": "trainer.ref.fsdp_config.sequence_parallel_size",
     "trainer.critic.sequence_parallel_size": "trainer.critic.fsdp_config.sequence_parallel_size",

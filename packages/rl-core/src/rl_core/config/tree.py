@@ -343,6 +343,9 @@ class TrainerConfig:
     """Steps between checkpoints, the last step always among them; below 1: none."""
     max_ckpts_to_keep: int = -1
     """Older checkpoints are removed; -1 keeps all."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, for a copy of the state in CPU memory. A checkpoint counts once all
+    ranks have written theirs."""
     hf_save_interval: int = -1
     """Steps between saves of the model in Hugging Face format; below 1: only the final model."""
     resume_mode: Literal["none", "latest", "from_path"] = "latest"

@@ -16,6 +16,7 @@ makes its own tiny checkpoint and batch. Every number is compared with `Referenc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, ConfigError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import CONTRACT_VERSION, Backend, LossSpec, ModelConfig, OptimizerStep, Worker
 from rl_core.testing.cases import (
     LIMITS,
@@ -40,6 +41,7 @@ from rl_core.testing.cases import (
     make_batch,
     open_case,
 )
+from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.parity import Measurement, write_down
 from rl_core.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
@@ -73,6 +75,12 @@ class Tolerances:
 MOVED = 1e-3
 """What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
 
+
+ROUTE_CHECKS = (
+    "test_routes_of_another_token_or_layer_give_other_logprobs",
+    "test_routes_that_do_not_fit_the_model_are_refused",
+)
+"""What only variants with `forced_routes` run."""
 
 PARITY_CHECKS = (
     "test_logprobs_and_entropies_of_the_stream",
@@ -111,8 +119,11 @@ class BackendConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every check once per variant, or per pair of them."""
         if "variant" in metafunc.fixturenames:
-            in_parity = metafunc.function.__name__ in PARITY_CHECKS
-            metafunc.parametrize("variant", [v for v in self.variants if in_parity or not v.parity_only], ids=str)
+            name = metafunc.function.__name__
+            variants = [v for v in self.variants if name in PARITY_CHECKS or not v.parity_only]
+            variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
+            none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
+            metafunc.parametrize("variant", variants or [none], ids=str)
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
             pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
@@ -186,6 +197,38 @@ class BackendConformance:
         require_close(scores["logprobs"], expected["logprobs"], self.tolerances.logprob, "logprobs")
         with pytest.raises(WorkerError):
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+
+    # --- routes ---
+
+    def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
+        """The control: did they not, a backend that mixes routes up would pass."""
+        group, expected = case.start(), expected_scores(case.reference, case.batch)["logprobs"]
+        others = other_routes(case)
+        for batch in others:
+            changed = expected_scores(case.reference, batch)["logprobs"]
+            difference = (changed - expected).abs().max().item()
+            self.measure(case, "other routes", difference, MOVED, "the same log-probs", at_least=True)
+            found = group.forward(batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+            require_close(found, changed, self.tolerances.logprob, "log-probs of other routes")
+
+    def test_routes_that_do_not_fit_the_model_are_refused(self, case: Case) -> None:
+        routes_TLK = case.batch["routed_experts"]
+        routed = case.batch["routed"].nonzero()[0]
+        wrong_id, twice = routes_TLK.clone(), routes_TLK.clone()
+        wrong_id[routed] = 250
+        twice[routed] = 0
+        wrong = {
+            "layers": case.batch.with_columns(routed_experts=routes_TLK[:, 1:]),
+            "experts per token": case.batch.with_columns(routed_experts=routes_TLK[..., 1:]),
+            "250": case.batch.with_columns(routed_experts=wrong_id),
+            r"\[0, 0": case.batch.with_columns(routed_experts=twice),
+            "no routes": case.batch.without_columns("routed_experts", "routed"),
+        }
+        for message, batch in wrong.items():
+            group = case.start()
+            with pytest.raises((ConfigError, ShapeError), match=message):
+                group.forward(batch, LIMITS, temperature=TEMPERATURE)
+            group.close()
 
     # --- gradients ---
 
@@ -265,7 +308,7 @@ class BackendConformance:
 
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
-        if not group.ranks.can_offload:
+        if not group.ranks.abilities.offload:
             pytest.skip("the worker is not Offloadable, which is an ability that a backend may have or not")
         for batch in steps_of(case.batch):
             group.call("offload", parameters=True, optimizer=True)
@@ -350,6 +393,25 @@ class BackendConformance:
             self._open(resumed[1], tmp_path / "loaded", tmp_path_factory) as other_case,
         ):
             self.check_resumed(case, other_case)
+
+    def test_a_state_saved_in_the_background_is_that_of_its_start(self, case: Case) -> None:
+        first, second = case.start(), case.start()
+        if not first.ranks.abilities.save_in_background:
+            pytest.skip("the worker is not a BackgroundSaver, which is an ability that a backend may have or not")
+        for directory in (case.directory / "state-1", case.directory / "state-2"):
+            train_step(first, case)
+            saved = first.weights()
+            first.call("start_saving", directory)
+            train_step(first, case)
+            deadline = time.monotonic() + self.timeout_s
+            while not all(first.call("has_saved")):
+                assert time.monotonic() < deadline, f"{directory.name} was not saved within {self.timeout_s:g} s"
+            second.call("load_state", directory)
+            require_equal(second.weights(), saved, "loaded")
+            train_step(second, case)
+            after = second.weights()
+            for name, weight in first.weights().items():
+                require_close(after[name], weight, self.tolerances.weight, f"{name}, a step after loading")
 
     def check_resumed(self, case: Case, other_case: Case) -> None:
         """What `case` saved goes on at `other_case`."""
@@ -467,6 +529,19 @@ def checks() -> tuple[str, ...]:
 def steps_of(batch: Batch) -> list[Batch]:
     """The mini-batches of three optimizer steps."""
     return [batch.select(sequences) for sequences in STEPS]
+
+
+def other_routes(case: Case) -> list[Batch]:
+    """The case's batch with every route one token late, and with the routes of another layer."""
+    layers = sorted(routers(case.reference.model))
+    by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
+    by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
+    late_T = case.batch["routed"] & case.batch["routed"].roll(1)
+    assert len(layers) > 1, "with one layer of experts there is no other one to take routes from"
+    return [
+        case.batch.with_columns(routed_experts=by_token_TLK, routed=late_T),
+        case.batch.with_columns(routed_experts=by_layer_TLK),
+    ]
 
 
 def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:

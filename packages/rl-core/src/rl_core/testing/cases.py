@@ -15,6 +15,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.interfaces import Backend, LossSpec, ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
@@ -41,13 +42,17 @@ class Variant:
     """Fields of `WorkerSpec` that differ, e.g. `{"use_sample_packing": False}`."""
     checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
     """Arguments of `make_checkpoint` that differ, e.g. `{"tie_word_embeddings": False}`."""
+    forced_routes: bool = False
+    """Of a Mixture-of-Experts checkpoint: the batch carries routes (`make_routes`) that the model is to follow. How a
+    backend is told so stands in its `options`."""
     parity_only: bool = False
     """Run only the checks behind the parity table: for further mixtures of what other variants prove one by one."""
 
     def __str__(self) -> str:
         changes = {**_changed(self.options), **self.spec, **self.checkpoint}
         size = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return ", ".join([size, *(f"{name}={value}" for name, value in changes.items())])
+        routes = ["forced routes"] if self.forced_routes else []
+        return ", ".join([size, *(f"{name}={value}" for name, value in changes.items()), *routes])
 
     @property
     def is_tied(self) -> bool:
@@ -145,7 +150,7 @@ def open_case(
         backend=backend,
         spec=spec,
         world_size=variant.world_size,
-        batch=make_batch(reference),
+        batch=make_batch(reference, forced_routes=variant.forced_routes),
         reference=reference,
         directory=directory / "files",
         variant=variant,
@@ -158,11 +163,15 @@ def open_case(
             group.close()
 
 
-def make_batch(reference: ReferenceWorker) -> Batch:
+def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Batch:
     """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
 
     Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
     loss mask must not matter and is made large.
+
+    Args:
+        reference: scores the tokens.
+        forced_routes: adds `make_routes`, under which they are scored.
     """
     generator = torch.Generator().manual_seed(1)
     vocabulary = reference.model.config.vocab_size
@@ -172,8 +181,10 @@ def make_batch(reference: ReferenceWorker) -> Batch:
         sampled_T = (position_T >= max(1, length // 3)) & (position_T % 11 != 7)
         mask_T = sampled_T & (i != 4)
         tokens_T = torch.randint(vocabulary, (length,), generator=generator)
+        routes = make_routes(reference, length, seed=i) if forced_routes else {}
+        forced = (routes["routed_experts"], routes["routed"]) if routes else None
         with torch.no_grad():
-            logprobs_T, _ = reference.score(tokens_T, TEMPERATURE)
+            logprobs_T, _ = reference.score(tokens_T, TEMPERATURE, forced)
         noise_T, ref_noise_T, advantages_T = 0.3 * torch.randn(3, length, generator=generator)
         sequences.append(
             {
@@ -185,6 +196,25 @@ def make_batch(reference: ReferenceWorker) -> Batch:
                 "advantages": torch.where(mask_T, 10 * advantages_T, 1e3),
                 "loss_weights": mask_T.float() / max(1, int(mask_T.sum())) / (i + 1),
                 "group_id": i // 2,
+                **routes,
             }
         )
     return Batch.from_sequences(sequences)
+
+
+def make_routes(reference: ReferenceWorker, num_tokens: int, *, seed: int) -> dict[str, torch.Tensor]:
+    """`routed_experts` and `routed` of one sequence: random experts, not the router's, of all layers that have any.
+
+    The last token has no route, as an engine leaves it, nor have some others. What must not be read (there, and in
+    dense layers) is 255, which no tiny model has.
+    """
+    config = reference.model.config.get_text_config()
+    generator = torch.Generator().manual_seed(seed)
+    routes_TLK = torch.full((num_tokens, config.num_hidden_layers, config.num_experts_per_tok), 255)
+    for layer, router in routers(reference.model).items():
+        ranked_TE = torch.rand((num_tokens, router.num_experts), generator=generator).argsort(1)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        routes_TLK[:, layer] = ranked_TE[:, : config.num_experts_per_tok]
+    position_T = torch.arange(num_tokens)
+    routed_T = (position_T % 9 != 5) & (position_T < num_tokens - 1)
+    routes_TLK[~routed_T] = 255
+    return {"routed_experts": routes_TLK.to(torch.uint8), "routed": routed_T}

@@ -8,10 +8,38 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
+"""Dense ones."""
+MOE_FAMILIES: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3")
+"""Eight experts, of which a token takes two. DeepSeek's first layer is dense, and its attention latent (MLA)."""
 ALPHABET = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz\n"
 """Characters that the tokenizer knows, one token each."""
+
+
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
 
 
 def character_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -70,6 +98,7 @@ def make_checkpoint(
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
+        **_FAMILY_FIELDS.get(family, {}),
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -78,6 +107,9 @@ def make_checkpoint(
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 # Biases of zero and norms of one would hide an error in how they are used.
                 torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -27,6 +27,7 @@ QUANTITIES: dict[str, str] = {
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
     "weights, offloaded": "the same, moved off the device and back around every phase",
     "exported": "absolute, any weight, as they were loaded",
+    "other routes": "the control: log-probs of the reference with every route one token late, or one layer off",
     "half the batch": "the control: `weights` of a reference that saw half of each step's sequences",
     "loaded weights": "absolute, any weight, at once",
     "next step": "absolute, any weight, one step after loading, against the ranks that saved",
@@ -98,9 +99,10 @@ _HEADER = """\
 Written by `python -m rl_core.testing.parity`; its docstring has the command. Do not edit.
 
 Every backend, on every mesh, against plain transformers on one process (`rl_core.testing.reference_worker`), in
-float32, on a Qwen3 of two layers and a batch of eight sequences. Each cell is the measured difference and its limit;
-the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n ranks` alone has the backend's default
-options, packed, with tied embeddings.
+float32, on a Qwen3 of two layers and a batch of eight sequences; rows that name a `family` have a Mixture of Experts
+instead, of eight with two for each token, chosen by its router or given with the batch (`forced routes`). Each cell is
+the measured difference and its limit; the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n
+ranks` alone has the backend's default options, packed, with tied embeddings.
 """
 
 

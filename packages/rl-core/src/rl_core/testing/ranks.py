@@ -52,7 +52,7 @@ from rl_core.layout.mesh import Mesh
 from rl_core.weights import merge_manifests, require_same, tensor_record, unpack_bucket
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
-from rl_core.workers.rank import Part, RankHost
+from rl_core.workers.rank import Abilities, Part, RankHost
 
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
@@ -110,7 +110,7 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
             faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
             try:
                 host = host or SuiteHost(backend, spec, rank)
-                answer = pickle.dumps(host.can_offload if method == "start" else host.call(method, *args, **kwargs))
+                answer = pickle.dumps(host.abilities if method == "start" else host.call(method, *args, **kwargs))
             except Exception as error:
                 answer = pickle.dumps(_failure_of(error))
             faulthandler.cancel_dump_traceback_later()
@@ -148,7 +148,7 @@ class Setting:
 class SuiteRanks(Protocol):
     """`rl_core.workers.rank.Ranks`, with what came back last."""
 
-    can_offload: bool
+    abilities: Abilities
     last_results: Sequence[Any]
     """Of the latest call, by rank."""
 
@@ -171,7 +171,7 @@ class LocalRank:
 
     def __init__(self, backend: Backend, spec: WorkerSpec):
         self._host: SuiteHost | None = SuiteHost(backend, spec, RankInfo())
-        self.can_offload = self._host.can_offload
+        self.abilities = self._host.abilities
         self.last_results: Sequence[Any] = ()
 
     @property
@@ -228,7 +228,7 @@ class ProcessRanks:
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            self.can_offload: bool = all(self._exchange("start", [((), {})] * mesh.world_size))
+            self.abilities: Abilities = self._exchange("start", [((), {})] * mesh.world_size)[0]
         except BaseException:
             self._end("it did not start")
             raise

@@ -7,6 +7,7 @@ too large in memory for anything but tiny models.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
+from rl_core.testing.forced_routes import forced_routes
 from rl_core.weights import pack_buckets
 
 
 class ReferenceWorker:
-    """One rank in float32. Knows `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus."""
+    """One rank in float32. Knows `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus.
+
+    Where a batch carries routes, they are forced (`rl_core.testing.forced_routes`).
+    """
 
     def __init__(self, spec: WorkerSpec):
         from transformers import AutoModelForCausalLM
@@ -53,13 +58,17 @@ class ReferenceWorker:
         with torch.no_grad():
             for tokens in self._sequences(batch, plan):
                 scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(
-                    batch["tokens"][tokens], temperature
+                    batch["tokens"][tokens], temperature, _routes(batch, tokens)
                 )
         return scores
 
-    def score(self, tokens_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each token of one sequence; 0 at the first."""
-        logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
+    def score(
+        self, tokens_T: Tensor, temperature: float, routes: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each token of one sequence; 0 at the first. `routes`: its routed_experts and
+        routed."""
+        with nullcontext() if routes is None else forced_routes(self.model, *routes):
+            logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
         logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]]
         entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
@@ -73,7 +82,8 @@ class ReferenceWorker:
         for tokens in self._sequences(batch, plan):
             mask_T = batch["loss_mask"][tokens]
             logprobs_T, entropies_T = (
-                values_T[mask_T] for values_T in self.score(batch["tokens"][tokens], temperature)
+                values_T[mask_T]
+                for values_T in self.score(batch["tokens"][tokens], temperature, _routes(batch, tokens))
             )
             columns = {name: batch[name][tokens][mask_T] for name in batch if batch[name].shape[0] == batch.num_tokens}
             weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
@@ -103,14 +113,15 @@ class ReferenceWorker:
 
     def gradients(self) -> dict[str, Tensor]:
         """A tied weight appears once: `named_parameters` lists it once."""
-        return {
-            name: (torch.zeros_like(p) if p.grad is None else p.grad.clone())
-            for name, p in self.model.named_parameters()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.model.named_parameters()
         }
+        return {name: gradient.clone() for name, gradient in self._as_in_a_checkpoint(gradients).items()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """All parameters in float32."""
-        return pack_buckets(self.model.named_parameters(), max_bucket_bytes)
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return pack_buckets(self._as_in_a_checkpoint(parameters).items(), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`."""
@@ -146,9 +157,19 @@ class ReferenceWorker:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _as_in_a_checkpoint(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """transformers holds all experts of a layer as one tensor; a checkpoint names each."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, tensors)
+
     def _sequences(self, batch: Batch, plan: Plan) -> list[slice]:
         bounds = batch.offsets.tolist()
         return [slice(bounds[i], bounds[i + 1]) for micro_batch in plan for i in micro_batch]
+
+
+def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
+    return (batch["routed_experts"][tokens], batch["routed"][tokens]) if "routed_experts" in batch else None
 
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:

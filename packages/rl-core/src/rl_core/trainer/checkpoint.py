@@ -19,6 +19,7 @@ import attrs
 from rl_core.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d+)")
+_PARTIAL = ".partial"
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
@@ -42,12 +43,23 @@ class RunState:
 
 async def save_checkpoint(root: Path, state: RunState, save_workers: Callable[[Path], Awaitable[None]]) -> Path:
     """Writes `root/step_N`, whole or not at all; returns its path."""
-    final = root / f"step_{state.step:06d}"
-    partial = final.with_suffix(".partial")
+    partial = begin_checkpoint(root, state)
+    await save_workers(partial)
+    return complete_checkpoint(partial)
+
+
+def begin_checkpoint(root: Path, state: RunState) -> Path:
+    """Makes `root/step_N.partial` with the controller's state in it; what an earlier attempt left there goes."""
+    partial = root / f"step_{state.step:06d}{_PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    await save_workers(partial)
     (partial / "run.json").write_text(json.dumps(attrs.asdict(state), indent=1))
+    return partial
+
+
+def complete_checkpoint(partial: Path) -> Path:
+    """Makes a checkpoint of a directory to which nothing more is written; its path, `root/step_N`."""
+    root, final = partial.parent, partial.with_suffix("")
     sizes = {
         str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
     }
@@ -83,6 +95,11 @@ def load_state(checkpoint: Path) -> RunState:
 def list_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted((path for path in root.glob("step_*") if is_step_name(path.name) and path.is_dir()), key=step_of)
+
+
+def list_unfinished(root: Path) -> list[Path]:
+    """What runs left that ended while they saved, oldest first."""
+    return sorted(root.glob(f"step_*{_PARTIAL}"))
 
 
 def is_step_name(name: str) -> bool:

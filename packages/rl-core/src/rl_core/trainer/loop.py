@@ -24,13 +24,14 @@ from rl_core.batch import Batch
 from rl_core.interfaces import Generator, InferenceClient, Metrics, Trajectory, WeightTransport
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.callbacks import Callback, Control
-from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, save_checkpoint
+from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
 from rl_core.trainer.models import Models
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
@@ -64,6 +65,8 @@ class LoopSettings:
     max_bucket_bytes: int
     num_engines: int
     generation_timeout_s: float
+    worker_timeout_s: float
+    saves_in_background: bool
 
 
 class TrainingLoop:
@@ -102,6 +105,14 @@ class TrainingLoop:
         self._callbacks = callbacks
         self._times = PhaseTimes()
         self._stop = asyncio.Event()
+        self._saver = CheckpointSaver(
+            settings.checkpoint_root,
+            models,
+            keep=settings.max_ckpts_to_keep,
+            in_background=settings.saves_in_background,
+            timeout_s=settings.worker_timeout_s,
+            on_complete=self._checkpoint_completed,
+        )
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
         self.steps_done = steps_done
@@ -133,6 +144,8 @@ class TrainingLoop:
                 await self._step(groups)
             if self._settings.ckpt_interval > 0 or self._stop.is_set():
                 await self._checkpoint()
+            with self._times.phase("checkpoint"):
+                await self._saver.finish()
         finally:
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -144,6 +157,8 @@ class TrainingLoop:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch = self._selection.masked(collate(trajectories), trajectories)
+        with self._times.phase("checkpoint"):
+            await self._saver.poll()
         self._reporter.phase("score")
         with self._times.phase("score"):
             batch = await self._update.score(batch)
@@ -244,11 +259,12 @@ class TrainingLoop:
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
         )
         with self._times.phase("checkpoint"):
-            path = await save_checkpoint(self._settings.checkpoint_root, state, self._models.save_state)
-            delete_old_checkpoints(self._settings.checkpoint_root, self._settings.max_ckpts_to_keep)
+            await self._saver.save(state)
         self._saved_step = self.steps_done
+
+    def _checkpoint_completed(self, step: int, path: Path) -> None:
         for callback in self._callbacks:
-            callback.on_checkpoint(self.steps_done, path)
+            callback.on_checkpoint(step, path)
 
     def _ask_callbacks(self, step: int, metrics: Mapping[str, float]) -> Control:
         answers = [callback.on_step_end(step, metrics) or Control() for callback in self._callbacks]

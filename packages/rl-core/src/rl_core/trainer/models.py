@@ -25,6 +25,16 @@ class Models:
         if self.critic is not None:
             await self.critic.save_state(checkpoint / "critic")
 
+    async def start_saving(self, checkpoint: Path) -> None:
+        """As `save_state`, in the background: returns when the state is copied."""
+        await self.policy.start_saving(checkpoint / "policy")
+        if self.critic is not None:
+            await self.critic.start_saving(checkpoint / "critic")
+
+    async def has_saved(self) -> bool:
+        """What `start_saving` began is complete. Raises what went wrong with it."""
+        return await self.policy.has_saved() and (self.critic is None or await self.critic.has_saved())
+
     async def load_state(self, checkpoint: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
         await self.policy.load_state(checkpoint / "policy")

@@ -14,7 +14,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config import Config, advantage_params, loss_params, needs_critic
-from rl_core.errors import DataError, RLError
+from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import (
     Backend,
     Generator,
@@ -330,6 +330,11 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
                 timeout_s=config.trainer.worker_timeout_s,
             )
             closing.push_async_callback(_closed, group.close, f"the {role} model")
+            if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
+                raise ConfigError(
+                    f"trainer.async_save: trainer.strategy={config.trainer.strategy} cannot save while training goes "
+                    "on; set trainer.async_save=false"
+                )
             return group
 
         policy = await launch("policy")
@@ -425,6 +430,8 @@ def _loop_settings(config: Config, total_steps: int) -> LoopSettings:
         max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
         num_engines=config.generator.inference_engine.num_engines,
         generation_timeout_s=trainer.generation_timeout_s,
+        worker_timeout_s=trainer.worker_timeout_s,
+        saves_in_background=trainer.async_save,
     )
 
 

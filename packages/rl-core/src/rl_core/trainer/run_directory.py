@@ -13,7 +13,14 @@ import attrs
 
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import CheckpointError, ConfigError
-from rl_core.trainer.checkpoint import RunState, is_step_name, list_checkpoints, load_state, step_of
+from rl_core.trainer.checkpoint import (
+    RunState,
+    is_step_name,
+    list_checkpoints,
+    list_unfinished,
+    load_state,
+    step_of,
+)
 from rl_core.trainer.jsonl import StepLog, read_rows
 from rl_core.trainer.samples import FILE_NAME as SAMPLES_FILE_NAME
 from rl_core.trainer.trackers import METRICS_FILE_NAME
@@ -154,7 +161,11 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     # A row is written before its step's checkpoint: a checkpoint without one is not of the run that the rows tell of.
     last = _last_row_step(config.run_dir / METRICS_FILE_NAME)
     found = [path for path in list_checkpoints(config.ckpt_dir) if last is None or step_of(path) <= last]
-    return found[-1] if found else None
+    newest = found[-1] if found else None
+    for path in list_unfinished(config.ckpt_dir):
+        going_on = f"from {newest.name}" if newest else "without a checkpoint"
+        logger.warning("%s was left by a run that ended while it saved; it is not used, going on %s", path, going_on)
+    return newest
 
 
 def _last_row_step(metrics: Path) -> int | None:

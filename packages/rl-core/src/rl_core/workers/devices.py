@@ -44,7 +44,7 @@ class SharedDevices:
     @asynccontextmanager
     async def turn(self, tenant: Tenant, *, optimizer: bool = False) -> AsyncIterator[None]:
         """`tenant` has the devices inside: its parameters are there, and with `optimizer` the optimizer's state too."""
-        if not tenant.ranks.can_offload:
+        if not tenant.ranks.abilities.offload:
             yield
             return
         async with self._turn:
@@ -59,7 +59,7 @@ class SharedDevices:
 
     async def _clear_except(self, stays: Tenant | None) -> None:
         for tenant in self._tenants:
-            if tenant is not stays and tenant.ranks.can_offload:
+            if tenant is not stays and tenant.ranks.abilities.offload:
                 await _offload(tenant)
 
 

@@ -143,6 +143,21 @@ class WorkerGroup:
         async with self._turn(optimizer=True):
             await self._ranks.call("save_state", directory)
 
+    @property
+    def can_save_in_background(self) -> bool:
+        """The workers can `start_saving`."""
+        return self._ranks.abilities.save_in_background
+
+    async def start_saving(self, directory: Path) -> None:
+        """As `save_state`, but returns when every rank has copied its state: the files are written in the
+        background."""
+        async with self._turn(optimizer=True):
+            await self._ranks.call("start_saving", directory)
+
+    async def has_saved(self) -> bool:
+        """What `start_saving` began is complete on all ranks. Raises what went wrong with it."""
+        return all(await self._ranks.call("has_saved"))
+
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
         async with self._turn(optimizer=True):
@@ -164,7 +179,7 @@ class WorkerGroup:
 
     def takes_turns_with(self, other: WorkerGroup) -> bool:
         """The two share devices and move off them for each other: their work in turns is better not mixed."""
-        return self._devices is other._devices and self._ranks.can_offload and other._ranks.can_offload
+        return self._devices is other._devices and self._ranks.abilities.offload and other._ranks.abilities.offload
 
     def _turn(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.turn(self._tenant, optimizer=optimizer)

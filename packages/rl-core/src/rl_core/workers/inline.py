@@ -12,7 +12,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
-from rl_core.workers.rank import Part, RankHost
+from rl_core.workers.rank import Abilities, Part, RankHost
 
 
 class InlineRank:
@@ -23,7 +23,7 @@ class InlineRank:
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rl-{role}")
         self._host: RankHost | None = None
-        self.can_offload = False
+        self.abilities = Abilities()
 
     @classmethod
     async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float) -> Self:
@@ -34,7 +34,7 @@ class InlineRank:
         except BaseException:
             rank._thread.shutdown(wait=False)
             raise
-        rank._host, rank.can_offload = host, host.can_offload
+        rank._host, rank.abilities = host, host.abilities
         return rank
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -10,7 +10,17 @@ import numpy as np
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.interfaces import Backend, Manifest, Offloadable, Plan, RankInfo, Rendezvous, Worker, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    BackgroundSaver,
+    Manifest,
+    Offloadable,
+    Plan,
+    RankInfo,
+    Rendezvous,
+    Worker,
+    WorkerSpec,
+)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -25,11 +35,21 @@ class Part:
     """Micro-batches as indices into `sent`."""
 
 
+@attrs.frozen(kw_only=True)
+class Abilities:
+    """What a worker can do besides what every worker must."""
+
+    offload: bool = False
+    """It is `Offloadable`."""
+    save_in_background: bool = False
+    """It is a `BackgroundSaver`."""
+
+
 class Ranks(Protocol):
     """All ranks of a group, wherever they run: what `WorkerGroup` calls."""
 
-    can_offload: bool
-    """Every worker is `Offloadable`."""
+    abilities: Abilities
+    """The same of every worker."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls `method` on every rank with the same arguments; results by rank.
@@ -60,9 +80,12 @@ class RankHost:
         self._worker: Worker = backend.create_worker(spec, rank)
 
     @property
-    def can_offload(self) -> bool:
-        """The worker is `Offloadable`."""
-        return isinstance(self._worker, Offloadable)
+    def abilities(self) -> Abilities:
+        """Of the worker."""
+        return Abilities(
+            offload=isinstance(self._worker, Offloadable),
+            save_in_background=isinstance(self._worker, BackgroundSaver),
+        )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls the worker's `method`; `publish` gets this rank's end of the transport."""

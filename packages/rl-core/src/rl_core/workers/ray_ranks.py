@@ -33,7 +33,7 @@ from rl_core.batch import Batch
 from rl_core.errors import ConfigError, DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.workers.rank import Part, RankHost
+from rl_core.workers.rank import Abilities, Part, RankHost
 from rl_core.workers.wire import from_arrays, to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
@@ -114,16 +114,16 @@ class RayRank:
 
     def start(
         self, backend: Backend, spec: WorkerSpec, rank: RankInfo, environment: Mapping[str, str]
-    ) -> bool | Failure:
-        """Builds the worker; whether it is Offloadable."""
+    ) -> Abilities | Failure:
+        """Builds the worker; what it can do."""
 
-        def build() -> bool:
+        def build() -> Abilities:
             os.environ.update(environment)
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
             # A batch lies in shared memory, read-only, and no worker writes to one.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
-            return self._host.can_offload
+            return self._host.abilities
 
         return self._answer("start", build)
 
@@ -303,7 +303,7 @@ class RayRanks:
         self._unanswered_calls = 0
         self._ended: str | None = None
         self.placement = placement
-        self.can_offload = False
+        self.abilities = Abilities()
         _session.enter()
         placement.enter()
 
@@ -408,7 +408,7 @@ class RayRanks:
             starts.append(
                 actor.start.remote(backend, spec, info, _environment(info, spec, gpus[first : first + per_node]))
             )
-        self.can_offload = all(await self._all("start", starts))
+        self.abilities = (await self._all("start", starts))[0]
 
     async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
         """All ranks' answers, or one error."""
