@@ -159,7 +159,7 @@ class Worker(Protocol):
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
         """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
-        the CPU.
+        the CPU. A backend that replays the routes of its own scoring pass adds `routed_experts` and `routed`.
 
         Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
         """

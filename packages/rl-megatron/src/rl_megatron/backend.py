@@ -9,7 +9,7 @@ import attrs
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_megatron.megatron_fields import require_bridge
-from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields
+from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields, transformer_fields
 from rl_megatron.refusals import refuse
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class MegatronBackend:
             raise ConfigError(
                 f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
             )
+
+    def follows_routes(self, options: MegatronOptions) -> bool:
+        """See `RouteFollowing`."""
+        replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
+        return bool(replays) and options.moe_routing_replay_source == "rollout"
 
     def needs_own_process(self) -> bool:
         """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes

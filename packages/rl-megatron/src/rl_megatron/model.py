@@ -98,6 +98,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     chosen = transformer_fields(spec.options, f"{where}.megatron_config")
     chosen["expert_tensor_parallel_size"] = place.mesh.expert_tensor
+    chosen["moe_enable_routing_replay"] = False  # that is Megatron's own; here `router_replay` does it
     if not HAS_TRANSFORMER_ENGINE:
         del chosen["moe_grouped_gemm"]
     return fields | {name: value for name, value in chosen.items() if value is not None}

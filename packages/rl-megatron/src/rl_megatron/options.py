@@ -74,7 +74,10 @@ class MegatronOptions:
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """In which routing probabilities are computed; None: as the model."""
     moe_enable_routing_replay: bool = False
-    """Take the experts that the engine took, from `routed_experts` of the batch."""
+    """Policy with experts: tokens go to those they went to before, in scoring, in training and in recomputation."""
+    moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
+    """Before: in the engine (R3, with `generator.inference_engine.enable_return_routed_experts`), or in the policy's own
+    scoring pass (R2)."""
     moe_per_layer_logging: bool = False
     """Report auxiliary losses per layer."""
     freeze_moe_router: bool = False

@@ -134,10 +134,12 @@ class RoutedChunks(Around):
         """Transformer layers of the whole model whose routers are on this rank, ascending."""
         self.records = False
         """Whether the next schedules record what they choose."""
+        self._recorded: list[MicroBatch] = []
 
     @contextmanager
     def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> Iterator[None]:
         """Around one run of Megatron's schedule."""
+        self._recorded = list(micro_batches) if self.records else []
         for choices in self._all:
             choices.recorded.clear()
             choices.in_schedule = True
@@ -163,21 +165,20 @@ class RoutedChunks(Around):
             for choices in self._by_chunk[id(chunk)]:
                 choices.current = None
 
-    def recorded(self, micro_batches: Sequence[MicroBatch], num_layers: int) -> list[Tensor]:
+    def recorded(self, num_layers: int) -> list[Tensor]:
         """What the last schedule chose, for each micro-batch's stream. Collective over the ranks of a model replica.
 
         Args:
-            micro_batches: of that schedule.
             num_layers: L, transformer layers of the whole model.
 
         Returns:
             int16 [T, L, K] each, on the CPU, on every rank; 0 in layers without experts.
         """
-        mine = torch.cat([self._recorded_here(number, part, num_layers) for number, part in enumerate(micro_batches)])
-        merged = mine.to(self._device)
+        parts = [self._recorded_here(number, part, num_layers) for number, part in enumerate(self._recorded)]
+        merged = torch.cat(parts).to(self._device)
         for group in _replica_groups():
             dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
-        return list(merged.clamp(min=0).to("cpu", torch.int16).split([part.num_tokens for part in micro_batches]))
+        return list(merged.clamp(min=0).to("cpu", torch.int16).split([len(part) for part in parts]))
 
     def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
         """int32 [T, L, K]; -1 where the token or the layer is another rank's."""

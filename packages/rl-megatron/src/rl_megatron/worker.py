@@ -34,7 +34,8 @@ from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
 from rl_megatron.model import build_chunks, open_bridge
 from rl_megatron.optimizer import Optimizer, wrap_for_training
 from rl_megatron.options import SECTIONS, mesh_of
-from rl_megatron.schedule import Around, run_schedule
+from rl_megatron.routing import Routing
+from rl_megatron.schedule import run_schedule
 from rl_megatron.scoring import TokenScorer, zero_of
 from rl_megatron.start import join, leave
 
@@ -53,7 +54,6 @@ class MegatronWorker:
         self.place = join(rank, mesh_of(spec.options, rank.world_size, where), spec.seed)
         self.bridge = open_bridge(spec)
         self.chunks: list[Any] = build_chunks(self.bridge, spec, self.place)
-        self.around = Around()
         self.steps_done = 0
         self._has_gradients = False
         self.scorer: TokenScorer | None = None
@@ -64,6 +64,7 @@ class MegatronWorker:
         if spec.optimizer is not None:
             self.chunks = list(wrap_for_training(self.chunks, spec.options))
             self.optimizer = Optimizer(self.chunks, spec)
+        self.routing = Routing(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
         """Log-probs and entropies of the stream, or a critic's values, without gradient."""
@@ -72,7 +73,9 @@ class MegatronWorker:
             scores = self._scores(micro_batch, hidden_BSH, None, temperature)
             return zero_of(hidden_BSH), [values_T.cpu() for values_T in scores]
 
-        parts = self._run(batch, plan, finish, forward_only=True)
+        with self.routing.scoring(batch):
+            parts = self._run(batch, plan, finish, forward_only=True)
+            taken = self.routing.taken(batch, plan)
         if not self.place.returns_results:
             return {}
         assert self.scorer is not None
@@ -81,11 +84,12 @@ class MegatronWorker:
             index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
             for values_T, part_T in zip(scores.values(), part, strict=True):
                 values_T[index_T] = part_T
-        return scores
+        return {**scores, **taken}
 
     def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
         self._require_trained("forward_backward")
+        self.routing.require(batch)
         objective = objective_from_spec(loss)
 
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
@@ -145,7 +149,7 @@ class MegatronWorker:
 
     def _run(self, batch: Batch, plan: Plan, finish: Any, *, forward_only: bool) -> list[Any]:
         parts = micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
-        return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.around)
+        return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.routing.around)
 
     def _scores(
         self, micro_batch: MicroBatch, hidden_BSH: Tensor, mask_T: Tensor | None, temperature: float
