@@ -77,8 +77,8 @@ class CoreAttention(torch.nn.Module):
             boundaries = np.array([0, query.shape[0] * size])
             return self._attend(query, key, value, boundaries).flatten(2)
         assert packed_seq_params.boundaries is not None
-        rows = [tensor.reshape(tensor.shape[0], 1, *tensor.shape[-2:]) for tensor in (query, key, value)]
-        return self._attend(*rows, packed_seq_params.boundaries).flatten(1)
+        query, key, value = (t.reshape(t.shape[0], 1, *t.shape[-2:]) for t in (query, key, value))
+        return self._attend(query, key, value, packed_seq_params.boundaries).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, boundaries: np.ndarray) -> Tensor:
         rank, size = self.context_group.rank(), self.context_group.size()

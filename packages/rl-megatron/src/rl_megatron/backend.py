@@ -9,8 +9,9 @@ import attrs
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_megatron.megatron_fields import require_bridge
-from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, optimizer_fields, transformer_fields
+from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, transformer_fields
 from rl_megatron.refusals import refuse
+from rl_megatron.training_checks import require_trainable
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -32,9 +33,9 @@ class MegatronBackend:
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
         """Raises ConfigError for what cannot be trained correctly."""
         section = SECTIONS[spec.role]
-        where = f"{section}.{self.config_section}"
+        require_bridge()
         refuse(spec, world_size)
-        optimizer_fields(spec.options, where)
+        require_trainable(spec)
         if spec.model.path is None:
             raise ConfigError(
                 f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
@@ -57,9 +58,7 @@ class MegatronBackend:
         from rl_megatron.plan import plan_ranks
 
         self.validate(spec, world_size)
-        return plan_ranks(
-            spec, world_size, micro_batch_tokens=micro_batch_tokens, num_micro_batches=num_micro_batches
-        )
+        return plan_ranks(spec, world_size, micro_batch_tokens=micro_batch_tokens, num_micro_batches=num_micro_batches)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Builds the model in the calling process, which must be this rank's own."""

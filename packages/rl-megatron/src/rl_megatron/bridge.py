@@ -82,12 +82,12 @@ class _NeverBuilt(torch.nn.Module):
 
 def _transformer_engine() -> dict[str, types.ModuleType]:
     engine: Any = _module("transformer_engine")
-    engine.pytorch = _module("transformer_engine.pytorch")
-    engine.__version__ = "0.0.0"
+    layers: Any = _module("transformer_engine.pytorch")
+    engine.pytorch, engine.__version__ = layers, "0.0.0"
     for name in _TE_CLASSES:
-        setattr(engine.pytorch, name, type(name, (_NeverBuilt,), {}))
-    engine.pytorch.ops = types.SimpleNamespace(Sequential=type("Sequential", (_NeverBuilt,), {}))
-    return {"transformer_engine": engine, "transformer_engine.pytorch": engine.pytorch}
+        setattr(layers, name, type(name, (_NeverBuilt,), {}))
+    layers.ops = types.SimpleNamespace(Sequential=type("Sequential", (_NeverBuilt,), {}))
+    return {"transformer_engine": engine, "transformer_engine.pytorch": layers}
 
 
 class _Anything(types.ModuleType):

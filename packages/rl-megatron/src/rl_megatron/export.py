@@ -19,7 +19,9 @@ def exported(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]
     """
     vocab_size = chunks[0].config.vocab_size
     is_tied = chunks[0].config.share_embeddings_and_output_weights
-    for name, tensor in bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False):
+    # A critic's head has no place in the conversion: there is no task for it.
+    tasks = [task for task in bridge.get_conversion_tasks(list(chunks)) if task is not None]
+    for name, tensor in bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False, conversion_tasks=tasks):
         if name == "lm_head.weight" and is_tied:
             continue
         yield name, tensor[:vocab_size] if name.endswith(_VOCABULARY) else tensor

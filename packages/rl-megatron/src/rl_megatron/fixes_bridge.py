@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rl_megatron.groups import expert_group
 from rl_megatron.patching import replace
 
 
@@ -48,11 +49,10 @@ def fix_expert_names() -> None:
     """`_megatron_local_name_to_global` numbers grouped experts over all ranks, but not local ones: every expert rank
     would load and export the first rank's."""
     from megatron.bridge.models.conversion import model_bridge
-    from megatron.core import parallel_state
 
     def global_name(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
         name = of_layer(models, config, param_name, vp_stage)
-        group = parallel_state.get_expert_model_parallel_group()
+        group = expert_group()
         if ".experts.local_experts." not in name or ".adapter." in name:
             return name
         first = config.num_moe_experts // group.size() * group.rank()

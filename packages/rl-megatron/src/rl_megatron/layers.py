@@ -21,7 +21,10 @@ def layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSub
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAS_TRANSFORMER_ENGINE, vp_stage=vp_stage)
     if HAS_TRANSFORMER_ENGINE:
         return block
-    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=RmsNorm)
+    norm: Any = RmsNorm  # Megatron takes classes, and says instances
+    return TransformerBlockSubmodules(
+        layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=norm
+    )
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:

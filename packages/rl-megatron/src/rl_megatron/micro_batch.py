@@ -20,7 +20,7 @@ from rl_megatron.start import Place
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatch:
-    """B rows (one, when packed) of S positions: this context rank's part. All tensor and pipeline ranks hold the same."""
+    """B rows (one, when packed) of S positions: this context rank's part, on all its tensor and pipeline ranks."""
 
     batch: Batch | None
     """Its sequences; None if it has none and is computed because other ranks wait for this one."""
@@ -89,9 +89,7 @@ def _layouts(
         members = np.arange(len(sequences))
         if use_sample_packing:
             total = max(width, mesh.micro_batch_tokens_multiple())
-            yield part, packed_layout(
-                offsets, members, sequence_multiple=mesh.sequence_multiple, total_multiple=total
-            )
+            yield part, packed_layout(offsets, members, sequence_multiple=mesh.sequence_multiple, total_multiple=total)
         else:
             yield part, padded_layout(offsets, members, width_multiple=max(width, mesh.sequence_multiple))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from transformers import AutoConfig
@@ -18,9 +20,12 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.weights import broken_weights_file
 from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
+from rl_megatron.groups import embedding_group
 from rl_megatron.layers import layer_specs
+from rl_megatron.lora import add_adapters
 from rl_megatron.options import SECTIONS, transformer_fields
 from rl_megatron.start import Place
+from rl_megatron.value_head import ValueHead, load_head, put_heads
 
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "apply_rope_fusion": False,
@@ -39,7 +44,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
 
 
 def open_bridge(spec: WorkerSpec) -> Any:
-    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or not convertible."""
+    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or unknown to it."""
     path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
     assert path is not None
     try:
@@ -68,9 +73,47 @@ def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
             wrap_with_ddp=False,
             use_cpu_initialization=place.device.type == "cpu",
             bf16=spec.bf16,
+            pre_wrap_hook=partial(_fill, bridge, spec),
         )
-    load_weights(bridge, chunks, SECTIONS[spec.role])
+    _exclude_padding_token(chunks, bridge.hf_pretrained.config.get_text_config().pad_token_id)
     return chunks
+
+
+def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
+    """Weights, a critic's head, adapters, and what is not trained."""
+    where = SECTIONS[spec.role]
+    if spec.role == "critic":
+        put_heads(models)
+    load_weights(bridge, models, where)
+    if spec.role == "critic":
+        load_head(models, str(spec.model.path), where)
+    if spec.model.lora.rank > 0:
+        models = add_adapters(models, spec.model.lora, spec.options.lora_config.lora_type, where)
+        for head in (module for model in models for module in model.modules() if isinstance(module, ValueHead)):
+            head.requires_grad_(True)
+    if spec.options.freeze_moe_router:
+        for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
+            router.requires_grad_(False)
+    return models
+
+
+def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
+    """The input embedding of the padding token is not trained, as in transformers (`padding_idx`): it is zero, and the
+    norm behind it would multiply its gradient by a thousand."""
+    for model in unwrap_model(chunks):
+        if pad_token_id is not None and model.pre_process:
+            embedding = model.embedding.word_embeddings
+            embedding.forward = partial(_embed, embedding, embedding.forward, pad_token_id)
+
+
+def _embed(embedding: Any, embed: Callable[[Tensor], Tensor], pad_token_id: int, tokens_BS: Tensor) -> Tensor:
+    embedded = embed(tokens_BS)
+    is_padding = tokens_BS == pad_token_id
+    if embedding.reduce_scatter_embeddings:
+        # The result is [S / tensor ranks, B, H] of this rank's tokens.
+        group = embedding.tp_group
+        is_padding = is_padding.T.chunk(group.size())[group.rank()]
+    return torch.where(is_padding[..., None], embedded.detach(), embedded)
 
 
 def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Place) -> dict[str, Any]:
@@ -80,7 +123,9 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
         **_rotary_fields(hf_config.get_text_config(), where),
         "transformer_layer_spec": layer_specs,
-        "perform_initialization": False,
+        # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
+        # the marks the gradient's norm leaves all ranks' parts but the first out.
+        "perform_initialization": True,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": None,
@@ -94,6 +139,8 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         "sequence_parallel": place.mesh.tensor > 1,
         **_pipeline_fields(place),
     }
+    if spec.role == "critic":
+        fields["share_embeddings_and_output_weights"] = False  # there is no output layer
     if spec.gradient_checkpointing:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     chosen = transformer_fields(spec.options, f"{where}.megatron_config")
@@ -117,7 +164,9 @@ def _rotary_fields(config: Any, where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and any(rope[name] != value for name, value in known.items()):
-        raise ConfigError(f"{where}.model.path: Megatron-Core knows llama3 rotary scaling with {known} only, not {rope}")
+        raise ConfigError(
+            f"{where}.model.path: Megatron-Core knows llama3 rotary scaling with {known} only, not {rope}"
+        )
     if kind not in ("default", "llama3", "yarn"):
         raise ConfigError(f"{where}.model.path: rotary scaling {kind!r} is not offered by this backend; use fsdp")
     return {"rotary_base": rope["rope_theta"]}
@@ -126,7 +175,11 @@ def _rotary_fields(config: Any, where: str) -> dict[str, Any]:
 def load_weights(bridge: Any, chunks: list[Any], where: str) -> None:
     """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that it lacks."""
     converter, source = bridge._model_bridge, bridge.hf_pretrained
-    for task in converter.build_conversion_tasks(source, chunks):
+    tasks = converter.build_conversion_tasks(source, chunks)
+    has_head = any(isinstance(getattr(model, "output_layer", None), ValueHead) for model in chunks)
+    for task in tasks:
+        if task is None and has_head:
+            continue
         if task is None:
             raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
         if task.megatron_module is None:
@@ -158,12 +211,8 @@ def _padded(weight_VH: Tensor, num_rows: int) -> Tensor:
 def _share_tied_embedding(chunks: list[Any]) -> None:
     """The last stage's copy of a tied embedding, from the first stage."""
     models = unwrap_model(chunks)
-    if not models[0].share_embeddings_and_output_weights or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    group = embedding_group()
+    if group is None or group.size() == 1 or not models[0].share_embeddings_and_output_weights:
         return
-    if not parallel_state.is_rank_in_embedding_group():
-        return
-    weight = next(
-        weight for model in models if (weight := model.shared_embedding_or_output_weight()) is not None
-    )
-    group = parallel_state.get_embedding_group()
+    weight = next(weight for model in models if (weight := model.shared_embedding_or_output_weight()) is not None)
     dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)

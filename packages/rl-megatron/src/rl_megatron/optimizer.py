@@ -13,12 +13,13 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from rl_core.interfaces import OptimizerConfig, WorkerSpec
 from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
 
 
-def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[DistributedDataParallel]:
+def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
     """Chunks with one buffer for all gradients, which are summed over data and context ranks, never averaged."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.ddp_config.grad_reduce_in_fp32,
@@ -32,7 +33,7 @@ def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[D
 class Optimizer:
     """AdamW over shards of all parameters: its state is split over data-parallel ranks."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], spec: WorkerSpec):
+    def __init__(self, chunks: Sequence[Any], spec: WorkerSpec):
         assert spec.optimizer is not None
         self.config: OptimizerConfig = spec.optimizer
         self.chunks = list(chunks)
@@ -51,8 +52,31 @@ class Optimizer:
             **optimizer_fields(spec.options, f"{SECTIONS[spec.role]}.megatron_config"),
         }
         # No overrides: norms and biases are decayed too.
-        self.megatron = get_megatron_optimizer(MegatronOptimizerConfig(**fields), self.chunks, config_overrides={})
+        self.megatron: Any = get_megatron_optimizer(MegatronOptimizerConfig(**fields), self.chunks, config_overrides={})
+        self._make_states()
         self.zero_grad()
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's gradient buffers, of dense and expert parameters."""
+        return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Main parameters and moments of this rank's shards."""
+        optimizers = [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer]
+        found = [parameter for opt in optimizers for group in opt.param_groups for parameter in group["params"]]
+        states = [state for opt in optimizers for state in opt.state.values()]
+        return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def _make_states(self) -> None:
+        """torch makes them in the first step; a state that is saved or loaded before that needs them too."""
+        for chained in self.megatron.chained_optimizers:
+            if not isinstance(chained.optimizer, torch.optim.AdamW):
+                continue
+            for group in chained.optimizer.param_groups:
+                for parameter in group["params"]:
+                    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                    chained.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def step(self, learning_rate: float) -> float:
         """Sums gradients, clips them and steps; returns their norm before clipping. One that is not finite changes
@@ -77,8 +101,7 @@ class Optimizer:
     @contextmanager
     def whole_gradients(self):
         """Inside, every rank's main gradients are the sums over all ranks; afterwards they are as before."""
-        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        kept = [buffer.grad_data.clone() for buffer in buffers]
+        kept = [buffer.grad_data.clone() for buffer in self.buffers]
         model_config = self.chunks[0].config
         updates_bias = model_config.moe_router_enable_expert_bias
         model_config.moe_router_enable_expert_bias = False
@@ -87,7 +110,7 @@ class Optimizer:
             yield
         finally:
             model_config.moe_router_enable_expert_bias = updates_bias
-            for buffer, gradient in zip(buffers, kept, strict=True):
+            for buffer, gradient in zip(self.buffers, kept, strict=True):
                 buffer.grad_data.copy_(gradient)
 
     def _clip(self, grad_norm: float) -> None:

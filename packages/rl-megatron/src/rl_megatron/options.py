@@ -1,4 +1,4 @@
-"""`megatron_config`: the options class, and the fields of Megatron's own classes that they resolve to. Imports no torch."""
+"""`megatron_config`: its class, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LoraOptions:
     lora_type: Literal["lora", "canonical_lora"] = "lora"
     """One adapter for each fused matrix (query-key-value, gate-up), or one for each of its parts."""
     merge_lora: bool = True
-    """Send whole weights with the adapters added; else adapters alone."""
+    """Send whole weights with the adapters added. Adapters alone are refused."""
 
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Names are Megatron's; what has no field of its own goes into the three pass-through sections."""
+    """`megatron_config`. Names are Megatron's; what has no field of its own goes into the pass-through sections."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each matrix and, between matrices, the tokens (sequence parallelism comes with it)."""
@@ -76,8 +76,8 @@ class MegatronOptions:
     moe_enable_routing_replay: bool = False
     """Policy with experts: tokens go to those they went to before, in scoring, in training and in recomputation."""
     moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
-    """Before: in the engine (R3, with `generator.inference_engine.enable_return_routed_experts`), or in the policy's own
-    scoring pass (R2)."""
+    """Before: in the engine (R3, with `generator.inference_engine.enable_return_routed_experts`), or in the policy's
+    own scoring pass (R2)."""
     moe_per_layer_logging: bool = False
     """Report auxiliary losses per layer."""
     freeze_moe_router: bool = False
@@ -91,7 +91,7 @@ class MegatronOptions:
     optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of Megatron's `OptimizerConfig`."""
     empty_cuda_cache: bool = True
-    """Give cached memory back to the driver before each optimizer step and when leaving the device."""
+    """Give cached memory back to the driver when leaving the device."""
 
 
 _OWN_FIELDS = (

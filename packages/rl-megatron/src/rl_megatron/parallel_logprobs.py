@@ -12,14 +12,20 @@ from torch.autograd.function import once_differentiable
 
 
 def parallel_logprobs(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, first_row: int, temperature: float, chunk_tokens: int,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    first_row: int,
+    temperature: float,
+    chunk_tokens: int,
     group: Any,
 ) -> tuple[Tensor, Tensor]:
     """`rl_core.algorithms.logprobs.chunked_logprobs` over a vocabulary of which this rank holds some rows.
 
     With x the logits of all ranks' rows: lse = log Σ_r Σ_v∈r exp(x_v), logprob = x_target − lse and
-    entropy = −Σ_r Σ_v∈r p_v log p_v; three sums per chunk and one maximum travel, never logits. Gradients of `hidden_TH`
-    are this rank's summand only: the ranks' must be added up.
+    entropy = −Σ_r Σ_v∈r p_v log p_v; three sums per chunk and one maximum travel, never logits. The gradient of
+    `hidden_TH` is this rank's summand only: the ranks' must be added up.
 
     Args:
         hidden_TH: the same on all ranks.

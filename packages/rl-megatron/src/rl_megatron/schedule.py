@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_megatron.micro_batch import MicroBatch
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Around:
@@ -28,10 +29,10 @@ class Around:
         return nullcontext()
 
 
-class Finish(Protocol[T]):
+class Finish(Protocol[T_co]):
     """What the last stage makes of a micro-batch's hidden states [B, S, H]: what is minimised, and what is reported."""
 
-    def __call__(self, micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, T]: ...
+    def __call__(self, micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, T_co]: ...
 
 
 def run_schedule(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rl_core.algorithms.logprobs import chunked_logprobs
+from rl_megatron.groups import tensor_group
 from rl_megatron.parallel_logprobs import parallel_logprobs
 
 
@@ -21,7 +21,7 @@ class TokenScorer:
     def __init__(self, model: Any, *, chunk_tokens: int):
         self.model = model
         self.chunk_tokens = chunk_tokens
-        _return_hidden_states(model, splits_gradient=False)
+        _return_hidden_states(model)
 
     def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs [S] and entropies [S], float32.
@@ -31,7 +31,7 @@ class TokenScorer:
             targets_S: int64 token ids.
             temperature: > 0, divides the logits.
         """
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         weight_VH = self._weight()
         num_rows, vocab_size = weight_VH.shape[0], self.model.config.vocab_size
         first_row = num_rows * group.rank()
@@ -59,20 +59,16 @@ class TokenScorer:
         return self.model.output_layer.weight
 
 
-def _return_hidden_states(model: Any, *, splits_gradient: bool) -> None:
-    """Makes the model give its last hidden states, whole on every tensor rank, in place of logits.
-
-    Args:
-        model: of the last stage.
-        splits_gradient: every tensor rank goes on to compute the same; else each a summand of the gradient.
-    """
+def _return_hidden_states(model: Any) -> None:
+    """Makes the last stage's model give its last hidden states, whole on every tensor rank, in place of logits."""
     is_sequence_parallel = model.config.sequence_parallel
 
     def forward(
         hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         if is_sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not splits_gradient)
+            # Each tensor rank goes on with its rows of the vocabulary: gradients are added up.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden, None
 
     model.output_layer.forward = forward

@@ -8,6 +8,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
 
 from rl_core.interfaces import RankInfo
 from rl_core.layout.mesh import Coordinates, Mesh
@@ -66,7 +67,7 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{info.master_address}:{info.master_port}" if info.world_size > 1 else None,
-        store=dist.HashStore() if info.world_size == 1 else None,
+        store=HashStore() if info.world_size == 1 else None,
         rank=info.rank,
         world_size=info.world_size,
         timeout=_TIMEOUT,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.algorithms.objective import Objective, sum_metrics
@@ -29,15 +29,20 @@ from rl_core.interfaces import (
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
+from rl_megatron.checkpoint import read_state, write_state
 from rl_megatron.export import exported, gradients_as_weights
+from rl_megatron.groups import context_group
 from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
 from rl_megatron.model import build_chunks, open_bridge
+from rl_megatron.offloading import HostCopy
 from rl_megatron.optimizer import Optimizer, wrap_for_training
 from rl_megatron.options import SECTIONS, mesh_of
 from rl_megatron.routing import Routing
+from rl_megatron.saved_model import write_config, write_weights
 from rl_megatron.schedule import run_schedule
 from rl_megatron.scoring import TokenScorer, zero_of
 from rl_megatron.start import join, leave
+from rl_megatron.value_head import HEAD_FILE, ValueScorer, head_tensors
 
 _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
 """What a score is to a loss."""
@@ -55,11 +60,13 @@ class MegatronWorker:
         self.bridge = open_bridge(spec)
         self.chunks: list[Any] = build_chunks(self.bridge, spec, self.place)
         self.steps_done = 0
+        self._parameters_out, self._optimizer_out = HostCopy(), HostCopy()
         self._has_gradients = False
-        self.scorer: TokenScorer | None = None
+        self.scorer: TokenScorer | ValueScorer | None = None
         last = unwrap_model(self.chunks)[-1]
         if last.post_process:
-            self.scorer = TokenScorer(last, chunk_tokens=spec.logprobs_chunk_size)
+            is_critic = spec.role == "critic"
+            self.scorer = ValueScorer(last) if is_critic else TokenScorer(last, chunk_tokens=spec.logprobs_chunk_size)
         self.optimizer: Optimizer | None = None
         if spec.optimizer is not None:
             self.chunks = list(wrap_for_training(self.chunks, spec.options))
@@ -117,11 +124,11 @@ class MegatronWorker:
         """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
         optimizer = self._require_trained("gradients")
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
-            return {name: tensor.to("cpu", copy=True) for name, tensor in exported(self.bridge, self.chunks)}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        tensors = exported(self.bridge, self.chunks)
+        tensors = self._exported()
         if self.place.rank == 0:
             yield from pack_buckets(tensors, max_bucket_bytes)
         else:
@@ -133,19 +140,72 @@ class MegatronWorker:
         return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
-        raise NotImplementedError
+        """Writes weights and, of a trained model, optimizer and schedule."""
+        write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def load_state(self, directory: Path) -> None:
-        raise NotImplementedError
+        """Reads what `save_state` wrote, on any mesh; completeness is checked before anything changes."""
+        steps_done = read_state(directory, self.chunks, self.optimizer)
+        if self.optimizer is not None:
+            self.steps_done = steps_done
+            self._has_gradients = False
 
     def save_model(self, directory: Path) -> None:
-        raise NotImplementedError
+        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so."""
+        head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
+        tensors = exported(self.bridge, self.chunks)
+        if self.place.rank == 0:
+            dtype = "bfloat16" if self.spec.bf16 else "float32"
+            write_weights(tensors, directory)
+            write_config(self.bridge.hf_pretrained.config, str(self.spec.model.path), dtype, directory)
+            if head:
+                save_file(
+                    {name: tensor.cpu() for name, tensor in head.items()}, directory / HEAD_FILE, {"format": "pt"}
+                )
+        else:
+            for _ in tensors:
+                pass
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Gives the device's memory back, keeping parameters, gradients and optimizer state in CPU memory; without an
+        accelerator they are there."""
+        if self.place.device.type == "cpu":
+            return
+        if parameters and not self._parameters_out.is_out:
+            self._parameters_out.take_out(self._parameter_memory(), self._unused_gradient_memory())
+        if optimizer and self.optimizer is not None and not self._optimizer_out.is_out:
+            self._optimizer_out.take_out(self.optimizer.state_tensors())
+        if self.spec.options.empty_cuda_cache:
+            torch.cuda.empty_cache()
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Gets it back."""
+        if parameters:
+            self._parameters_out.bring_back()
+        if optimizer:
+            self._optimizer_out.bring_back()
 
     def close(self) -> None:
         """Drops model and optimizer, and leaves the other ranks."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
             leave()
+
+    def _parameter_memory(self) -> list[Tensor]:
+        models = unwrap_model(self.chunks)
+        kept = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        return kept + (self._gradient_memory() if self._has_gradients else [])
+
+    def _unused_gradient_memory(self) -> list[Tensor]:
+        return [] if self._has_gradients else self._gradient_memory()
+
+    def _gradient_memory(self) -> list[Tensor]:
+        return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        yield from exported(self.bridge, self.chunks)
+        if self.spec.role == "critic":
+            yield from head_tensors(self.chunks)
 
     def _run(self, batch: Batch, plan: Plan, finish: Any, *, forward_only: bool) -> list[Any]:
         parts = micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
@@ -161,7 +221,7 @@ class MegatronWorker:
         tokens_T = torch.zeros(0, dtype=torch.int64) if micro_batch.batch is None else micro_batch.batch["tokens"]
         hidden_SH = hidden_BSH.flatten(0, 1)[place_S.to(self.place.device)]
         scores_S = self.scorer(hidden_SH, tokens_T.to(self.place.device)[index_S], temperature=temperature)
-        group = parallel_state.get_context_parallel_group()
+        group = context_group()
         return [to_stream(values_S, index_S, micro_batch.num_tokens, group) for values_S in scores_S]
 
     def _loss(
