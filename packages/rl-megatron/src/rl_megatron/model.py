@@ -139,6 +139,8 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         "sequence_parallel": place.mesh.tensor > 1,
         **_pipeline_fields(place),
     }
+    if hf_config.model_type == "deepseek_v3":
+        fields["moe_router_score_function"] = "sigmoid"  # transformers 5 has no field for it, which Bridge would read
     if spec.role == "critic":
         fields["share_embeddings_and_output_weights"] = False  # there is no output layer
     if spec.gradient_checkpointing:
