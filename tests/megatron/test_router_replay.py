@@ -35,7 +35,7 @@ MESHES = {
     "tp2 pp2 cp2 ep2 etp2": (16, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2}, {}, DEEPSEEK),
 }
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
-"""Relative, in float32: sums of other order; the largest measured are 2e-7 and 3e-6."""
+"""Relative, in float32: sums of other order. A loss near 0 is a difference of large parts and is measured against 1."""
 
 
 def options_of(sizes, **others):
@@ -91,7 +91,7 @@ def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forc
         loss = group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0]
         reference = case.new_reference()
         expected_loss = backward(reference, batch, LOSS)
-        assert abs(loss - expected_loss) <= LOSS_TOLERANCE * abs(expected_loss)
+        assert abs(loss - expected_loss) <= LOSS_TOLERANCE * max(1.0, abs(expected_loss))
         assert relative_gradient_error(group.gradients(), reference.gradients()) <= GRADIENT_TOLERANCE
         assert group.call("kept_choices") == [0] * world_size
 
@@ -117,7 +117,7 @@ def test_routes_of_the_scoring_pass_are_those_that_training_takes(open_forced):
             batch = case.batch.with_columns(routed_experts=routes_TLK, routed=routes["routed"])
             loss = group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0]
             expected = backward(case.new_reference(), batch, LOSS)
-            assert abs(loss - expected) <= LOSS_TOLERANCE * abs(expected)
+            assert abs(loss - expected) <= LOSS_TOLERANCE * max(1.0, abs(expected))
         own = backward(case.new_reference(), case.batch, LOSS)
         assert abs(expected - own) > 1e-4 * abs(own), "the control: other routes give another loss"
 
