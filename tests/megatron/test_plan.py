@@ -27,6 +27,7 @@ FACTOR = 2.0
 CASES = {
     "dense, one rank": (1, {}, {}, {"num_hidden_layers": 4}),
     "untied, tp2": (2, {TP: 2}, {}, {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "critic, pp2": (2, {PP: 2}, {"role": "critic"}, {"num_hidden_layers": 4}),
     "qwen2 with biases, pp2": (2, {PP: 2}, {}, {"family": "qwen2", "num_hidden_layers": 4}),
     "recomputed, pp2 vpp2": (2, {PP: 2, VPP: 2}, {"gradient_checkpointing": True}, {"num_hidden_layers": 4}),
     "experts, tp2 ep2 etp1 cp2": (
@@ -69,6 +70,8 @@ def test_ranks_hold_what_was_planned(name, tmp_path):
         )
         assert group.call("num_parameters") == [plan.num_parameters for plan in plans]
 
+        if case.spec.role == "critic":
+            return  # the suite's batch has no returns to train one with
         call = group.ranks.call_on_parts("forward_backward_measured", case.batch, parts, LOSS, temperature=TEMPERATURE)
         for plan, kept_bytes in zip(plans, asyncio.run(call), strict=True):
             ratio = plan.activation_bytes / kept_bytes

@@ -11,8 +11,11 @@ import sys
 import attrs
 import pytest
 
+from rl_core.cli.runs import require_token_budget
+from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.layout import Mesh
 from rl_megatron.options import MegatronOptions
 from rl_megatron.refusals import refuse, refuse_setup, setup_of
 
@@ -202,6 +205,23 @@ def test_a_value_of_the_pass_through_section_is_named_there(spec_of):
 def test_without_a_model_directory_only_what_does_not_need_it_is_checked(spec_of):
     refuse(spec_of(None, {TP: 3}), 3)
     assert "does not divide the 4 ranks" in refusal(spec_of(None, {TP: 3}), 4)
+
+
+def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
+    def config_of(budget):
+        values = {
+            "trainer.policy.model.path": "model",
+            "trainer.max_prompt_length": 9,
+            "generator.sampling_params.max_generate_length": 5,
+            "trainer.max_tokens_per_microbatch": budget,
+        }
+        return from_mapping(values)
+
+    mesh = Mesh(world_size=4, tensor=2, context=2)
+    with pytest.raises(ConfigError, match=r"14 tokens .* padded to 16, a multiple of the 8"):
+        require_token_budget(config_of(15), mesh)
+    require_token_budget(config_of(16), mesh)
+    require_token_budget(config_of(-1), mesh)
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

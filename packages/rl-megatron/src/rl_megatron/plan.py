@@ -51,7 +51,7 @@ def _rank_plan(
     at = mesh.coordinates(rank)
     own = chunks[at.pipeline :: mesh.pipeline]
     layers = tuple(layer for chunk in own for layer in range(chunk.start, chunk.start + chunk.num_layers))
-    dense, experts = count_parameters(shape, mesh, layers, stage=at.pipeline)
+    dense, experts = count_parameters(shape, mesh, layers, stage=at.pipeline, is_critic=spec.role == "critic")
     size = 2 if spec.bf16 else 4
     gradients = optimizer = 0
     if spec.optimizer is not None:
@@ -80,7 +80,9 @@ def _rank_plan(
     )
 
 
-def count_parameters(shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, stage: int) -> tuple[int, int]:
+def count_parameters(
+    shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, stage: int, is_critic: bool
+) -> tuple[int, int]:
     """Parameters of one rank: those outside of experts, and those of its experts."""
     hidden, tensor = shape.hidden_size, mesh.tensor
     dense = experts = 0
@@ -97,7 +99,8 @@ def count_parameters(shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, st
     dense += vocabulary if is_first else 0
     if is_last:
         # A tied output layer is the embedding where both are on one rank, else a copy of it.
-        dense += hidden + (0 if shape.is_tied and is_first else vocabulary)
+        output = 0 if shape.is_tied and is_first else vocabulary
+        dense += hidden + (hidden + 1 if is_critic else output)
     return dense, experts
 
 
@@ -147,5 +150,5 @@ def _output_bytes(spec: WorkerSpec, shape: ModelShape, mesh: Mesh, stage: int, t
     if stage != mesh.pipeline - 1:
         return 0.0
     chunk = min(tokens, spec.logprobs_chunk_size)
-    rows = -(-shape.vocab_size // mesh.tensor)
+    rows = 1 if spec.role == "critic" else -(-shape.vocab_size // mesh.tensor)
     return 2 * tokens * shape.hidden_size * (2 if spec.bf16 else 4) + chunk * rows * _BYTES_OF_LOGITS
