@@ -20,6 +20,7 @@ from rl_core.layout import (
     pipeline_chunks,
     plan_micro_batches,
 )
+from rl_megatron.refusals import FIXED_FIELDS
 from rl_megatron.route_layout import deal_padding, router_order
 
 MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1, virtual_pipeline=2)
@@ -48,10 +49,32 @@ _KEYS = {
     "": ("the batch, and the optimizer's state", "data"),
 }
 
+_REFUSED = """\
+## What is refused
+
+Before any process is started, with the key, the numbers and the nearest mesh that works:
+
+- sizes whose product does not divide the ranks; layers, attention heads, key/value heads, feed-forward units, experts
+  or their units that the sizes do not divide; a chunk without a layer; a token budget below the longest sequence as it
+  is padded
+- `expert_tensor_parallel_size` other than `tensor_model_parallel_size` without expert parallelism: Megatron-Core 0.16.1
+  sums the experts' gradients over the wrong ranks
+- `sequence_parallel=false` with tensor parallelism: gradients of some norms are summed twice
+- two pipeline stages with virtual stages and batched sends, or with both a first and a last count
+- `seq_aux_loss` with tensor parallelism (its gradients are not one rank's), or with packed sequences (it takes a
+  micro-batch for a sequence)
+- router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without
+  replay, replay without routes, and routes of another shape or with an expert that does not exist
+- models that Megatron-Bridge 0.3.1 would convert into another one: experts in some layers only, sliding windows, biases
+  that it drops, another normalisation of the routers' weights
+
+Fields of `transformer_config_kwargs` that can have one value only:
+"""
+
 
 def page() -> str:
     """The whole page."""
-    sections = (_ranks(), _layers(), _data(), _tokens(), _experts(), _routes())
+    sections = (_ranks(), _layers(), _data(), _tokens(), _experts(), _routes(), _REFUSED, _fixed_fields())
     return _INTRODUCTION + _keys() + "\n" + "\n".join(sections)
 
 
@@ -226,6 +249,11 @@ def _routes() -> str:
 
 def _section(title: str, text: str, drawing: str) -> str:
     return f"## {title}\n\n{textwrap.fill(text, 120)}\n\n{drawing}"
+
+
+def _fixed_fields() -> str:
+    rows = ([f"`{name}`", f"`{value}`", reason] for name, (value, reason) in FIXED_FIELDS.items())
+    return _table(["field", "value", "because"], rows)
 
 
 def _ct() -> list[tuple[int, int]]:

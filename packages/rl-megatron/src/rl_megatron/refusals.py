@@ -285,7 +285,7 @@ def _is_interleaved(setup: Setup) -> bool:
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
-_MUST_BE: dict[str, tuple[Any, str]] = {
+FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "calculate_per_token_loss": (True, "losses are sums over the mini-batch; Megatron would average micro-batches"),
     "attention_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
     "hidden_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
@@ -337,7 +337,7 @@ _TRANSFORMER_ENGINE_FIELDS = (
 
 
 def _fixed_fields(setup: Setup) -> str | None:
-    for name, (right, reason) in _MUST_BE.items():
+    for name, (right, reason) in FIXED_FIELDS.items():
         value = setup.fields.get(name, right)
         if value is not None and value != right:
             return f"{setup.key(name)}: {value!r} is given, only {right!r} can be used: {reason}"
