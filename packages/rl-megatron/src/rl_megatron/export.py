@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_BUFFER = ".e_score_correction_bias"
 
 
-def exported(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def exported(bridge: Any, chunks: Sequence[Any], *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors, one at a time, on every rank; a tied weight comes once. All ranks must drain it together.
+
+    `with_buffers` adds what is no parameter: the expert bias by which some routers choose.
 
     The conversion is planned anew each time: plans hold tensors, which change when weights move between devices.
     """
@@ -23,6 +26,8 @@ def exported(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]
     tasks = [task for task in bridge.get_conversion_tasks(list(chunks)) if task is not None]
     for name, tensor in bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False, conversion_tasks=tasks):
         if name == "lm_head.weight" and is_tied:
+            continue
+        if not with_buffers and name.endswith(_BUFFER):
             continue
         yield name, tensor[:vocab_size] if name.endswith(_VOCABULARY) else tensor
 

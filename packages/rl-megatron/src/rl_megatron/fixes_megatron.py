@@ -3,7 +3,7 @@ still there (tests/megatron/test_fixes.py, test_router_replay.py); when one has 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_megatron.patching import replace
 
@@ -45,8 +45,22 @@ def fix_expert_bias() -> None:
     unfixed = replace(TopKRouter, "_apply_expert_bias", apply_expert_bias)
 
 
+def fix_loading_of_torch_adam() -> None:
+    """`DistributedOptimizer` reads a fully reshardable state without `step`, which it keeps elsewhere, and then looks
+    for `step` among what it read: KeyError with torch's AdamW."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][place], {})
+        set_(self, model_param, {**{name: state[name] for name in state if name == "step"}, **tensors})
+
+    set_ = replace(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states)
+
+
 def apply() -> None:
     """All of them, once per process."""
+    fix_loading_of_torch_adam()
     fix_router_gating()
     fix_latent_attention()
     fix_expert_bias()

@@ -126,6 +126,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
         # the marks the gradient's norm leaves all ranks' parts but the first out.
         "perform_initialization": True,
+        "moe_router_bias_update_rate": 0.0,  # the bias stays the checkpoint's, as in the engine
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": None,

@@ -78,6 +78,14 @@ class Optimizer:
                     moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
                     chained.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
+    def set_steps(self, steps_done: int) -> None:
+        """How many steps the moments are of. Megatron loads one tensor for all parameters, which torch then would
+        count up once for each."""
+        for chained in self.megatron.chained_optimizers:
+            for state in chained.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.tensor(float(steps_done))
+
     def step(self, learning_rate: float) -> float:
         """Sums gradients, clips them and steps; returns their norm before clipping. One that is not finite changes
         nothing."""

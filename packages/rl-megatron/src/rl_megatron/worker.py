@@ -29,7 +29,8 @@ from rl_core.interfaces import (
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
-from rl_megatron.checkpoint import read_state, write_state
+from rl_megatron.auxiliary_losses import AuxiliaryLosses
+from rl_megatron.checkpoint import BackgroundWriter, read_state, write_state
 from rl_megatron.export import exported, gradients_as_weights
 from rl_megatron.groups import context_group
 from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
@@ -49,7 +50,10 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 class MegatronWorker:
-    """`Worker`, `Offloadable` and `Inspectable` of `rl_core.interfaces`; its process has no other Megatron model."""
+    """`Worker`, `Offloadable`, `BackgroundSaver` and `Inspectable` of `rl_core.interfaces`.
+
+    Its process has no other Megatron model that is trained: the mesh is the process's own.
+    """
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         if spec.num_threads is not None:
@@ -62,6 +66,7 @@ class MegatronWorker:
         self.steps_done = 0
         self._parameters_out, self._optimizer_out = HostCopy(), HostCopy()
         self._has_gradients = False
+        self._background: BackgroundWriter | None = None
         self.scorer: TokenScorer | ValueScorer | None = None
         last = unwrap_model(self.chunks)[-1]
         if last.post_process:
@@ -71,6 +76,7 @@ class MegatronWorker:
         if spec.optimizer is not None:
             self.chunks = list(wrap_for_training(self.chunks, spec.options))
             self.optimizer = Optimizer(self.chunks, spec)
+        self.auxiliary = AuxiliaryLosses(self.chunks[0].config, self.place)
         self.routing = Routing(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
@@ -81,7 +87,7 @@ class MegatronWorker:
             return zero_of(hidden_BSH), [values_T.cpu() for values_T in scores]
 
         with self.routing.scoring(batch):
-            parts = self._run(batch, plan, finish, forward_only=True)
+            parts = self._run(self._lay_out(batch, plan), finish, forward_only=True)
             taken = self.routing.taken(batch, plan)
         if not self.place.returns_results:
             return {}
@@ -102,11 +108,14 @@ class MegatronWorker:
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
             return self._loss(objective, micro_batch, hidden_BSH, temperature)
 
-        parts = self._run(batch, plan, finish, forward_only=False)
+        laid_out = self._lay_out(batch, plan)
+        with self.auxiliary.weighted(sum(part.num_tokens for part in laid_out)):
+            parts = self._run(laid_out, finish, forward_only=False)
+        auxiliary = self.auxiliary.metrics(len(laid_out))
         self._has_gradients = True
         totals = sum_metrics(parts)
         # Each part weighs its loss 1; that of the whole call is their sum, however many parts it was cut into.
-        return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
+        return {**totals, **auxiliary, "loss": (totals["loss"][0], 1.0)} if totals else {}
 
     def optim_step(self) -> OptimizerStep:
         """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
@@ -143,6 +152,15 @@ class MegatronWorker:
         """Writes weights and, of a trained model, optimizer and schedule."""
         write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
+    def start_saving(self, directory: Path) -> None:
+        """As `save_state`, from a copy in CPU memory."""
+        self._background = self._background or BackgroundWriter()
+        self._background.start(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
+
+    def has_saved(self) -> bool:
+        """See `BackgroundSaver`. Raises CheckpointError."""
+        return self._background is None or self._background.is_done()
+
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, on any mesh; completeness is checked before anything changes."""
         steps_done = read_state(directory, self.chunks, self.optimizer)
@@ -153,7 +171,7 @@ class MegatronWorker:
     def save_model(self, directory: Path) -> None:
         """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so."""
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
-        tensors = exported(self.bridge, self.chunks)
+        tensors = exported(self.bridge, self.chunks, with_buffers=True)
         if self.place.rank == 0:
             dtype = "bfloat16" if self.spec.bf16 else "float32"
             write_weights(tensors, directory)
@@ -189,7 +207,9 @@ class MegatronWorker:
         """Drops model and optimizer, and leaves the other ranks."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
-            leave()
+            # A thread that still waits for other ranks would crash without them; it ends with the process.
+            if self._background is None or not self._background.is_busy:
+                leave()
 
     def _parameter_memory(self) -> list[Tensor]:
         models = unwrap_model(self.chunks)
@@ -203,12 +223,16 @@ class MegatronWorker:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
-        yield from exported(self.bridge, self.chunks)
+        # An engine has the expert bias of the checkpoint; it changes only where a pass-through section asks for that.
+        updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
+        yield from exported(self.bridge, self.chunks, with_buffers=updates_bias)
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
 
-    def _run(self, batch: Batch, plan: Plan, finish: Any, *, forward_only: bool) -> list[Any]:
-        parts = micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
+    def _lay_out(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
+        return micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
+
+    def _run(self, parts: list[MicroBatch], finish: Any, *, forward_only: bool) -> list[Any]:
         return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.routing.around)
 
     def _scores(
