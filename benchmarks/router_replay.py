@@ -194,18 +194,17 @@ def without_replay(worker: Any) -> Iterator[None]:
 
 
 def show_load(worker: Any, batch: Batch) -> None:
-    """Of a rectangle of the batch's sequences, whose own routes are random and so nearly even."""
+    """Of a rectangle of the batch's sequences, real tokens where the router sends them."""
     worker.spec = attrs.evolve(worker.spec, use_sample_packing=False)
+    worker.routing._records_scoring = True
     chunks = worker.routing._chunks
-    plan = [list(range(batch.num_sequences))]
-    width = int(batch.lengths.max()) * batch.num_sequences
-    print(f"\nexperts' load, fullest over mean, worst layer ({1 - batch.num_tokens / width:.0%} padding)")
+    tokens = batch.without_columns("routed_experts", "routed")
+    num_places = int(batch.lengths.max()) * batch.num_sequences
+    print(f"\nexperts' load, fullest over mean, worst layer ({1 - batch.num_tokens / num_places:.0%} padding)")
     dealt = chunks._padding_experts
     for name, padding_experts in (("dealt", dealt), ("left to the router", lambda is_padding_S: None)):
         chunks._padding_experts = padding_experts
-        with worker.routing.scoring(batch):
-            chunks.records = True
-            worker._run(batch, plan, lambda part, hidden: (hidden.sum() * 0, None), forward_only=True)
+        worker.forward(tokens, [list(range(batch.num_sequences))], temperature=1.0)
         loads = [torch.bincount(c.recorded[0].flatten(), minlength=NUM_EXPERTS).float() for c in chunks._all]
         print(f"{name:30} {max(float(load_E.max() / load_E.mean()) for load_E in loads):9.2f}")
     chunks._padding_experts = dealt
