@@ -69,7 +69,7 @@ def leave_out_steps() -> None:
 def leave_out_rotary_base() -> None:
     from rl_megatron import model
 
-    model._rotary_fields = lambda config, where: {}
+    model._rotary_fields = lambda config, where, is_latent: {}
 
 
 def leave_out_initialisation() -> None:

@@ -58,6 +58,7 @@ def gradient_error(case: Case, group: RankGroup) -> float:
         ("split_contiguously", DENSE, {CP: 2}),
         ("leave_out_scatter", DENSE, {TP: 2}),
         ("leave_out_rotary_base", OTHER_BASE, {}),
+        ("leave_out_rotary_base", DEEPSEEK, {}),
         ("leave_out_padding_token", DENSE, {}),
     ],
 )

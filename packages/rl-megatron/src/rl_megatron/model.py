@@ -121,7 +121,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     fields: dict[str, Any] = {
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
-        **_rotary_fields(hf_config.get_text_config(), where),
+        **_rotary_fields(hf_config.get_text_config(), where, is_latent=provider.multi_latent_attention),
         "transformer_layer_spec": layer_specs,
         # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
         # the marks the gradient's norm leaves all ranks' parts but the first out.
@@ -161,8 +161,9 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
     return {"variable_seq_lengths": place.mesh.pipeline > 1}
 
 
-def _rotary_fields(config: Any, where: str) -> dict[str, Any]:
-    """Bridge 0.3.1 reads `rope_theta` of the configuration, which transformers 5 keeps in `rope_parameters`."""
+def _rotary_fields(config: Any, where: str, *, is_latent: bool) -> dict[str, Any]:
+    """Bridge 0.3.1 reads `rope_theta` and `rope_scaling` of the configuration, which transformers 5 keeps together in
+    `rope_parameters`: it misses the one, and takes latent attention without scaling for one with Megatron's default."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -172,7 +173,8 @@ def _rotary_fields(config: Any, where: str) -> dict[str, Any]:
         )
     if kind not in ("default", "llama3", "yarn"):
         raise ConfigError(f"{where}.model.path: rotary scaling {kind!r} is not offered by this backend; use fsdp")
-    return {"rotary_base": rope["rope_theta"]}
+    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if is_latent and kind == "default" else {}
+    return {"rotary_base": rope["rope_theta"], **unscaled}
 
 
 def load_weights(bridge: Any, chunks: list[Any], where: str) -> None:

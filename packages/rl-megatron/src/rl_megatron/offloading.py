@@ -29,8 +29,7 @@ class HostCopy:
                     continue
                 seen.add(storage.data_ptr())
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                self._copies.append((whole, whole.to("cpu") if is_kept else None))
-        torch.cuda.synchronize()
+                self._copies.append((whole, whole.to("cpu", copy=True) if is_kept else None))
         for whole, _ in self._copies:
             whole.untyped_storage().resize_(0)
 
