@@ -28,6 +28,7 @@ MAY_IMPORT = {
 }
 FLOORS = (
     "errors",
+    "model_shape",
     "batch",
     "routes",
     "hugging_face",

@@ -1,7 +1,7 @@
 """The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Sleepable`).
+Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`).
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `Generator`; a recipe an `Environment`. `WorkerGroup` and the loop are ours.
@@ -159,7 +159,7 @@ class Worker(Protocol):
 
     def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
         """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
-        the CPU.
+        the CPU. A backend that replays the routes of its own scoring pass adds `routed_experts` and `routed`.
 
         Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
         """
@@ -248,6 +248,48 @@ class Inspectable(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class RankPlan:
+    """What one rank would hold."""
+
+    rank: int
+    data_part: int
+    """Which of the parts of a batch it computes; ranks of one model replica share it."""
+    layers: tuple[int, ...]
+    """Transformer layers that it holds, or holds a part of."""
+    experts: tuple[int, ...]
+    """Of each layer that has any."""
+    place: str
+    """Where it stands where matrices, tokens or parameters are split, for people."""
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Estimate of what forward passes keep for backward at the fullest moment, the output layer included."""
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A backend that can say, without starting anything, what each rank of a model would hold (`rl plan`)."""
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """One entry per rank.
+
+        Args:
+            spec: the model.
+            world_size: ranks.
+            micro_batch_tokens: tokens of the largest micro-batch, before context ranks split it.
+            num_micro_batches: per rank and mini-batch.
+
+        Raises:
+            ConfigError: as `validate`, or the model's sizes are not known.
+        """
         ...
 
 
@@ -774,6 +816,8 @@ __all__ = [
     "BackgroundSaver",
     "Perturbable",
     "Inspectable",
+    "RankPlan",
+    "Planner",
     "Backend",
     "RouteFollowing",
     "WeightBucket",

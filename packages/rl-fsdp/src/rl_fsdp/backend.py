@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, Role, Worker, WorkerSpec
+from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Role, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -95,6 +95,16 @@ class FsdpBackend:
     def needs_own_process(self) -> bool:
         """One rank patches nothing and shares the controller's process."""
         return False
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """What each rank would hold; imports torch. However many micro-batches there are, one is computed at a time."""
+        from rl_fsdp.plan import plan_ranks
+
+        self.validate(spec, world_size)
+        mesh = self.mesh(spec.options, world_size)
+        return plan_ranks(spec, mesh, micro_batch_tokens=micro_batch_tokens, is_fsdp1=self.is_fsdp1)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Loads the model in the calling process and thread."""

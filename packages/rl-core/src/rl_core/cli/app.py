@@ -133,6 +133,15 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
     listing.show_config(runs.load(source, overrides, tiny), as_yaml=as_yaml)
 
 
+@rl.command()
+@_configured
+def plan(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
+    """Show what each rank would hold: layers, experts, data and bytes. Nothing is started."""
+    from rl_core.cli import planning, runs
+
+    planning.show_plan(runs.load(source, overrides, tiny))
+
+
 @rl.command("plugins")
 def show_plugins() -> None:
     """List what is installed, and what is broken."""

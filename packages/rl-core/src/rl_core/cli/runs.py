@@ -18,6 +18,7 @@ from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rl_core.layout.mesh import Mesh
     from rl_core.trainer.run_directory import RunSummary
 
 
@@ -159,6 +160,20 @@ def _check_ranks(config: configuration.Config) -> None:
         # Data that the recipe is going to make cannot be counted yet: any schedule will do until then.
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize if steps is None else steps)
         backend.validate(spec, nodes * per_node)
+        require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
+
+
+def require_token_budget(config: configuration.Config, mesh: Mesh) -> None:
+    """The longest sequence, padded so that the mesh can split it, fits into a micro-batch."""
+    budget, multiple = config.trainer.max_tokens_per_microbatch, mesh.sequence_multiple
+    longest = config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
+    padded = -(-longest // multiple) * multiple
+    if 0 < budget < padded:
+        raise ConfigError(
+            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
+            "(trainer.max_prompt_length + generator.sampling_params.max_generate_length) padded to "
+            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; give at least {padded}"
+        )
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:

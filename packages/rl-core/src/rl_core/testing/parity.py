@@ -3,7 +3,7 @@
 The suite measures; with the environment variable RL_PARITY_DIR set it also writes down what it measured. The table of
 this repository is made again by
 
-    RL_PARITY_DIR=$PWD/runs/parity python -m pytest tests/fsdp/test_conformance.py
+    RL_PARITY_DIR=$PWD/runs/parity python -m pytest tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
     python -m rl_core.testing.parity runs/parity > docs/parity.md
 """
 

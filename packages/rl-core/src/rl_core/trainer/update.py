@@ -93,6 +93,7 @@ class BatchUpdate:
         by_group = dict(zip(groups, scores, strict=True))
         policy = by_group[models.policy]
         columns = {"old_logprobs": policy["logprobs"], "old_entropies": policy["entropies"]}
+        columns |= {name: policy[name] for name in ("routed_experts", "routed") if name in policy}
         if models.reference is not None:
             columns["ref_logprobs"] = by_group[models.reference]["logprobs"]
         if models.critic is not None:

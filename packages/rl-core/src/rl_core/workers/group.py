@@ -103,7 +103,8 @@ class WorkerGroup:
         return cls(ranks, mesh, shape, devices, tenant)
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
-        """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]."""
+        """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]; and the routes that
+        were taken, where the backend records them."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
         async with self._turn():
@@ -113,7 +114,7 @@ class WorkerGroup:
             positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
             for name, values in result.items():
                 values = np.asarray(values)
-                column = columns.setdefault(name, np.zeros(batch.num_tokens, values.dtype))
+                column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
                 column[positions] = values[: len(positions)]
         return {name: torch.from_numpy(column) for name, column in columns.items()}
 

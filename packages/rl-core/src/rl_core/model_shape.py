@@ -1,0 +1,164 @@
+"""The sizes of a model that its mesh must divide and its plan counts, read from `config.json` without any library.
+
+Activations are estimated: what a forward pass keeps for backward, from the shapes of the tensors that gradients of
+matrix products, norms, rotary embedding, gating and attention (whose scores are not kept) need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rl_core.errors import ConfigError
+
+
+@attrs.frozen(kw_only=True)
+class LatentAttention:
+    """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    q_rank: int | None
+    """Rank of the query projection; None: it is one whole matrix."""
+    kv_rank: int
+    qk_head_dim: int
+    """Without its rotary part."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """A causal language model with gated feed-forward layers and RMS norms."""
+
+    model_type: str
+    """Hugging Face's name of the architecture."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of the dense layers."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    """The output layer shares the input embedding."""
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    latent: LatentAttention | None = None
+    moe_layers: tuple[int, ...] = ()
+    """Layers with experts, ascending; empty for a dense model."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    """Of all shared experts together."""
+    has_expert_bias: bool = False
+    """A bias per expert in the choice of experts, kept as a buffer."""
+
+    @property
+    def is_moe(self) -> bool:
+        """Some layer has experts."""
+        return bool(self.moe_layers)
+
+    def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
+        """Estimate of the elements that one layer keeps per token until backward, on one of `tensor` ranks that split
+        heads, units, and between matrices the tokens."""
+        hidden = 4 * self.hidden_size / tensor
+        if self.latent is None:
+            query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            attention = 5 * query + 6 * key_value
+        else:
+            heads = self.latent.qk_head_dim + self.latent.qk_rope_head_dim
+            attention = self.num_heads * (4 * heads + 4 * self.latent.v_head_dim) + 4 * self.latent.kv_rank
+        if layer not in self.moe_layers:
+            return hidden + (attention + 4 * self.ffn_hidden_size) / tensor
+        per_expert = 2 * self.hidden_size / tensor + 4 * self.expert_ffn_hidden_size / expert_tensor
+        router = 3 * self.num_experts / tensor
+        shared = 4 * self.shared_ffn_hidden_size / tensor
+        return hidden + attention / tensor + router + shared + self.experts_per_token * per_expert
+
+
+def read_config(path: str | None) -> dict[str, Any] | None:
+    """`config.json` of a local model directory; None for a hub name, or where a recipe has yet to make the model."""
+    file = Path(path or "") / "config.json"
+    if path is None or not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as a model's configuration ({error})") from error
+
+
+def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape that a `config.json` describes.
+
+    Args:
+        config: its contents.
+        where: key path of the model, for messages.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
+    try:
+        heads = config["num_attention_heads"]
+        return ModelShape(
+            model_type=config["model_type"],
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            is_tied=config.get("tie_word_embeddings", False),
+            has_qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+            has_qk_norm=config["model_type"] in ("qwen3", "qwen3_moe"),
+            latent=_latent(config),
+            **_experts(config),
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"{where}: its config.json has no {error}; expected a causal language model in Hugging Face format"
+        ) from error
+
+
+def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        q_rank=config.get("q_lora_rank"),
+        kv_rank=config["kv_lora_rank"],
+        qk_head_dim=config["qk_nope_head_dim"],
+        qk_rope_head_dim=config["qk_rope_head_dim"],
+        v_head_dim=config["v_head_dim"],
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    counts = [config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts")]
+    num_experts = next((count for count in counts if count), 0)
+    layers = _moe_layers(config) if num_experts else ()
+    if not layers:
+        return {}
+    expert_size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("n_shared_experts") or 0
+    return {
+        "moe_layers": layers,
+        "num_experts": num_experts,
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_ffn_hidden_size": expert_size,
+        "shared_ffn_hidden_size": expert_size * shared,
+        "has_expert_bias": config["model_type"] == "deepseek_v3",
+    }
+
+
+def _moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    layers = np.arange(config["num_hidden_layers"])
+    is_moe = layers >= config.get("first_k_dense_replace", 0)
+    is_moe &= (layers + 1) % config.get("decoder_sparse_step", 1) == 0
+    is_moe &= ~np.isin(layers, config.get("mlp_only_layers") or ())
+    return tuple(np.flatnonzero(is_moe).tolist())

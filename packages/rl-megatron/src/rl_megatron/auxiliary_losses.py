@@ -1,0 +1,82 @@
+"""Load-balancing losses of a mixture of experts: their weight beside the policy loss, and what is reported of them.
+
+They are statistics of a micro-batch, so they depend on how a mini-batch is cut. Megatron multiplies each micro-batch's
+by its tokens, to divide by all tokens later; here nothing is divided later, so its gradient is scaled to what the sum
+over micro-batches of tokens · loss / all tokens of the mini-batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    reduce_aux_losses_tracker_across_ranks,
+)
+
+from rl_core.interfaces import Metrics
+from rl_megatron.start import Place
+
+
+class AuxiliaryLosses:
+    """Those of one model's routers, around one call of `forward_backward`."""
+
+    def __init__(self, config: Any, place: Place):
+        self._place = place
+        coefficients = config.moe_aux_loss_coeff
+        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+        balances = config.moe_router_load_balancing_type != "none" and any(coefficients)
+        self._is_on = bool(config.num_moe_experts) and bool(balances or config.moe_z_loss_coeff)
+        self._per_layer: bool = config.moe_per_layer_logging
+        self._layers = _layers_with_experts(config) if self._is_on else []
+
+    @contextmanager
+    def weighted(self, num_tokens: int) -> Iterator[None]:
+        """Inside, gradients of these losses are divided by the tokens of all data-parallel ranks.
+
+        Args:
+            num_tokens: of this rank's part of the mini-batch.
+        """
+        if not self._is_on:
+            yield
+            return
+        total = torch.tensor(float(num_tokens), device=self._place.device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        set_scale = MoEAuxLossAutoScaler.set_loss_scale
+        MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: set_scale(scale / total))
+        clear_aux_losses_tracker()
+        try:
+            yield
+        finally:
+            MoEAuxLossAutoScaler.set_loss_scale = staticmethod(set_scale)
+
+    def metrics(self, num_micro_batches: int) -> Metrics:
+        """Averages over the call's micro-batches: of all layers, and with `moe_per_layer_logging` of each.
+
+        Collective over all ranks.
+        """
+        if not self._is_on:
+            return {}
+        reduce_aux_losses_tracker_across_ranks()
+        found = {}
+        for name, record in get_moe_layer_wise_logging_tracker().items():
+            values_L = (record["values"] / num_micro_batches).tolist()
+            found[f"moe_{name}"] = (sum(values_L[layer] for layer in self._layers), float(len(self._layers)))
+            if self._per_layer:
+                found |= {f"moe_{name}_layer_{layer}": (values_L[layer], 1.0) for layer in self._layers}
+        return found
+
+
+def _layers_with_experts(config: Any) -> list[int]:
+    """Of the whole model, from 0."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return list(range(0, config.num_layers, frequency))
+    return [layer for layer, has_experts in enumerate(frequency) if has_experts]

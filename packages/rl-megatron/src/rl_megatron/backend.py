@@ -1,0 +1,71 @@
+"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_megatron.megatron_fields import require_bridge
+from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, transformer_fields
+from rl_megatron.refusals import refuse
+from rl_megatron.training_checks import require_trainable
+
+if TYPE_CHECKING:
+    from rl_core.layout.mesh import Mesh
+
+
+@attrs.frozen(kw_only=True)
+class MegatronBackend:
+    """Trains the causal language models that Megatron-Bridge converts, and a critic made of one."""
+
+    name: str = "megatron"
+    contract_version: int = CONTRACT_VERSION
+    config_section: str = "megatron_config"
+    options_class: type = MegatronOptions
+
+    def mesh(self, options: MegatronOptions, world_size: int) -> Mesh:
+        """Tensor, context, data and pipeline ranks, regrouped for experts."""
+        return mesh_of(options, world_size, self.config_section)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for what cannot be trained correctly."""
+        section = SECTIONS[spec.role]
+        require_bridge()
+        refuse(spec, world_size)
+        require_trainable(spec)
+        if spec.model.path is None:
+            raise ConfigError(
+                f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
+            )
+
+    def follows_routes(self, options: MegatronOptions) -> bool:
+        """See `RouteFollowing`."""
+        replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
+        return bool(replays) and options.moe_routing_replay_source == "rollout"
+
+    def needs_own_process(self) -> bool:
+        """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes
+        torch."""
+        return True
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """What each rank would hold."""
+        from rl_megatron.plan import plan_ranks
+
+        self.validate(spec, world_size)
+        return plan_ranks(spec, world_size, micro_batch_tokens=micro_batch_tokens, num_micro_batches=num_micro_batches)
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Builds the model in the calling process, which must be this rank's own."""
+        from rl_megatron.worker import MegatronWorker
+
+        self.validate(spec, rank.world_size)
+        return MegatronWorker(spec, rank)
+
+
+megatron = MegatronBackend()

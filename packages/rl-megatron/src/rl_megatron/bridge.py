@@ -1,0 +1,126 @@
+"""The one import of Megatron-Bridge: Hugging Face models to Megatron's and back.
+
+Bridge 0.3.1 imports Transformer Engine (two of its LoRA modules) and triton (a Mamba layer) whether they are used or
+not. Where they are not installed, stand-ins exist while Bridge is imported, and only then; what Megatron and Bridge
+concluded from them is taken back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rl_megatron.megatron_fields import require_bridge
+
+HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
+_TE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm", "DotProductAttention")
+_IMPORTED_FIRST = (
+    "accelerate",
+    "datasets",
+    "transformers.models.qwen3",
+    "megatron.core.distributed",
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.moe.moe_layer",
+)
+"""What looks for Transformer Engine or triton itself must not find the stand-ins."""
+
+
+def _import_bridge() -> Any:
+    require_bridge()
+    with warnings.catch_warnings():
+        # What the libraries say at import is that others are not installed: said here, or not needed.
+        warnings.simplefilter("ignore")
+        for name in _IMPORTED_FIRST:
+            importlib.import_module(name)
+        if HAS_TRANSFORMER_ENGINE:
+            return importlib.import_module("megatron.bridge")
+        with _stand_ins():
+            bridge = importlib.import_module("megatron.bridge")
+            importlib.import_module("megatron.bridge.peft.canonical_lora")
+    _take_conclusions_back()
+    return bridge
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    modules = _transformer_engine()
+    if find_spec("triton") is None:
+        modules |= _triton()
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__path__ = []
+    return module
+
+
+class _NeverBuilt(torch.nn.Module):
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("Transformer Engine is not installed")
+
+
+def _transformer_engine() -> dict[str, types.ModuleType]:
+    engine: Any = _module("transformer_engine")
+    layers: Any = _module("transformer_engine.pytorch")
+    engine.pytorch, engine.__version__ = layers, "0.0.0"
+    for name in _TE_CLASSES:
+        setattr(layers, name, type(name, (_NeverBuilt,), {}))
+    layers.ops = types.SimpleNamespace(Sequential=type("Sequential", (_NeverBuilt,), {}))
+    return {"transformer_engine": engine, "transformer_engine.pytorch": layers}
+
+
+class _Anything(types.ModuleType):
+    """Has every attribute; called as a decorator, with or without arguments, it gives the function back."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _decorate
+
+
+def _decorate(*args: Any, **_kwargs: Any) -> Any:
+    return args[0] if len(args) == 1 and callable(args[0]) else _decorate
+
+
+def _triton() -> dict[str, types.ModuleType]:
+    triton, language = (_Anything(name) for name in ("triton", "triton.language"))
+    for module in (triton, language):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        module.__path__ = []
+    vars(triton).update(language=language, __version__="3.6.0")
+    return {"triton": triton, "triton.language": language}
+
+
+def _take_conclusions_back() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and getattr(module, "HAVE_TE", False) is True:
+            vars(module)["HAVE_TE"] = False
+    matcher = sys.modules["megatron.bridge.peft.module_matcher"]
+    for name in ("HAVE_TE_COL_LINEAR", "HAVE_TE_LN_COL_LINEAR", "HAVE_TE_ROW_LINEAR"):
+        if not hasattr(matcher, name):
+            raise RuntimeError(f"megatron.bridge.peft.module_matcher has no {name}: another version is installed")
+        setattr(matcher, name, False)
+
+
+AutoBridge = _import_bridge().AutoBridge

@@ -1,0 +1,219 @@
+"""State of a worker on disk, in Megatron's distributed format: parameters as the whole model has them, so that any mesh
+reads what any other wrote.
+
+`state.json`, written last, lists the files and their sizes. Reading checks all that before it changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rl_core.errors import CheckpointError, RLError, WorkerError
+from rl_megatron.optimizer import Optimizer
+
+_LIST = "state.json"
+_METADATA = {
+    # Optimizer state in the shape of the parameters, gathered over data-parallel ranks.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Dense and expert parameters have an optimizer each; both write under the parameters' names.
+    "chained_optim_avoid_prefix": True,
+    # Each layer under its own name: layers may differ, and lie on other stages when they are read.
+    "non_homogeneous_layers": True,
+}
+T = TypeVar("T")
+
+
+class _PlainFiles(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by this process: Megatron's own writer forks others, which a rank may not have."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """One file per rank, and the index."""
+        self._write(sharded_state_dict, checkpoint_dir, None)
+
+    def _write(self, sharded_state: Any, directory: str | Path, group: dist.ProcessGroup | None) -> None:
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state, True)
+        save(
+            mcore_to_pyt_state_dict(tensors, False),
+            storage_writer=FileSystemWriter(directory),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
+
+
+class _FilesInBackground(_PlainFiles):
+    """The same from a copy, by a thread."""
+
+    def __init__(self, thread: ThreadPoolExecutor, group: dist.ProcessGroup):
+        super().__init__()
+        self._thread, self._group = thread, group
+        self.writing: Future[None] | None = None
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Returns when the tensors are copied."""
+        for part in nested_values(sharded_state_dict):
+            if isinstance(part, ShardedTensor) and part.data is not None:
+                part.data = part.data.detach().to("cpu", copy=True)
+        self.writing = self._thread.submit(self._write, sharded_state_dict, checkpoint_dir, self._group)
+
+
+class BackgroundWriter:
+    """Does what `write_state` does while the calling thread goes on, one state at a time.
+
+    Its ranks talk over a process group of their own: messages of the background must not fall between those of
+    training.
+    """
+
+    def __init__(self) -> None:
+        """All ranks together."""
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._directory, self._steps_done = Path(), 0
+
+    def start(self, directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
+        """Returns when the state is copied to memory of the CPU's own."""
+        if not self.is_done():
+            raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
+        files = _FilesInBackground(self._thread, self._group)
+        _save(directory, chunks, optimizer, files)
+        self._writing, self._directory, self._steps_done = files.writing, directory, steps_done
+
+    def is_done(self) -> bool:
+        """The files of all ranks are there, and on rank 0 their list is; never waits.
+
+        Raises:
+            CheckpointError: they could not be written, on this rank or on another.
+        """
+        if self._writing is None:
+            return True
+        if not self._writing.done():
+            return False
+        try:
+            self._writing.result()
+            _write_list(self._directory, self._steps_done)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise CheckpointError(f"{self._directory}: could not be written in the background ({error})") from error
+        self._writing = None
+        return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Its thread is at work."""
+        return self._writing is not None and not self._writing.done()
+
+
+def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
+    """Writes weights, optimizer and the number of steps behind them. Complete on return, on all ranks.
+
+    Raises:
+        CheckpointError: a rank could not write its files. On all ranks alike.
+    """
+    _save(directory, chunks, optimizer, _PlainFiles())
+    dist.barrier()
+    _write_list(directory, steps_done)
+    dist.barrier()
+
+
+def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, files: _PlainFiles) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(directory), files)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{directory}: could not be written ({error})") from error
+
+
+def _write_list(directory: Path, steps_done: int) -> None:
+    """Rank 0 does, when all ranks have written."""
+    if dist.get_rank() == 0:
+        files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _LIST}
+        (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
+
+
+def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None) -> int:
+    """Reads what `write_state` wrote, on any mesh; returns the optimizer steps behind it.
+
+    Raises:
+        CheckpointError: a file is missing or cut off (nothing has changed then), or it is another model's.
+    """
+    steps_done = agree(lambda: _require_complete(directory))
+    try:
+        state: Any = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(directory))
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint"
+        ) from error
+    for name, model in _named(chunks).items():
+        model.load_state_dict(state[name])
+    if optimizer is not None:
+        optimizer.megatron.load_state_dict(state["optimizer"])
+        optimizer.set_steps(steps_done)
+        optimizer.zero_grad()
+    return steps_done
+
+
+def agree(act: Callable[[], T]) -> T:
+    """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
+    result, error = None, None
+    try:
+        result = act()
+    except RLError as raised:
+        error = raised
+    errors: list[RLError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first from error
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Model chunks as Megatron's optimizer expects to find them."""
+    models = unwrap_model(list(chunks))
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+
+
+def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, *, is_loading: bool) -> dict[str, Any]:
+    state = {name: model.sharded_state_dict(metadata=_METADATA) for name, model in _named(chunks).items()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading, metadata=_METADATA)
+    return state
+
+
+def _require_complete(directory: Path) -> int:
+    path = directory / _LIST
+    try:
+        listed = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: missing or incomplete ({error}); resume from an earlier checkpoint") from error
+    for name, num_bytes in listed["files"].items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != num_bytes:
+            state = "is missing" if found is None else f"has {found} bytes"
+            raise CheckpointError(f"{path}: {state}, expected {num_bytes} bytes; resume from an earlier checkpoint")
+    return listed["steps_done"]

@@ -1,0 +1,71 @@
+"""Faults of Megatron-Bridge 0.3.1 that show where Transformer Engine is not installed. tests/megatron/test_fixes.py
+shows that each is still there; when one has gone, so can its function."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from rl_megatron.groups import expert_group
+from rl_megatron.patching import replace
+
+
+def fix_scatter() -> None:
+    """`RowParallelMapping` scatters column chunks, views that are not contiguous; gloo ignores their strides and sends
+    wrong numbers without an error."""
+    scatter = dist.scatter
+
+    def contiguous_scatter(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if scatter_list is not None:
+            scatter_list = [part.contiguous() for part in scatter_list]
+        return scatter(tensor, scatter_list, *args, **kwargs)
+
+    replace(dist, "scatter", contiguous_scatter)
+
+
+def fix_expert_gathering() -> None:
+    """`gather_from_ep_ranks` reads an expert's number behind `.weight`, where grouped experts have it; the local
+    experts' names end there: `int('')`."""
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    def gather_from_ep_ranks(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
+        name = self.megatron_param
+        local = re.search(r"\.local_experts\.(\d+)\.", name)
+        if local is None:
+            return gather(self, megatron_weights, megatron_module, hf_param_name)
+        self.megatron_param = name + local.group(1)
+        try:
+            return gather(self, megatron_weights, megatron_module, hf_param_name)
+        finally:
+            self.megatron_param = name
+
+    gather = replace(MegatronParamMapping, "gather_from_ep_ranks", gather_from_ep_ranks)
+
+
+def fix_expert_names() -> None:
+    """`_megatron_local_name_to_global` numbers grouped experts over all ranks, but not local ones: every expert rank
+    would load and export the first rank's."""
+    from megatron.bridge.models.conversion import model_bridge
+
+    def global_name(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
+        name = of_layer(models, config, param_name, vp_stage)
+        group = expert_group()
+        if ".experts.local_experts." not in name or ".adapter." in name:
+            return name
+        first = config.num_moe_experts // group.size() * group.rank()
+        return re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number.group()) + first), name)
+
+    of_layer = model_bridge._megatron_local_name_to_global
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and vars(module).get("_megatron_local_name_to_global") is of_layer:
+            replace(module, "_megatron_local_name_to_global", global_name)
+
+
+def apply() -> None:
+    """All of them, once per process."""
+    fix_scatter()
+    fix_expert_gathering()
+    fix_expert_names()

@@ -1,0 +1,33 @@
+"""Megatron's process groups, as what they are: its own functions are declared to return anything."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+
+def tensor_group() -> ProcessGroup:
+    """Ranks that split matrices, and between them tokens."""
+    return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def context_group() -> ProcessGroup:
+    """Ranks that split each sequence."""
+    return cast(ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def pipeline_group() -> ProcessGroup:
+    """Ranks that hold the layers of one replica, first to last."""
+    return cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def expert_group() -> ProcessGroup:
+    """Ranks that split the experts."""
+    return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
+def embedding_group() -> ProcessGroup | None:
+    """First and last stage, which both hold a tied embedding; None on other stages."""
+    return cast(Any, parallel_state.get_embedding_group()) if parallel_state.is_rank_in_embedding_group() else None

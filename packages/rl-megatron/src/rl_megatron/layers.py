@@ -1,0 +1,41 @@
+"""Which modules a layer is made of: Transformer Engine's where it is installed, else Megatron's and three of ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rl_megatron.attention import CoreAttention
+from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE
+from rl_megatron.linear import ReplicatedLinear
+from rl_megatron.norm import RmsNorm
+
+
+def layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Of the layers of this rank's stage, or of one of its virtual stages."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAS_TRANSFORMER_ENGINE, vp_stage=vp_stage)
+    if HAS_TRANSFORMER_ENGINE:
+        return block
+    norm: Any = RmsNorm  # Megatron takes classes, and says instances
+    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=norm)
+
+
+def _local(spec: ModuleSpec) -> ModuleSpec:
+    """The layer with norms, core attention and MLA's down-projections that know sequence and context parallelism."""
+    spec = copy.deepcopy(spec)
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, IdentityOp) is not IdentityOp:
+            setattr(attention, name, RmsNorm)
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if getattr(attention, name, None) is not None:
+            setattr(attention, name, ReplicatedLinear)
+    return spec

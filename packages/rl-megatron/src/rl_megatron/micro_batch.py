@@ -1,0 +1,138 @@
+"""A micro-batch as one rank's model takes it, and how what it computes goes back to the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Plan
+from rl_core.layout.mesh import Mesh
+from rl_core.layout.slices import Layout, context_positions, packed_layout, padded_layout
+from rl_megatron.attention import Segments
+from rl_megatron.start import Place
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MicroBatch:
+    """B rows (one, when packed) of S positions: this context rank's part, on all its tensor and pipeline ranks."""
+
+    batch: Batch | None
+    """Its sequences; None if it has none and is computed because other ranks wait for this one."""
+    sequences: tuple[int, ...]
+    """Their indices in the rank's batch."""
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    segments: Segments | None
+    """Boundaries of the packed sequences of the whole micro-batch; None for a rectangle."""
+    index_P: Tensor
+    """int64 [B · S], row by row: where the input token stands in the stream of `batch`, -1 for padding. On the CPU."""
+    target_index_P: Tensor
+    """The same for the token that is predicted there."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the stream of `batch`."""
+        return 0 if self.batch is None else self.batch.num_tokens
+
+    def scored_places(self, mask_T: Tensor | None) -> Tensor:
+        """int64: the places in row-major [B · S] whose prediction is scored: those of the mask, or all."""
+        is_scored_P = self.target_index_P >= 0
+        if mask_T is not None:
+            is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]
+        return is_scored_P.nonzero().squeeze(1)
+
+
+def micro_batches(batch: Batch, plan: Plan, place: Place, *, use_sample_packing: bool) -> list[MicroBatch]:
+    """Lays out all micro-batches of a call.
+
+    An interleaved schedule is told one shape for all of them, so there they are padded to the largest.
+    """
+    layouts = list(_layouts(batch, plan, place.mesh, use_sample_packing=use_sample_packing))
+    if place.mesh.virtual_pipeline == 1:
+        rows, width = 0, 0
+    else:
+        rows = max(_num_rows(layout, use_sample_packing) for _, layout in layouts)
+        width = max(len(layout.index) // _num_rows(layout, use_sample_packing) for _, layout in layouts)
+        layouts = list(_layouts(batch, plan, place.mesh, use_sample_packing=use_sample_packing, width=width))
+    made = []
+    for sequences, (part, layout) in zip(plan, layouts, strict=True):
+        arrays = [layout.index, layout.target_index, layout.position]
+        index_BS, target_index_BS, position_BS = (
+            _own_part(array, layout, place, use_sample_packing=use_sample_packing, rows=rows) for array in arrays
+        )
+        made.append(
+            MicroBatch(
+                batch=part,
+                sequences=tuple(sequences),
+                tokens_BS=_tokens(part, index_BS).to(place.device),
+                positions_BS=position_BS.to(place.device),
+                segments=Segments.of(layout.boundaries, place.device) if use_sample_packing else None,
+                index_P=index_BS.flatten(),
+                target_index_P=target_index_BS.flatten(),
+            )
+        )
+    return made
+
+
+def _layouts(
+    batch: Batch, plan: Plan, mesh: Mesh, *, use_sample_packing: bool, width: int = 1
+) -> Iterator[tuple[Batch | None, Layout]]:
+    for sequences in plan:
+        part = batch.select(list(sequences)) if len(sequences) else None
+        offsets = np.zeros(1, np.int64) if part is None else np.asarray(part.offsets)
+        members = np.arange(len(sequences))
+        if use_sample_packing:
+            total = max(width, mesh.micro_batch_tokens_multiple())
+            yield part, packed_layout(offsets, members, sequence_multiple=mesh.sequence_multiple, total_multiple=total)
+        else:
+            yield part, padded_layout(offsets, members, width_multiple=max(width, mesh.sequence_multiple))
+
+
+def _num_rows(layout: Layout, use_sample_packing: bool) -> int:
+    return 1 if use_sample_packing else len(layout.boundaries) - 1
+
+
+def _own_part(array: np.ndarray, layout: Layout, place: Place, *, use_sample_packing: bool, rows: int) -> Tensor:
+    """[B, S] of this context rank; missing rows are padding."""
+    size, rank = place.mesh.context, place.coordinates.context
+    array_BS = array.reshape(_num_rows(layout, use_sample_packing), -1)
+    boundaries = layout.boundaries if use_sample_packing else layout.boundaries[:2]
+    array_BS = array_BS[:, context_positions(boundaries, rank, size)]
+    if len(array_BS) < rows:
+        array_BS = np.pad(array_BS, ((0, rows - len(array_BS)), (0, 0)), constant_values=-1)
+    return torch.from_numpy(np.ascontiguousarray(array_BS))
+
+
+def _tokens(part: Batch | None, index_BS: Tensor) -> Tensor:
+    if part is None:
+        return torch.zeros_like(index_BS)
+    return torch.where(index_BS >= 0, part["tokens"][index_BS.clamp(min=0)], 0)
+
+
+def to_stream(values_S: Tensor, index_S: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """[num_tokens]: values at their places, from all context ranks; 0 elsewhere.
+
+    Every rank of the group goes on with the whole and so makes the same loss; the gradient of its own values alone goes
+    back, as if the loss had been made once.
+    """
+    values_T = values_S.new_zeros(num_tokens).index_put((index_S,), values_S)
+    return values_T if group.size() == 1 else _SumOverRanks.apply(values_T, group)  # pyright: ignore[reportReturnType]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed_T = values_T.clone()
+        dist.all_reduce(summed_T, group=group)
+        return summed_T
+
+    @staticmethod
+    # torch's own signature says `*grad_outputs`.
+    def backward(_ctx: object, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_outputs[0], None

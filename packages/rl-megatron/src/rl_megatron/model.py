@@ -1,0 +1,223 @@
+"""A Hugging Face model as this rank's part of a Megatron model, with its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from transformers import AutoConfig
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerSpec
+from rl_core.weights import broken_weights_file
+from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
+from rl_megatron.groups import embedding_group
+from rl_megatron.layers import layer_specs
+from rl_megatron.lora import add_adapters
+from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.start import Place
+from rl_megatron.value_head import ValueHead, load_head, put_heads
+
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "persist_layer_norm": False,
+}
+"""Fields of `TransformerConfig` that choose kernels of Transformer Engine or Apex."""
+
+
+def open_bridge(spec: WorkerSpec) -> Any:
+    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or unknown to it."""
+    path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
+    assert path is not None
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
+    if (broken := broken_weights_file(path)) is not None:
+        raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
+    if not AutoBridge.supports(config):
+        raise ConfigError(
+            f"{where}: Megatron-Bridge cannot convert {', '.join(config.architectures or ['this model'])}; "
+            "set trainer.strategy=fsdp"
+        )
+    return AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
+
+
+def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
+    """This rank's model, or one for each of its virtual stages, with the weights of the checkpoint."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    for name, value in _provider_fields(provider, bridge.hf_pretrained.config, spec, place).items():
+        setattr(provider, name, value)
+    provider.finalize()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the number of parameters
+        chunks = provider.provide_distributed_model(
+            model_type=ModelType.encoder_or_decoder,
+            wrap_with_ddp=False,
+            use_cpu_initialization=place.device.type == "cpu",
+            bf16=spec.bf16,
+            pre_wrap_hook=partial(_fill, bridge, spec),
+        )
+    _exclude_padding_token(chunks, bridge.hf_pretrained.config.get_text_config().pad_token_id)
+    return chunks
+
+
+def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
+    """Weights, a critic's head, adapters, and what is not trained."""
+    where = SECTIONS[spec.role]
+    if spec.role == "critic":
+        put_heads(models)
+    load_weights(bridge, models, where)
+    if spec.role == "critic":
+        load_head(models, str(spec.model.path), where)
+    if spec.model.lora.rank > 0:
+        models = add_adapters(models, spec.model.lora, spec.options.lora_config.lora_type, where)
+        for head in (module for model in models for module in model.modules() if isinstance(module, ValueHead)):
+            head.requires_grad_(True)
+    if spec.options.freeze_moe_router:
+        for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
+            router.requires_grad_(False)
+    return models
+
+
+def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
+    """The input embedding of the padding token is not trained, as in transformers (`padding_idx`): it is zero, and the
+    norm behind it would multiply its gradient by a thousand."""
+    for model in unwrap_model(chunks):
+        if pad_token_id is not None and model.pre_process:
+            embedding = model.embedding.word_embeddings
+            embedding.forward = partial(_embed, embedding, embedding.forward, pad_token_id)
+
+
+def _embed(embedding: Any, embed: Callable[[Tensor], Tensor], pad_token_id: int, tokens_BS: Tensor) -> Tensor:
+    embedded = embed(tokens_BS)
+    is_padding = tokens_BS == pad_token_id
+    if embedding.reduce_scatter_embeddings:
+        # The result is [S / tensor ranks, B, H] of this rank's tokens.
+        group = embedding.tp_group
+        is_padding = is_padding.T.chunk(group.size())[group.rank()]
+    return torch.where(is_padding[..., None], embedded.detach(), embedded)
+
+
+def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Place) -> dict[str, Any]:
+    where = SECTIONS[spec.role]
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    fields: dict[str, Any] = {
+        **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
+        **_rotary_fields(hf_config.get_text_config(), where, is_latent=provider.multi_latent_attention),
+        "transformer_layer_spec": layer_specs,
+        # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
+        # the marks the gradient's norm leaves all ranks' parts but the first out.
+        "perform_initialization": True,
+        "moe_router_bias_update_rate": 0.0,  # the bias stays the checkpoint's, as in the engine
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": None,
+        "bf16": spec.bf16,
+        "fp16": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+        "calculate_per_token_loss": True,
+        "sequence_parallel": place.mesh.tensor > 1,
+        **_pipeline_fields(place),
+    }
+    if hf_config.model_type == "deepseek_v3":
+        fields["moe_router_score_function"] = "sigmoid"  # transformers 5 has no field for it, which Bridge would read
+    if spec.role == "critic":
+        fields["share_embeddings_and_output_weights"] = False  # there is no output layer
+    if spec.gradient_checkpointing:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    chosen = transformer_fields(spec.options, f"{where}.megatron_config")
+    chosen["expert_tensor_parallel_size"] = place.mesh.expert_tensor
+    chosen["moe_enable_routing_replay"] = False  # that is Megatron's own; here `router_replay` does it
+    if not HAS_TRANSFORMER_ENGINE:
+        del chosen["moe_grouped_gemm"]
+    return fields | {name: value for name, value in chosen.items() if value is not None}
+
+
+def _pipeline_fields(place: Place) -> dict[str, Any]:
+    if place.mesh.virtual_pipeline > 1:
+        # Between two ranks, batched sends and receives of an interleaved schedule are matched in the wrong order.
+        return {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return {"variable_seq_lengths": place.mesh.pipeline > 1}
+
+
+def _rotary_fields(config: Any, where: str, *, is_latent: bool) -> dict[str, Any]:
+    """Bridge 0.3.1 reads `rope_theta` and `rope_scaling` of the configuration, which transformers 5 keeps together in
+    `rope_parameters`: it misses the one, and takes latent attention without scaling for one with Megatron's default."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and any(rope[name] != value for name, value in known.items()):
+        raise ConfigError(
+            f"{where}.model.path: Megatron-Core knows llama3 rotary scaling with {known} only, not {rope}"
+        )
+    if kind not in ("default", "llama3", "yarn"):
+        raise ConfigError(f"{where}.model.path: rotary scaling {kind!r} is not offered by this backend; use fsdp")
+    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if is_latent and kind == "default" else {}
+    return {"rotary_base": rope["rope_theta"], **unscaled}
+
+
+def load_weights(bridge: Any, chunks: list[Any], where: str) -> None:
+    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that it lacks."""
+    converter, source = bridge._model_bridge, bridge.hf_pretrained
+    tasks = converter.build_conversion_tasks(source, chunks)
+    has_head = any(isinstance(getattr(model, "output_layer", None), ValueHead) for model in chunks)
+    for task in tasks:
+        if task is None and has_head:
+            continue
+        if task is None:
+            raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
+        if task.megatron_module is None:
+            continue
+        weights = converter.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
+        if is_vocabulary(task.global_param_name):
+            weights = _padded(weights, padded_vocabulary(chunks))
+        own = task.mapping.hf_to_megatron(weights, task.megatron_module)
+        task.param_weight.data.copy_(own)
+    _share_tied_embedding(chunks)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Megatron's name of a weight with one row per token."""
+    return name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+
+def padded_vocabulary(chunks: list[Any]) -> int:
+    """Rows of such a weight: the tokens, rounded up to a multiple of the tensor ranks."""
+    config = chunks[0].config
+    size = config.tensor_model_parallel_size
+    return -(-config.vocab_size // size) * size
+
+
+def _padded(weight_VH: Tensor, num_rows: int) -> Tensor:
+    return torch.nn.functional.pad(weight_VH, (0, 0, 0, num_rows - weight_VH.shape[0]))
+
+
+def _share_tied_embedding(chunks: list[Any]) -> None:
+    """The last stage's copy of a tied embedding, from the first stage."""
+    models = unwrap_model(chunks)
+    group = embedding_group()
+    if group is None or group.size() == 1 or not models[0].share_embeddings_and_output_weights:
+        return
+    weight = next(weight for model in models if (weight := model.shared_embedding_or_output_weight()) is not None)
+    dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)

@@ -1,0 +1,34 @@
+"""RMS norm that works under sequence parallelism without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl_core.errors import ConfigError
+
+
+class RmsNorm(torch.nn.Module):
+    """y = x / sqrt(mean(x²) + eps) · w over the last axis (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    Megatron's own norm refuses sequence parallelism. All it needs is the mark on the weight by which Megatron sums its
+    gradients over tensor ranks, each of which has other tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any):
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ConfigError(
+                f"the model normalises by {config.normalization}; without Transformer Engine only RMSNorm is offered"
+            )
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Of the same shape."""
+        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)

@@ -1,0 +1,44 @@
+"""Leaving the accelerator: the memory that Megatron's buffers and the optimizer's state lie in, not the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Tensors whose memory on the device can be given back and got again; every view of them stays valid."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def is_out(self) -> bool:
+        """The device's memory has been given back."""
+        return bool(self._copies)
+
+    def take_out(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """Copies the storage of `kept` to the CPU and empties it; that of `dropped` is only emptied."""
+        seen: set[int] = set()
+        for tensors, is_kept in ((kept, True), (dropped, False)):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.size() == 0 or storage.data_ptr() in seen:
+                    continue
+                seen.add(storage.data_ptr())
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self._copies.append((whole, whole.to("cpu", copy=True) if is_kept else None))
+        for whole, _ in self._copies:
+            whole.untyped_storage().resize_(0)
+
+    def bring_back(self) -> None:
+        """Makes the memory again, with what was kept in it, or zeros."""
+        for whole, copy in self._copies:
+            whole.untyped_storage().resize_(whole.numel())
+            if copy is None:
+                whole.zero_()
+            else:
+                whole.copy_(copy)
+        self._copies.clear()

@@ -1,0 +1,129 @@
+"""Gradient sums over all ranks, and Megatron's distributed optimizer as the contract wants it stepped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from rl_core.interfaces import OptimizerConfig, WorkerSpec
+from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
+
+
+def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
+    """Chunks with one buffer for all gradients, which are summed over data and context ranks, never averaged."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=options.ddp_config.grad_reduce_in_fp32,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+        average_in_collective=False,
+    )
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+
+
+class Optimizer:
+    """AdamW over shards of all parameters: its state is split over data-parallel ranks."""
+
+    def __init__(self, chunks: Sequence[Any], spec: WorkerSpec):
+        assert spec.optimizer is not None
+        self.config: OptimizerConfig = spec.optimizer
+        self.chunks = list(chunks)
+        fields = {
+            "optimizer": "adam",
+            "lr": self.config.lr,
+            "adam_beta1": self.config.adam_betas[0],
+            "adam_beta2": self.config.adam_betas[1],
+            "adam_eps": 1e-8,
+            "weight_decay": self.config.weight_decay,
+            "clip_grad": self.config.max_grad_norm,
+            "decoupled_weight_decay": True,
+            "use_distributed_optimizer": True,
+            "bf16": spec.bf16,
+            "params_dtype": torch.bfloat16 if spec.bf16 else torch.float32,
+            **optimizer_fields(spec.options, f"{SECTIONS[spec.role]}.megatron_config"),
+        }
+        # No overrides: norms and biases are decayed too.
+        self.megatron: Any = get_megatron_optimizer(MegatronOptimizerConfig(**fields), self.chunks, config_overrides={})
+        self._make_states()
+        self.zero_grad()
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's gradient buffers, of dense and expert parameters."""
+        return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Main parameters and moments of this rank's shards."""
+        optimizers = [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer]
+        found = [parameter for opt in optimizers for group in opt.param_groups for parameter in group["params"]]
+        states = [state for opt in optimizers for state in opt.state.values()]
+        return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def _make_states(self) -> None:
+        """torch makes them in the first step; a state that is saved or loaded before that needs them too."""
+        for chained in self.megatron.chained_optimizers:
+            if not isinstance(chained.optimizer, torch.optim.AdamW):
+                continue
+            for group in chained.optimizer.param_groups:
+                for parameter in group["params"]:
+                    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                    chained.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+    def set_steps(self, steps_done: int) -> None:
+        """How many steps the moments are of. Megatron loads one tensor for all parameters, which torch then would
+        count up once for each."""
+        for chained in self.megatron.chained_optimizers:
+            for state in chained.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.tensor(float(steps_done))
+
+    def step(self, learning_rate: float) -> float:
+        """Sums gradients, clips them and steps; returns their norm before clipping. One that is not finite changes
+        nothing."""
+        finalize_model_grads(self.chunks, None)
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if math.isfinite(grad_norm):
+            for group in self.megatron.param_groups:
+                group["lr"] = learning_rate
+            self._clip(grad_norm)
+            self.megatron.step_with_ready_grads()
+        self.zero_grad()
+        return grad_norm
+
+    def zero_grad(self) -> None:
+        """Clears the gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @contextmanager
+    def whole_gradients(self):
+        """Inside, every rank's main gradients are the sums over all ranks; afterwards they are as before."""
+        kept = [buffer.grad_data.clone() for buffer in self.buffers]
+        model_config = self.chunks[0].config
+        updates_bias = model_config.moe_router_enable_expert_bias
+        model_config.moe_router_enable_expert_bias = False
+        try:
+            finalize_model_grads(self.chunks, None, force_all_reduce=True)
+            yield
+        finally:
+            model_config.moe_router_enable_expert_bias = updates_bias
+            for buffer, gradient in zip(self.buffers, kept, strict=True):
+                buffer.grad_data.copy_(gradient)
+
+    def _clip(self, grad_norm: float) -> None:
+        if self.config.max_grad_norm <= 0:
+            return
+        for optimizer in self.megatron.chained_optimizers:
+            if not optimizer.is_stub_optimizer and (parameters := optimizer.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.max_grad_norm, total_norm=grad_norm)

@@ -1,0 +1,155 @@
+"""`megatron_config`: its class, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.layout.mesh import Mesh
+from rl_megatron.megatron_fields import require_fields
+
+SECTIONS = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
+"""Where each role's configuration stands."""
+
+
+@attrs.frozen(kw_only=True)
+class DdpOptions:
+    """`ddp_config`: how gradients are summed. They are summed once per optimizer step, whatever it was cut into."""
+
+    grad_reduce_in_fp32: bool = True
+    """Keep and sum gradients in float32 when `trainer.bf16` is set."""
+    overlap_grad_reduce: bool = False
+    """Refused: calls of `forward_backward` add up, so no micro-batch is known to be the last."""
+    overlap_param_gather: bool = False
+    """Refused: weights must be whole when they are scored, saved or published."""
+    average_in_collective: bool = False
+    """Refused: gradients are sums."""
+
+
+@attrs.frozen(kw_only=True)
+class LoraOptions:
+    """`lora_config`: how the adapters of `model.lora` are made."""
+
+    lora_type: Literal["lora", "canonical_lora"] = "lora"
+    """One adapter for each fused matrix (query-key-value, gate-up), or one for each of its parts."""
+    merge_lora: bool = True
+    """Send whole weights with the adapters added. Adapters alone are refused."""
+
+
+@attrs.frozen(kw_only=True)
+class MegatronOptions:
+    """`megatron_config`. Names are Megatron's; what has no field of its own goes into the pass-through sections."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each matrix and, between matrices, the tokens (sequence parallelism comes with it)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that split the layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; None: an even part."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; None: an even part."""
+    context_parallel_size: int = 1
+    """Ranks that split each sequence, two mirrored chunks each."""
+    expert_model_parallel_size: int = 1
+    """Ranks that split the experts of a layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that split each expert's matrices; None: as many as `tensor_model_parallel_size`."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts' ranks."""
+    moe_router_load_balancing_type: str = "none"
+    """`none`, or one of Megatron's auxiliary losses."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the auxiliary loss."""
+    moe_grouped_gemm: bool = True
+    """All experts of a rank in one matrix product, where Transformer Engine is installed."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
+    """None: the model's own."""
+    moe_router_enable_expert_bias: bool | None = None
+    """None: the model's own."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    """In which routing probabilities are computed; None: as the model."""
+    moe_enable_routing_replay: bool = False
+    """Policy with experts: tokens go to those they went to before, in scoring, in training and in recomputation."""
+    moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
+    """Before: in the engine (R3, with `generator.inference_engine.enable_return_routed_experts`), or in the policy's
+    own scoring pass (R2)."""
+    moe_per_layer_logging: bool = False
+    """Report auxiliary losses per layer."""
+    freeze_moe_router: bool = False
+    """Do not train the routers."""
+    lora_config: LoraOptions = LoraOptions()
+    """Adapters."""
+    ddp_config: DdpOptions = DdpOptions()
+    """Gradient sums."""
+    transformer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    """Fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
+    optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    """Fields of Megatron's `OptimizerConfig`."""
+    empty_cuda_cache: bool = True
+    """Give cached memory back to the driver when leaving the device."""
+
+
+_OWN_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_token_dispatcher_type",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_grouped_gemm",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_dtype",
+    "moe_enable_routing_replay",
+    "moe_per_layer_logging",
+)
+"""Options that are fields of `TransformerConfig` by the same name."""
+
+
+def transformer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
+    """Fields of `TransformerConfig`, whichever section set them. None: the model's own value.
+
+    Raises:
+        ConfigError: an unknown field, or one that both sections set, to different values.
+    """
+    passed = options.transformer_config_kwargs
+    require_fields(passed, "TransformerConfig", f"{where}.transformer_config_kwargs")
+    fields = {name: getattr(options, name) for name in _OWN_FIELDS}
+    plain = MegatronOptions()
+    for name, value in passed.items():
+        if name in fields and fields[name] not in (getattr(plain, name), value):
+            raise ConfigError(
+                f"{where}.transformer_config_kwargs.{name}: {value!r}, but {where}.{name} is {fields[name]!r}; "
+                f"set {where}.{name} alone"
+            )
+    return {**fields, **passed}
+
+
+def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
+    """Fields of `OptimizerConfig`. Raises ConfigError for an unknown one."""
+    require_fields(options.optimizer_config_kwargs, "OptimizerConfig", f"{where}.optimizer_config_kwargs")
+    return dict(options.optimizer_config_kwargs)
+
+
+def mesh_of(options: MegatronOptions, world_size: int, where: str = "megatron_config") -> Mesh:
+    """How the ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+    fields = transformer_fields(options, where)
+    return Mesh(
+        world_size=world_size,
+        tensor=fields["tensor_model_parallel_size"],
+        pipeline=fields["pipeline_model_parallel_size"],
+        virtual_pipeline=fields["virtual_pipeline_model_parallel_size"] or 1,
+        context=fields["context_parallel_size"],
+        expert=fields["expert_model_parallel_size"],
+        expert_tensor=fields["expert_tensor_parallel_size"] or 0,
+    )

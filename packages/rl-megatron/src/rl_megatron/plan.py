@@ -1,0 +1,154 @@
+"""What each rank of a Megatron model holds, counted from the sizes of model and mesh. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import RankPlan, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.layout.stages import LayerRange
+from rl_core.model_shape import ModelShape
+from rl_megatron.options import SECTIONS
+from rl_megatron.refusals import Setup, refuse_setup, setup_of
+
+_BYTES_OF_LOGITS = 3 * 4
+"""Per token of a chunk and row of the vocabulary: float32 logits, their softmax and its gradient."""
+
+
+def plan_ranks(
+    spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+) -> tuple[RankPlan, ...]:
+    """One entry per rank, as `rl_core.interfaces.Planner` has it."""
+    setup = setup_of(spec, world_size)
+    refuse_setup(setup)
+    section = SECTIONS[spec.role]
+    if setup.shape is None:
+        raise ConfigError(
+            f"{section}.model.path: {spec.model.path} is no local model directory, so its sizes are not known; give "
+            "the directory, or let the recipe make it first"
+        )
+    if spec.model.lora.rank > 0:
+        raise ConfigError(f"{section}.model.lora.rank: adapters are not planned for; set it to 0 to see the model")
+    mesh = setup.mesh()
+    chunks = setup.chunks(setup.shape.num_layers)
+    return tuple(
+        _rank_plan(spec, setup, setup.shape, mesh, chunks, rank, micro_batch_tokens, num_micro_batches)
+        for rank in range(world_size)
+    )
+
+
+def _rank_plan(
+    spec: WorkerSpec,
+    setup: Setup,
+    shape: ModelShape,
+    mesh: Mesh,
+    chunks: Sequence[LayerRange],
+    rank: int,
+    micro_batch_tokens: int,
+    num_micro_batches: int,
+) -> RankPlan:
+    at = mesh.coordinates(rank)
+    own = chunks[at.pipeline :: mesh.pipeline]
+    layers = tuple(layer for chunk in own for layer in range(chunk.start, chunk.start + chunk.num_layers))
+    dense, experts = count_parameters(shape, mesh, layers, stage=at.pipeline, is_critic=spec.role == "critic")
+    size = 2 if spec.bf16 else 4
+    gradients = optimizer = 0
+    if spec.optimizer is not None:
+        ddp = spec.options.ddp_config
+        gradients = (dense + experts) * (4 if ddp.grad_reduce_in_fp32 else size)
+        # Adam's two moments, and with bfloat16 the float32 weights, split over the ranks that hold the same weights.
+        shards = dense / (mesh.data * mesh.context) + experts / mesh.expert_data
+        optimizer = round(shards * (12 if spec.bf16 else 8))
+    num_local = shape.num_experts // mesh.expert
+    has_experts = any(layer in shape.moe_layers for layer in layers)
+    in_flight = _micro_batches_in_flight(mesh, at.pipeline, num_micro_batches) if spec.optimizer else 1
+    return RankPlan(
+        rank=rank,
+        data_part=at.data,
+        layers=layers,
+        experts=tuple(range(at.expert * num_local, (at.expert + 1) * num_local)) if has_experts else (),
+        place=f"tensor {at.tensor} context {at.context}",
+        num_parameters=dense + experts,
+        parameter_bytes=(dense + experts) * size,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=round(
+            size * _activation_elements(spec, setup, mesh, layers, micro_batch_tokens / mesh.context, in_flight)
+            + _output_bytes(spec, shape, mesh, at.pipeline, micro_batch_tokens / mesh.context)
+        ),
+    )
+
+
+def count_parameters(
+    shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, stage: int, is_critic: bool
+) -> tuple[int, int]:
+    """Parameters of one rank: those outside of experts, and those of its experts."""
+    hidden, tensor = shape.hidden_size, mesh.tensor
+    dense = experts = 0
+    for layer in layers:
+        dense += 2 * hidden + _attention_parameters(shape, tensor)
+        if layer in shape.moe_layers:
+            dense += shape.num_experts * hidden + 3 * hidden * shape.shared_ffn_hidden_size // tensor
+            per_expert = 3 * hidden * shape.expert_ffn_hidden_size // mesh.expert_tensor
+            experts += shape.num_experts // mesh.expert * per_expert
+        else:
+            dense += 3 * hidden * shape.ffn_hidden_size // tensor
+    vocabulary = -(-shape.vocab_size // tensor) * hidden
+    is_first, is_last = stage == 0, stage == mesh.pipeline - 1
+    dense += vocabulary if is_first else 0
+    if is_last:
+        # A tied output layer is the embedding where both are on one rank, else a copy of it.
+        output = 0 if shape.is_tied and is_first else vocabulary
+        dense += hidden + (hidden + 1 if is_critic else output)
+    return dense, experts
+
+
+def _attention_parameters(shape: ModelShape, tensor: int) -> int:
+    hidden, latent = shape.hidden_size, shape.latent
+    if latent is None:
+        outputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
+        projections = hidden * outputs + shape.num_heads * shape.head_dim // tensor * hidden
+        return projections + outputs * shape.has_qkv_bias + 2 * shape.head_dim * shape.has_qk_norm
+    query_size = shape.num_heads * (latent.qk_head_dim + latent.qk_rope_head_dim) // tensor
+    if latent.q_rank is None:
+        query = hidden * query_size
+    else:
+        query = hidden * latent.q_rank + latent.q_rank + latent.q_rank * query_size
+    down = hidden * (latent.kv_rank + latent.qk_rope_head_dim) + latent.kv_rank
+    up = latent.kv_rank * shape.num_heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
+    return query + down + up + shape.num_heads * latent.v_head_dim // tensor * hidden
+
+
+def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches, of all the stage's layers, whose forward pass is done and whose backward is not, at most."""
+    after = mesh.pipeline - stage
+    if mesh.virtual_pipeline == 1:
+        return min(num_micro_batches, after)
+    chunks = 2 * (after - 1) + (mesh.virtual_pipeline - 1) * mesh.pipeline + 1
+    return min(num_micro_batches, chunks / mesh.virtual_pipeline)
+
+
+def _activation_elements(
+    spec: WorkerSpec, setup: Setup, mesh: Mesh, layers: Sequence[int], tokens: float, in_flight: float
+) -> float:
+    """Of the transformer layers; where they are computed again, their inputs and one layer in full."""
+    shape = setup.shape
+    assert shape is not None
+    sizes = {"tensor": mesh.tensor, "expert_tensor": mesh.expert_tensor}
+    full = [tokens * shape.activation_elements(layer, **sizes) for layer in layers]
+    if spec.optimizer is None:
+        return max(full, default=0.0)
+    if not spec.gradient_checkpointing and setup.fields.get("recompute_granularity") != "full":
+        return in_flight * sum(full)
+    inputs = len(layers) * tokens * shape.hidden_size / mesh.tensor
+    return in_flight * inputs + max(full, default=0.0)
+
+
+def _output_bytes(spec: WorkerSpec, shape: ModelShape, mesh: Mesh, stage: int, tokens: float) -> float:
+    """Of the last stage: hidden states whole on every tensor rank, and the logits of one chunk of tokens."""
+    if stage != mesh.pipeline - 1:
+        return 0.0
+    chunk = min(tokens, spec.logprobs_chunk_size)
+    rows = 1 if spec.role == "critic" else -(-shape.vocab_size // mesh.tensor)
+    return 2 * tokens * shape.hidden_size * (2 if spec.bf16 else 4) + chunk * rows * _BYTES_OF_LOGITS

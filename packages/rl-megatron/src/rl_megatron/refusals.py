@@ -1,0 +1,487 @@
+"""What Megatron-Core 0.16.1 cannot run, or runs and computes wrong numbers: refused before any process starts.
+
+Every check is a function of the resolved values, whichever section set them, and returns its complaint or None. Those
+of `_MESH_CHECKS` are about sizes that do not fit together: their message ends with the nearest mesh that passes them
+all. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.layout.stages import LayerRange, pipeline_chunks
+from rl_core.model_shape import ModelShape, model_shape, read_config
+from rl_megatron.options import SECTIONS, transformer_fields
+
+SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+"""Megatron's name of a size → that of `Mesh`."""
+
+
+@attrs.frozen(kw_only=True)
+class Setup:
+    """One model on its ranks, as it would be run."""
+
+    fields: Mapping[str, Any]
+    """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
+    shape: ModelShape | None
+    """None where the model's directory is not there yet: what needs it is checked when it is."""
+    hf_config: Mapping[str, Any]
+    """`config.json`; empty where `shape` is None."""
+    world_size: int
+    is_packed: bool
+    """A micro-batch is one packed stream."""
+    where: str
+    """Key path of the backend's section."""
+    passed: frozenset[str] = frozenset()
+    """Fields that `transformer_config_kwargs` set."""
+
+    def size(self, name: str) -> int:
+        """A parallel size; 1 where none is set (expert tensor ranks: as many as tensor ranks)."""
+        default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
+        value = self.fields.get(name)
+        return default if value is None else value
+
+    def key(self, name: str) -> str:
+        """Where the user finds a field."""
+        return f"{self.where}.transformer_config_kwargs.{name}" if name in self.passed else f"{self.where}.{name}"
+
+    def mesh(self) -> Mesh:
+        """The arrangement. Raises ConfigError if the ranks cannot be divided like that."""
+        sizes = {ours: self.size(name) for name, ours in SIZES.items()}
+        return Mesh(world_size=self.world_size, **sizes)
+
+    def chunks(self, num_layers: int) -> list[LayerRange]:
+        """The layers of each model chunk. Raises ConfigError if they cannot be split like that."""
+        return pipeline_chunks(
+            num_layers,
+            self.size("pipeline_model_parallel_size"),
+            virtual_pipeline=self.size("virtual_pipeline_model_parallel_size"),
+            num_first=self.fields.get("num_layers_in_first_pipeline_stage"),
+            num_last=self.fields.get("num_layers_in_last_pipeline_stage"),
+            count_embedding=bool(self.fields.get("account_for_embedding_in_pipeline_split")),
+            count_loss=bool(self.fields.get("account_for_loss_in_pipeline_split")),
+        )
+
+
+_END_COUNTS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+Check = Callable[[Setup], "str | None"]
+"""Returns `key: what is wrong`, or None."""
+
+
+def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
+    """What `spec` means. Raises ConfigError for an unknown field, or a model whose config.json cannot be read."""
+    section = SECTIONS[spec.role]
+    where = f"{section}.megatron_config"
+    config = read_config(spec.model.path)
+    return Setup(
+        fields=transformer_fields(spec.options, where),
+        shape=None if config is None else model_shape(config, f"{section}.model.path"),
+        hf_config=config or {},
+        world_size=world_size,
+        is_packed=spec.use_sample_packing,
+        where=where,
+        passed=frozenset(spec.options.transformer_config_kwargs),
+    )
+
+
+def refuse(spec: WorkerSpec, world_size: int) -> None:
+    """Raises ConfigError for the first thing that cannot run, or would compute wrong numbers."""
+    refuse_setup(setup_of(spec, world_size))
+
+
+def refuse_setup(setup: Setup) -> None:
+    """As `refuse`."""
+    if (complaint := _sizes_are_positive(setup)) is not None:
+        raise ConfigError(complaint)
+    if (complaint := _first(_MESH_CHECKS, setup)) is not None:
+        raise ConfigError(f"{complaint}. {nearest_mesh(setup)}")
+    if (complaint := _first(_CHECKS, setup)) is not None:
+        raise ConfigError(complaint)
+
+
+def nearest_mesh(setup: Setup) -> str:
+    """A sentence that names the sizes, nearest to those given, with which `setup` passes all checks of its mesh."""
+    names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
+    best = min(
+        (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
+        key=lambda candidate: _distance(setup, candidate, names),
+        default=None,
+    )
+    if best is None:
+        return f"No mesh of {setup.world_size} ranks with these layer counts works"
+    changed = ", ".join(f"{name}={best.size(name)}" for name in names)
+    data = best.mesh().data
+    counts = "" if all(best.fields.get(n) == setup.fields.get(n) for n in _END_COUNTS) else ", without layer counts"
+    return f"Nearest that works on {setup.world_size} ranks: {changed or 'all sizes 1'}{counts} (data parallel {data})"
+
+
+def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
+    """All sizes that divide the ranks, for the axes that are in use; virtual stages are kept or given up."""
+    divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
+    virtual = "virtual_pipeline_model_parallel_size"
+    choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
+    even = dict.fromkeys(_END_COUNTS)
+    for sizes in itertools.product(*choices):
+        chosen = {**setup.fields, **dict(zip(names, sizes, strict=True))}
+        yield attrs.evolve(setup, fields=chosen)
+        if any(setup.fields.get(name) is not None for name in _END_COUNTS):
+            yield attrs.evolve(setup, fields={**chosen, **even})
+
+
+def _distance(setup: Setup, candidate: Setup, names: list[str]) -> tuple[float, bool, int]:
+    steps = sum(abs(math.log2(candidate.size(name) / setup.size(name))) for name in names)
+    gives_counts_up = any(candidate.fields.get(name) != setup.fields.get(name) for name in _END_COUNTS)
+    return steps, gives_counts_up, candidate.mesh().data
+
+
+def _first(checks: tuple[Check, ...], setup: Setup) -> str | None:
+    return next((complaint for check in checks if (complaint := check(setup)) is not None), None)
+
+
+# --- the mesh -------------------------------------------------------------------------------------------------------
+
+
+def _sizes_are_positive(setup: Setup) -> str | None:
+    for name in SIZES:
+        value = setup.fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            return f"{setup.key(name)}: {value!r} is given; expected a whole number of at least 1"
+    return None
+
+
+def _ranks_divide(setup: Setup) -> str | None:
+    dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+    for names in (dense, experts):
+        sizes = {name: setup.size(name) for name in names}
+        if setup.world_size % math.prod(sizes.values()):
+            product = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            return (
+                f"{setup.where}: {product} = {math.prod(sizes.values())} does not divide the {setup.world_size} ranks"
+            )
+    return None
+
+
+def _virtual_stages_have_stages(setup: Setup) -> str | None:
+    virtual, stages = "virtual_pipeline_model_parallel_size", setup.size("pipeline_model_parallel_size")
+    if setup.size(virtual) > 1 and stages == 1:
+        return f"{setup.key(virtual)}: {setup.size(virtual)} model chunks per stage need more than one pipeline stage"
+    return None
+
+
+def _layers_split(setup: Setup) -> str | None:
+    if setup.shape is None:
+        return None
+    num_layers, stages = setup.shape.num_layers, setup.size("pipeline_model_parallel_size")
+    try:
+        chunks = setup.chunks(num_layers)
+    except ConfigError as error:
+        return f"{setup.key('pipeline_model_parallel_size')}: the model's {num_layers} layers: {error}".rstrip(".")
+    counts_ends = any(setup.fields.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+    for index, chunk in enumerate(chunks):
+        if chunk.num_layers == 0 and not (counts_ends and index in (0, len(chunks) - 1)):
+            return (
+                f"{setup.key('pipeline_model_parallel_size')}: {num_layers} layers on {stages} stages × "
+                f"{setup.size('virtual_pipeline_model_parallel_size')} chunks leave chunk {index} without a layer"
+            )
+    return None
+
+
+def _tensor_ranks_divide(setup: Setup) -> str | None:
+    if setup.shape is None:
+        return None
+    shape, tensor = setup.shape, setup.size("tensor_model_parallel_size")
+    groups = shape.num_heads if shape.latent else shape.num_kv_heads
+    sizes = {
+        "attention heads": shape.num_heads,
+        "key/value heads (each rank needs one of its own)": groups,
+        "feed-forward units": shape.ffn_hidden_size,
+        "units of the shared experts": shape.shared_ffn_hidden_size,
+    }
+    return _indivisible(setup, "tensor_model_parallel_size", tensor, sizes)
+
+
+def _expert_ranks_divide(setup: Setup) -> str | None:
+    if setup.shape is None or not setup.shape.is_moe:
+        return None
+    shape, tensor = setup.shape, setup.size("expert_tensor_parallel_size")
+    units = {"units of each expert": shape.expert_ffn_hidden_size}
+    experts = {"experts": shape.num_experts}
+    return _indivisible(setup, "expert_tensor_parallel_size", tensor, units) or _indivisible(
+        setup, "expert_model_parallel_size", setup.size("expert_model_parallel_size"), experts
+    )
+
+
+def _indivisible(setup: Setup, name: str, size: int, sizes: Mapping[str, int]) -> str | None:
+    for what, count in sizes.items():
+        if count % size:
+            return f"{setup.key(name)}: {size} does not divide the model's {count} {what}"
+    return None
+
+
+def _experts_are_there(setup: Setup) -> str | None:
+    name = "expert_model_parallel_size"
+    if setup.shape is not None and not setup.shape.is_moe and setup.size(name) > 1:
+        return f"{setup.key(name)}: {setup.size(name)}, but the model has no experts"
+    return None
+
+
+def _expert_gradients_are_summed(setup: Setup) -> str | None:
+    """megatron-core 0.16.1, tensor_parallel/layers.py:829: without expert ranks, experts are summed like dense layers,
+    over the ranks of the wrong group where the two are split differently (gradients off by their own size)."""
+    expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
+    has_experts = setup.shape is None or setup.shape.is_moe
+    if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
+        return (
+            f"{setup.key('expert_tensor_parallel_size')}: {expert_tensor} with tensor_model_parallel_size={tensor} and "
+            "expert_model_parallel_size=1: Megatron-Core 0.16.1 then sums the experts' gradients over the wrong ranks. "
+            "Leave it out, or split the experts (expert_model_parallel_size of 2 or more)"
+        )
+    return None
+
+
+def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
+    """transformer_config.py:1406: what is left for the stages between first and last is none, which it divides by."""
+    has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
+    if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
+        return (
+            f"{setup.key(_END_COUNTS[0])}: two stages with first and last counts and virtual stages are not split "
+            "right by Megatron-Core 0.16.1: give one of the counts, or leave virtual_pipeline_model_parallel_size out"
+        )
+    return None
+
+
+_MESH_CHECKS: tuple[Check, ...] = (
+    _ranks_divide,
+    _virtual_stages_have_stages,
+    _experts_are_there,
+    _tensor_ranks_divide,
+    _expert_ranks_divide,
+    _expert_gradients_are_summed,
+    _layers_split,
+    _two_stages_have_no_counts_with_chunks,
+)
+
+
+def _is_interleaved(setup: Setup) -> bool:
+    return setup.size("virtual_pipeline_model_parallel_size") > 1
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+FIXED_FIELDS: dict[str, tuple[Any, str]] = {
+    "calculate_per_token_loss": (True, "losses are sums over the mini-batch; Megatron would average micro-batches"),
+    "attention_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
+    "hidden_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
+    "moe_input_jitter_eps": (None, "the router would see noise that the engine does not have"),
+    "moe_router_force_load_balancing": (False, "it routes at random, for benchmarks"),
+    "pipeline_model_parallel_layout": (None, "a free layout is unknown to data and router replay; use the counts"),
+    "mtp_num_layers": (None, "multi-token prediction is not trained here"),
+    "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
+    "fp8": (None, "log-probs would depend on the micro-batches"),
+    "fp4": (None, "log-probs would depend on the micro-batches"),
+    "test_mode": (False, "it changes what is computed"),
+    "num_microbatches_with_partial_activation_checkpoints": (None, "replay must know what is computed again"),
+    "num_distributed_optimizer_instances": (1, "copies of the distributed optimizer are not tested"),
+}
+"""Fields that have one right value here, and why."""
+_OF_THE_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "multi_latent_attention",
+)
+_OF_THE_TRAINER = {
+    "bf16": "trainer.bf16",
+    "params_dtype": "trainer.bf16",
+    "pipeline_dtype": "trainer.bf16",
+    "autocast_dtype": "trainer.bf16",
+    "variable_seq_lengths": "trainer.use_sample_packing",
+}
+_TRANSFORMER_ENGINE_FIELDS = (
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "tp_comm_overlap",
+    "use_te_activation_func",
+    "use_te_rng_tracker",
+)
+"""Switches for kernels of Transformer Engine, and for what needs a CUDA device."""
+
+
+def _fixed_fields(setup: Setup) -> str | None:
+    for name, (right, reason) in FIXED_FIELDS.items():
+        value = setup.fields.get(name, right)
+        if value is not None and value != right:
+            return f"{setup.key(name)}: {value!r} is given, only {right!r} can be used: {reason}"
+    return None
+
+
+def _fields_set_elsewhere(setup: Setup) -> str | None:
+    for name in sorted(setup.passed):
+        if name in _OF_THE_MODEL:
+            return f"{setup.key(name)}: it is the model's own; leave it out, or give another model"
+        if name in _OF_THE_TRAINER:
+            return f"{setup.key(name)}: leave it out and set {_OF_THE_TRAINER[name]}"
+    return None
+
+
+def _transformer_engine(setup: Setup) -> str | None:
+    for name in _TRANSFORMER_ENGINE_FIELDS:
+        if setup.fields.get(name) and find_spec("transformer_engine") is None:
+            return (
+                f"{setup.key(name)}: needs Transformer Engine, which is not installed here (docs/install_gpu.md); "
+                "leave it out"
+            )
+    return None
+
+
+def _sequence_parallelism(setup: Setup) -> str | None:
+    name, tensor = "sequence_parallel", setup.size("tensor_model_parallel_size")
+    value = setup.fields.get(name)
+    if value is False and tensor > 1:
+        return (
+            f"{setup.key(name)}: false with tensor_model_parallel_size={tensor}: Megatron-Core 0.16.1 then sums the "
+            "gradients of some norms twice (latent attention) and refuses experts. Leave it out: it is on with "
+            "tensor parallelism"
+        )
+    if value is True and tensor == 1:
+        return f"{setup.key(name)}: true needs tensor_model_parallel_size above 1, it is 1. Leave it out"
+    return None
+
+
+def _interleaved_sends(setup: Setup) -> str | None:
+    """With two stages both neighbours of a stage are the same rank, and batched sends to it arrive in either order."""
+    if not _is_interleaved(setup) or setup.size("pipeline_model_parallel_size") != 2:
+        return None
+    for name, right in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
+        if setup.fields.get(name, right) is not right:
+            return (
+                f"{setup.key(name)}: {setup.fields[name]!r} with two pipeline stages and virtual stages mixes up what "
+                f"the stages send to each other (gradients are wrong). Leave it out, or use more stages"
+            )
+    return None
+
+
+def _auxiliary_losses(setup: Setup) -> str | None:
+    name = "moe_router_load_balancing_type"
+    kinds = _as_list(setup.fields.get(name) or "none")
+    coefficients = _as_list(setup.fields.get("moe_aux_loss_coeff", 0.0))
+    if unknown := [kind for kind in kinds if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")]:
+        return f"{setup.key(name)}: {unknown[0]!r} is given; expected none, aux_loss, seq_aux_loss or global_aux_loss"
+    if len(kinds) != len(coefficients):
+        return (
+            f"{setup.key('moe_aux_loss_coeff')}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
+            f"({', '.join(kinds)}); give one each"
+        )
+    if ("seq_aux_loss", True) not in [(kind, bool(c)) for kind, c in zip(kinds, coefficients, strict=True)]:
+        return None
+    tensor = setup.size("tensor_model_parallel_size")
+    if tensor > 1:
+        return (
+            f"{setup.key(name)}: seq_aux_loss with tensor_model_parallel_size={tensor} gives router gradients that "
+            "differ from one rank's by 4e-3 in Megatron-Core 0.16.1; use aux_loss, or tensor_model_parallel_size=1"
+        )
+    if setup.is_packed:
+        return (
+            f"{setup.key(name)}: seq_aux_loss counts a packed micro-batch as one sequence; use aux_loss, or set "
+            "trainer.use_sample_packing=false"
+        )
+    return None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _replay(setup: Setup) -> str | None:
+    name = "moe_enable_routing_replay"
+    if not setup.fields.get(name):
+        return None
+    if setup.shape is not None and not setup.shape.is_moe:
+        return f"{setup.key(name)}: the model has no experts whose choice could be replayed. Leave it out"
+    if setup.fields.get("moe_router_fusion"):
+        return (
+            f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and passes replayed routes by. "
+            f"Leave it out, or set {name}=false"
+        )
+    if setup.fields.get("moe_expert_capacity_factor") is not None:
+        return (
+            f"{setup.key('moe_expert_capacity_factor')}: tokens above the capacity would be dropped from the experts "
+            f"that the engine used. Leave it out, or set {name}=false"
+        )
+    return None
+
+
+def _dispatcher(setup: Setup) -> str | None:
+    name = "moe_token_dispatcher_type"
+    kind = setup.fields.get(name)
+    if kind == "flex" and find_spec("deep_ep") is None:
+        return f"{setup.key(name)}: flex needs DeepEP, which is not installed here; use alltoall"
+    if kind == "allgather" and setup.size("pipeline_model_parallel_size") > 1:
+        return (
+            f"{setup.key(name)}: allgather needs micro-batches of one length, which pipeline stages do not have here; "
+            "use alltoall"
+        )
+    return None
+
+
+def _model_is_converted(setup: Setup) -> str | None:
+    """Properties of a model that Megatron-Bridge 0.3.1 does not look at: it would build another model, silently."""
+    config, where = setup.hf_config, f"{setup.where.rpartition('.')[0]}.model.path: its config.json says"
+    kind = config.get("model_type")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        return f"{where} that only some layers have experts (mlp_only_layers, decoder_sparse_step); use fsdp"
+    if config.get("use_sliding_window"):
+        return f"{where} use_sliding_window=true, which Megatron-Bridge 0.3.1 ignores; use fsdp"
+    if kind in ("qwen3", "qwen3_moe", "deepseek_v3") and config.get("attention_bias"):
+        return f"{where} attention_bias=true, which Megatron-Bridge 0.3.1 drops for {kind}; use fsdp"
+    if kind == "qwen3_moe" and not config.get("norm_topk_prob", False):
+        if not setup.fields.get("moe_router_pre_softmax"):
+            key = f"{setup.where}.transformer_config_kwargs.moe_router_pre_softmax"
+            return f"{where} norm_topk_prob=false, which Megatron-Bridge 0.3.1 does not read; set {key}=true"
+    elif kind == "qwen3_moe" and setup.fields.get("moe_router_pre_softmax"):
+        return f"{setup.key('moe_router_pre_softmax')}: true, but the model normalises after its choice; leave it out"
+    if kind == "deepseek_v3" and not config.get("norm_topk_prob", True):
+        return f"{where} norm_topk_prob=false; Megatron-Core always normalises sigmoid scores; use fsdp"
+    return None
+
+
+_CHECKS: tuple[Check, ...] = (
+    _fixed_fields,
+    _fields_set_elsewhere,
+    _sequence_parallelism,
+    _interleaved_sends,
+    _auxiliary_losses,
+    _replay,
+    _transformer_engine,
+    _dispatcher,
+    _model_is_converted,
+)

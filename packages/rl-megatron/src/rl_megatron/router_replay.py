@@ -1,0 +1,252 @@
+"""Which experts the tokens of one model go to: those that are given, the router's own choice, or, for padding, dealt.
+
+A mixture-of-experts router picks K of E experts for each token from scores that rounding can tip over: engine and
+trainer, or two passes of the trainer, then use different experts for a token. Replay (R3, arXiv 2510.11370) takes the
+choice from the router and leaves it its scores, so that gradients still reach it.
+
+Megatron-Core 0.16.1 asks `router.router_replay.get_replay_topk` for its choice. Its own class behind that name keeps
+one list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router
+and decides by token. Routers see a micro-batch in a forward pass, and with recomputation once more in backward, in the
+same order: what a forward pass chose is kept until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor, nn
+
+from rl_core.layout.balancing import IntArray
+from rl_megatron.micro_batch import MicroBatch
+from rl_megatron.route_layout import deal_padding, router_order
+from rl_megatron.schedule import Around
+from rl_megatron.start import Place
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TokenRoutes:
+    """Where the S tokens go that a rank's routers see in one micro-batch, in the order in which they see them."""
+
+    padding_S: Tensor
+    """bool"""
+    padding_experts_SK: Tensor | None
+    """int64; read where padding is. None: there is no padding."""
+    known_S: Tensor | None = None
+    """bool; the token has a route to follow. None: no token has."""
+    experts_SMK: Tensor | None = None
+    """Experts to follow, of the rank's M layers with experts; read where `known_S` is true."""
+
+
+class RouterChoices(RouterReplay):
+    """The choices of one router."""
+
+    # Not calling the base class: it would join a list of all routers of the process.
+    def __init__(self, layer: int):  # pyright: ignore[reportMissingSuperCall]
+        self.layer = layer
+        """Transformer layer of the whole model, from 0."""
+        self.place = 0
+        """Of that layer among the M of the rank."""
+        self.in_schedule = False
+        self.keeps_for_backward = False
+        self.records = False
+        self.current: TokenRoutes | None = None
+        """Of the micro-batch whose forward pass is running."""
+        self.kept: deque[tuple[Tensor, Tensor]] = deque()
+        """Padding and choices of the micro-batches that may be computed again in backward."""
+        self.recorded: list[Tensor] = []
+        """int64 [S, K] of each micro-batch's forward pass."""
+
+    @property
+    def padding_S(self) -> Tensor | None:
+        """Of the micro-batch that the router is about to see; None outside of a schedule."""
+        if self.current is not None:
+            return self.current.padding_S
+        return self.kept[0][0] if self.in_schedule else None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [S, K] and experts [S, K] of the choice, of scores [S, E]."""
+        if not self.in_schedule:
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.current is None:
+            chosen_SK = self.kept.popleft()[1]
+        else:
+            own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+            chosen_SK = self._choose(self.current, own_SK)
+            if self.keeps_for_backward:
+                self.kept.append((self.current.padding_S, chosen_SK))
+            if self.records:
+                self.recorded.append(chosen_SK)
+        return scores.gather(1, chosen_SK), chosen_SK
+
+    def _choose(self, routes: TokenRoutes, own_SK: Tensor) -> Tensor:
+        assert len(routes.padding_S) == len(own_SK), f"{len(own_SK)} tokens, routes for {len(routes.padding_S)}"
+        chosen_SK = own_SK
+        if routes.known_S is not None and routes.experts_SMK is not None:
+            given_SK = routes.experts_SMK[:, self.place].to(own_SK.dtype)
+            chosen_SK = torch.where(routes.known_S[:, None], given_SK, chosen_SK)
+        if routes.padding_experts_SK is not None:
+            chosen_SK = torch.where(routes.padding_S[:, None], routes.padding_experts_SK, chosen_SK)
+        return chosen_SK
+
+
+class RoutedChunks(Around):
+    """The routers of one model's chunks on this rank; other models of the process are not touched.
+
+    A known route of the batch is followed, other tokens take the router's own choice, and padding is dealt evenly over
+    the experts. Padding is kept out of the routers' statistics (expert bias, auxiliary losses). All state lasts for one
+    schedule; what was recorded, until the next.
+    """
+
+    def __init__(self, chunks: Sequence[Any], place: Place):
+        """
+        Args:
+            chunks: of the model on this rank, as the schedule is given them; none of their routers may be fused.
+            place: of this rank.
+        """
+        config = chunks[0].config
+        self._place = place
+        self._device = place.device
+        self._num_experts: int = config.num_moe_experts
+        self._experts_per_token: int = config.moe_router_topk
+        self._recomputes = config.recompute_granularity is not None
+        self._by_chunk = {id(chunk): [_attach(router) for router in _routers(chunk)] for chunk in chunks}
+        self._all = sorted((c for choices in self._by_chunk.values() for c in choices), key=lambda c: c.layer)
+        for place_in_rank, choices in enumerate(self._all):
+            choices.place = place_in_rank
+        self.layers = [choices.layer for choices in self._all]
+        """Transformer layers of the whole model whose routers are on this rank, ascending."""
+        self.records = False
+        """Whether the next schedules record what they choose."""
+        self._recorded: list[MicroBatch] = []
+
+    @contextmanager
+    def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> Iterator[None]:
+        """Around one run of Megatron's schedule."""
+        self._recorded = list(micro_batches) if self.records else []
+        for choices in self._all:
+            choices.recorded.clear()
+            choices.in_schedule = True
+            choices.keeps_for_backward = self._recomputes and not forward_only
+            choices.records = self.records
+        try:
+            yield
+        finally:
+            for choices in self._all:
+                choices.in_schedule = False
+                choices.kept.clear()
+
+    @contextmanager
+    def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a micro-batch's forward pass through a chunk. Elsewhere in a schedule, a router computes again what it
+        computed for the oldest micro-batch that is kept."""
+        routes = self._token_routes(micro_batch)
+        for choices in self._by_chunk[id(chunk)]:
+            choices.current = routes
+        try:
+            yield
+        finally:
+            for choices in self._by_chunk[id(chunk)]:
+                choices.current = None
+
+    def recorded(self, num_layers: int) -> list[Tensor]:
+        """What the last schedule chose, for each micro-batch's stream. Collective over the ranks of a model replica.
+
+        Args:
+            num_layers: L, transformer layers of the whole model.
+
+        Returns:
+            int16 [T, L, K] each, on the CPU, on every rank; 0 in layers without experts.
+        """
+        parts = [self._recorded_here(number, part, num_layers) for number, part in enumerate(self._recorded)]
+        merged = torch.cat(parts).to(self._device)
+        for group in _replica_groups():
+            dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
+        return list(merged.clamp(min=0).to("cpu", torch.int16).split([len(part) for part in parts]))
+
+    def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
+        """int32 [T, L, K]; -1 where the token or the layer is another rank's."""
+        routes_TLK = torch.full((micro_batch.num_tokens, num_layers, self._experts_per_token), -1, dtype=torch.int32)
+        index_S = torch.from_numpy(self._index(micro_batch))
+        is_real_S = index_S >= 0
+        for choices in self._all:
+            routes_TLK[index_S[is_real_S], choices.layer] = choices.recorded[number].cpu()[is_real_S].int()
+        return routes_TLK
+
+    def _index(self, micro_batch: MicroBatch) -> IntArray:
+        index_BS = micro_batch.index_P.numpy().reshape(tuple(micro_batch.tokens_BS.shape))
+        return router_order(index_BS, self._place.coordinates.tensor, self._place.mesh.tensor)
+
+    def _token_routes(self, micro_batch: MicroBatch) -> TokenRoutes:
+        index_S = self._index(micro_batch)
+        is_padding_S = index_S < 0
+        known_S = experts_SMK = None
+        batch = micro_batch.batch
+        if batch is not None and "routed_experts" in batch:
+            at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
+            known_S = (batch["routed"][at_S] & torch.from_numpy(~is_padding_S)).to(self._device)
+            # What moves to the device is what its routers read: their tokens and their layers.
+            experts_SMK = batch["routed_experts"][at_S][:, self.layers].to(self._device)
+        return TokenRoutes(
+            padding_S=torch.from_numpy(is_padding_S).to(self._device),
+            padding_experts_SK=self._padding_experts(is_padding_S),
+            known_S=known_S,
+            experts_SMK=experts_SMK,
+        )
+
+    def _padding_experts(self, is_padding_S: np.ndarray) -> Tensor | None:
+        if not is_padding_S.any():
+            return None
+        at, mesh = self._place.coordinates, self._place.mesh
+        experts_SK = np.zeros((len(is_padding_S), self._experts_per_token), np.int64)
+        experts_SK[is_padding_S] = deal_padding(
+            int(is_padding_S.sum()),
+            first=at.tensor + mesh.tensor * (at.context + mesh.context * at.data),
+            num_experts=self._num_experts,
+            expert_ranks=mesh.expert,
+            experts_per_token=self._experts_per_token,
+        )
+        return torch.from_numpy(experts_SK).to(self._device)
+
+
+def _replica_groups() -> list[Any]:
+    """Whose ranks hold a batch's tokens (tensor, context) and layers (pipeline) between them."""
+    return [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
+
+
+def _routers(chunk: nn.Module) -> list[TopKRouter]:
+    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def _attach(router: TopKRouter) -> RouterChoices:
+    assert not router.config.moe_router_fusion, "a fused router chooses by itself"
+    assert router.layer_number is not None
+    choices = RouterChoices(router.layer_number - 1)
+    router.router_replay = choices
+
+    def mask_padding(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        padding_S = choices.padding_S
+        return None if padding_S is None else (args[0], padding_S)
+
+    router.register_forward_pre_hook(mask_padding)
+    return choices

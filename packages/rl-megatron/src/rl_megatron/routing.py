@@ -1,0 +1,84 @@
+"""Which batches of a model carry routes, and which of its passes follow or record them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Plan, WorkerSpec
+from rl_core.model_shape import model_shape
+from rl_core.routes import RouteShape, require_routes
+from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.router_replay import RoutedChunks
+from rl_megatron.schedule import Around
+from rl_megatron.start import Place
+
+
+class Routing:
+    """The routes of one model: given with the batch, or taken in its scoring pass and returned."""
+
+    def __init__(self, chunks: Sequence[Any], place: Place, spec: WorkerSpec, hf_config: Mapping[str, Any]):
+        """
+        Args:
+            chunks: of the model on this rank, as the schedule is given them.
+            place: of this rank.
+            spec: whether routes are followed, and whose.
+            hf_config: the model's configuration.
+        """
+        where = f"{SECTIONS[spec.role]}.megatron_config"
+        shape = model_shape(hf_config, f"{SECTIONS[spec.role]}.model.path")
+        config = chunks[0].config
+        self._key = f"{where}.moe_enable_routing_replay"
+        self._chunks = RoutedChunks(chunks, place) if shape.is_moe and not config.moe_router_fusion else None
+        self._shape: RouteShape | None = None
+        if transformer_fields(spec.options, where)["moe_enable_routing_replay"]:
+            self._shape = RouteShape(
+                num_layers=shape.num_layers,
+                layers=shape.moe_layers,
+                num_experts=shape.num_experts,
+                experts_per_token=shape.experts_per_token,
+            )
+        self._records_scoring = self._shape is not None and spec.options.moe_routing_replay_source == "scoring"
+
+    @property
+    def around(self) -> Around:
+        """What the schedule is run in."""
+        return self._chunks or Around()
+
+    def require(self, batch: Batch) -> None:
+        """Raises ConfigError or ShapeError unless the batch has the routes that are to be followed, and no others."""
+        require_routes(batch, self._shape, key=self._key)
+
+    @contextmanager
+    def scoring(self, batch: Batch) -> Iterator[None]:
+        """Around a scoring pass. Where it is what training will follow, a batch without routes has them recorded."""
+        records = self._records_scoring and "routed_experts" not in batch
+        if not records:
+            self.require(batch)
+        if self._chunks is None:
+            yield
+            return
+        self._chunks.records = records
+        try:
+            yield
+        finally:
+            self._chunks.records = False
+
+    def taken(self, batch: Batch, plan: Plan) -> dict[str, Tensor]:
+        """`routed_experts` and `routed` of a scoring pass that recorded them, else nothing. Collective over the ranks
+        of a model replica."""
+        if self._chunks is None or self._shape is None or not self._chunks.records:
+            return {}
+        parts = self._chunks.recorded(self._shape.num_layers)
+        routes_TLK = torch.zeros(batch.num_tokens, *parts[0].shape[1:], dtype=torch.int16)
+        routed_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        for sequences, part_TLK in zip(plan, parts, strict=True):
+            index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
+            routes_TLK[index_T] = part_TLK
+            routed_T[index_T] = True
+        return {"routed_experts": routes_TLK, "routed": routed_T}

@@ -1,0 +1,91 @@
+"""What of optimizer, adapters and gradient sums cannot be trained as asked. Imports no torch."""
+
+from __future__ import annotations
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LoraConfig, WorkerSpec
+from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
+
+LORA_INIT_METHODS = ("kaiming", "gaussian")
+_CHOSEN_ELSEWHERE = {
+    "lr": "optimizer_config.lr",
+    "min_lr": "optimizer_config.scheduler",
+    "adam_beta1": "optimizer_config.adam_betas",
+    "adam_beta2": "optimizer_config.adam_betas",
+    "weight_decay": "optimizer_config.weight_decay",
+    "clip_grad": "optimizer_config.max_grad_norm",
+}
+_FIXED = {
+    "optimizer": ("adam", "AdamW is what is trained with here"),
+    "decoupled_weight_decay": (True, "AdamW is what is trained with here"),
+    "use_distributed_optimizer": (True, "its state is always split over data-parallel ranks"),
+    "overlap_param_gather": (False, "weights must be whole when they are scored, saved or published"),
+    "overlap_param_gather_with_optimizer_step": (False, "weights must be whole when they are scored or published"),
+    "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
+    "loss_scale": (None, "there is no loss scaling here; use trainer.bf16"),
+}
+
+
+def require_trainable(spec: WorkerSpec) -> None:
+    """Raises ConfigError for the first thing that is wrong."""
+    section = SECTIONS[spec.role]
+    where = f"{section}.megatron_config"
+    _require_sums(spec.options, where)
+    _require_optimizer_fields(spec.options, where, section)
+    if spec.model.lora.rank > 0:
+        _require_lora(spec.model.lora, spec.options, section)
+    if spec.logprobs_chunk_size < 1:
+        raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
+    if spec.optimizer is not None:
+        _require_schedule(spec, f"{section}.optimizer_config")
+
+
+def _require_sums(options: MegatronOptions, where: str) -> None:
+    reasons = {
+        "overlap_grad_reduce": "calls of forward_backward add up, so no micro-batch is known to be the last",
+        "overlap_param_gather": "weights must be whole when they are scored, saved or published",
+        "average_in_collective": "gradients are sums over the mini-batch's tokens, already weighted",
+    }
+    for name, reason in reasons.items():
+        if getattr(options.ddp_config, name):
+            raise ConfigError(f"{where}.ddp_config.{name}: true was given; {reason}: set it to false")
+
+
+def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
+    for name, value in optimizer_fields(options, where).items():
+        key = f"{where}.optimizer_config_kwargs.{name}"
+        if name in _CHOSEN_ELSEWHERE:
+            raise ConfigError(f"{key}: set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
+        if name in _FIXED and value != _FIXED[name][0]:
+            raise ConfigError(f"{key}: {value!r} was given, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
+
+
+def _require_lora(lora: LoraConfig, options: MegatronOptions, section: str) -> None:
+    where = f"{section}.model.lora"
+    if lora.dropout > 0:
+        raise ConfigError(
+            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
+            "results would depend on how the batch is split: set it to 0"
+        )
+    if lora.init_method not in LORA_INIT_METHODS:
+        raise ConfigError(
+            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}"
+        )
+    if lora.alpha <= 0:
+        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
+    if not options.lora_config.merge_lora:
+        raise ConfigError(
+            f"{section}.megatron_config.lora_config.merge_lora: false was given; adapters are sent merged only: set "
+            "it to true"
+        )
+
+
+def _require_schedule(spec: WorkerSpec, where: str) -> None:
+    optimizer = spec.optimizer
+    assert optimizer is not None
+    if optimizer.num_warmup_steps < 0:
+        raise ConfigError(f"{where}.num_warmup_steps: expected 0 or more, got {optimizer.num_warmup_steps}")
+    if optimizer.scheduler != "constant_with_warmup" and spec.total_optimizer_steps is None:
+        raise ConfigError(
+            f"{where}.scheduler: {optimizer.scheduler!r} needs the length of the run; use constant_with_warmup"
+        )

@@ -1,0 +1,104 @@
+"""A critic: a language model whose output layer is replaced by one value per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import unwrap_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_core.errors import ConfigError
+from rl_megatron.groups import pipeline_group
+
+HEAD_FILE = "value_head.safetensors"
+"""Beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
+
+
+class ValueHead(torch.nn.Module):
+    """Stands where Megatron has the output layer; hands hidden states on and holds what makes values of them.
+
+    It starts at zero, so the first advantages are the plain returns; nothing about it is random. Every tensor rank has
+    all of it and all tokens, so its gradient is the same on each.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.is_sequence_parallel = model.config.sequence_parallel
+        device = torch.cuda.current_device()
+        self.value_head = torch.nn.Linear(model.config.hidden_size, 1, device=device, dtype=torch.float32)
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """The hidden states of all tokens."""
+        if self.is_sequence_parallel:
+            # Every tensor rank makes the same loss of them: gradients are split, not added up.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Replicated over tensor ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+
+
+class ValueScorer:
+    """The value of the state in which each token is chosen: predicted from the tokens before it, as its log-prob is."""
+
+    score_names = ("values",)
+
+    def __init__(self, model: Any):
+        self.head: torch.nn.Linear = model.output_layer.value_head
+
+    def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor]:
+        """Values [S], float32; a value knows neither its token nor a temperature."""
+        return (self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1).float(),)
+
+
+def put_heads(models: Sequence[Any]) -> None:
+    """Replaces the output layer of the last stage's model."""
+    for model in models:
+        if model.post_process:
+            model.output_layer = ValueHead(model)
+
+
+def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """The head, from the last stage to every rank."""
+    last = unwrap_model(list(chunks))[-1]
+    group = pipeline_group()
+    for name, shape in (("weight", (1, last.config.hidden_size)), ("bias", (1,))):
+        if last.post_process:
+            tensor = getattr(last.output_layer.value_head, name).data.float().clone()
+        else:
+            tensor = torch.empty(shape, device=torch.cuda.current_device())
+        if group.size() > 1:
+            dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        yield f"value_head.{name}", tensor
+
+
+def load_head(models: Sequence[Any], directory: str, where: str) -> None:
+    """Takes the head that `save_model` wrote, where the directory of the base model has one."""
+    file = Path(directory) / HEAD_FILE
+    if not file.is_file() or not models[-1].post_process:
+        return
+    head = load_file(file)
+    for name, weight in models[-1].output_layer.value_head.named_parameters():
+        found = head.get(f"value_head.{name}")
+        if found is None or found.shape != weight.shape:
+            shape = "absent" if found is None else list(found.shape)
+            raise ConfigError(
+                f"{where}.model.path: value_head.{name} in {file} is {shape}, this model's is {list(weight.shape)}"
+            )
+        weight.data.copy_(found)

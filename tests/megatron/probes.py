@@ -1,0 +1,121 @@
+"""A Megatron backend whose ranks also say what the contract does not ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.interfaces import LossSpec, Plan, RankInfo, Worker, WorkerSpec
+from rl_megatron.backend import MegatronBackend
+
+
+@attrs.frozen(kw_only=True)
+class ProbedBackend(MegatronBackend):
+    """`MegatronBackend`, with a `ProbedWorker`."""
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        self.validate(spec, rank.world_size)
+        return probed_worker(spec, rank)
+
+
+probed = ProbedBackend()
+
+
+def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
+    """Megatron is imported in the rank's process only."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from rl_megatron.model import build_chunks
+    from rl_megatron.routing import Routing
+    from rl_megatron.worker import MegatronWorker
+
+    class RecordingRouting(Routing):
+        @contextmanager
+        def scoring(self, batch: Batch) -> Iterator[None]:
+            with super().scoring(batch):
+                if self._chunks is not None:
+                    self._chunks.records = True
+                yield
+
+    class ProbedWorker(MegatronWorker):
+        """Returns the routes of every scoring pass."""
+
+        def __init__(self, spec: WorkerSpec, rank: RankInfo):
+            super().__init__(spec, rank)
+            self.routing = RecordingRouting(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
+
+        def tokens_per_expert(self) -> Mapping[int, Tensor]:
+            """Layer → what this rank's router counted for its expert bias."""
+            found = {}
+            for chunk in self.chunks:
+                for module in chunk.modules():
+                    if isinstance(module, TopKRouter):
+                        assert module.local_tokens_per_expert is not None
+                        found[module.layer_number] = module.local_tokens_per_expert.clone()
+            return found
+
+        def kept_choices(self) -> int:
+            """Choices that wait to be computed again; and routers that Megatron's own list would share."""
+            chunks = self.routing._chunks
+            assert chunks is not None
+            return sum(len(choices.kept) for choices in chunks._all) + len(RouterReplay.global_router_replay_instances)
+
+        def untouched_second_model(self) -> bool:
+            """Another model of this process has routers that choose by themselves."""
+            chunks = build_chunks(self.bridge, self.spec, self.place)
+            routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+            return bool(routers) and all(router.router_replay is None for router in routers)
+
+        def num_parameters(self) -> int:
+            """Elements of this rank's parameters, a shared one once."""
+            return sum({id(p): p.numel() for chunk in self.chunks for p in chunk.parameters()}.values())
+
+        def forward_backward_measured(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> int:
+            """Bytes of the activations that were kept for backward at once, at most."""
+            return _peak_of_kept_bytes(
+                lambda: self.forward_backward(batch, plan, loss, temperature=temperature),
+                {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()},
+            )
+
+    return ProbedWorker(spec, rank)
+
+
+def _peak_of_kept_bytes(run: Any, parameters: set[int]) -> int:
+    """Storages that autograd holds, each once, parameters left out."""
+    live: dict[int, tuple[int, int]] = {}
+    total = peak = 0
+
+    class Kept:
+        def __init__(self, tensor: Tensor):
+            nonlocal total, peak
+            self.tensor = tensor
+            storage = tensor.untyped_storage()
+            self.key, size = storage.data_ptr(), storage.nbytes()
+            count, _ = live.get(self.key, (0, size))
+            live[self.key] = (count + 1, size)
+            if not count and self.key not in parameters:
+                total += size
+                peak = max(peak, total)
+
+        def __del__(self) -> None:
+            nonlocal total
+            count, size = live[self.key]
+            if count > 1:
+                live[self.key] = (count - 1, size)
+            else:
+                del live[self.key]
+                total -= size if self.key not in parameters else 0
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        run()
+    return peak
+
+
+__all__ = ["ProbedBackend", "probed"]

@@ -1,0 +1,88 @@
+"""Load-balancing losses: the gradient they add does not depend on the mesh, and is that of their mean over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
+from rl_core.testing.cases import LOSS, Case, Variant, open_case
+from rl_core.testing.forced_routes import routers
+from rl_core.testing.ranks import ONE_MICRO_BATCH, RankGroup
+from rl_megatron import MegatronOptions, megatron
+
+PRELOADED["rl_megatron.worker"] = None
+ONE_SEQUENCE = [1]
+CHECKPOINT = {"family": "qwen3_moe", "tie_word_embeddings": False}
+BALANCED: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+
+
+def start(case: Case, world_size: int = 1, **options: Any) -> RankGroup:
+    spec = attrs.evolve(case.spec, options=MegatronOptions(**options))
+    group = RankGroup(megatron, spec, world_size, directory=case.directory, timeout_s=120)
+    case.started.append(group)
+    return group
+
+
+def gradients(group: RankGroup, batch: Any) -> dict[str, Tensor]:
+    group.forward_backward(batch, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
+    return group.gradients()
+
+
+def balancing_loss(case: Case, tokens_T: Tensor) -> Tensor:
+    """0.1 · E · Σ_e f_e P_e of each layer (Fedus et al. 2021, arXiv 2101.03961, eq. 4), f of K choices per token."""
+    seen: list[Tensor] = []
+    modules = list(routers(case.reference.model).values())
+    handles = [module.register_forward_hook(lambda _m, _a, out: seen.append(out[0])) for module in modules]
+    case.reference.model(input_ids=tokens_T[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    total = torch.zeros(())
+    for logits_TE in seen:
+        probs_TE = logits_TE.float().softmax(-1)
+        chosen_TE = torch.zeros_like(probs_TE).scatter(1, probs_TE.topk(2).indices, 1.0)
+        total = total + 0.1 * 8 * (chosen_TE.mean(0) / 2 * probs_TE.mean(0)).sum()
+    return total
+
+
+@pytest.fixture
+def case(tmp_path: Path):
+    with open_case(megatron, MegatronOptions(), Variant(checkpoint=CHECKPOINT), tmp_path, timeout_s=120) as case:
+        yield case
+
+
+def test_its_gradient_is_that_of_the_formula(case: Case):
+    batch = case.batch.select(ONE_SEQUENCE)
+    plain, balanced = gradients(start(case), batch), gradients(start(case, **BALANCED), batch)
+    balancing_loss(case, batch["tokens"]).backward()
+    expected = case.reference.gradients()
+    name = "model.layers.0.mlp.gate.weight"
+    assert expected[name].norm() > 1e-4
+    for name, gradient in expected.items():
+        found = balanced[name] - plain[name]
+        # Two gradients of size up to 10 in float32 are subtracted.
+        torch.testing.assert_close(found, gradient, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_two_ranks_of_tensor_context_and_expert_parallelism_add_what_one_adds(case: Case):
+    batch = case.batch.select(ONE_SEQUENCE)
+    expected = gradients(start(case, **BALANCED), batch)
+    norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    for sizes in ({"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}):
+        found = gradients(start(case, 2, **sizes, **BALANCED), batch)
+        errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
+        assert errors.norm() <= 1e-5 * norm, sizes
+
+
+def test_it_is_reported_for_all_layers_and_for_each(case: Case):
+    group = start(case, moe_per_layer_logging=True, **BALANCED)
+    metrics = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+    layers = [metrics[f"moe_load_balancing_loss_layer_{layer}"] for layer in (0, 1)]
+    total, weight = metrics["moe_load_balancing_loss"]
+    assert total / weight == pytest.approx(sum(value / count for value, count in layers) / 2)
+    assert total / weight >= 1.0 - 1e-3, "1 is perfect balance"

@@ -1,0 +1,124 @@
+"""A critic and adapters, split in every way: what they compute is what transformers makes of what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_core.batch import Batch
+from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig
+from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
+from rl_core.testing.cases import LOSS, Case, Variant, open_case
+from rl_core.testing.ranks import RankGroup
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_megatron import LoraOptions, MegatronOptions, megatron
+
+PRELOADED["rl_megatron.worker"] = None
+VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
+LORA = LoraConfig(rank=4, alpha=8)
+MESHES: dict[str, dict[str, int]] = {
+    "1": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    variant = Variant(checkpoint={"tie_word_embeddings": request.param})
+    with open_case(megatron, MegatronOptions(), variant, tmp_path_factory.mktemp("case"), timeout_s=120) as case:
+        yield case
+
+
+def start(case: Case, mesh: str, *, lora_type: Any = "lora", **fields: Any) -> RankGroup:
+    options = MegatronOptions(lora_config=LoraOptions(lora_type=lora_type), **MESHES[mesh])
+    spec = attrs.evolve(case.spec, options=options, **fields)
+    group = RankGroup(megatron, spec, 2 if MESHES[mesh] else 1, directory=case.directory, timeout_s=120)
+    case.started.append(group)
+    return group
+
+
+def train(group: RankGroup, batch: Batch, loss: LossSpec, count: int) -> list[float]:
+    norms = []
+    for _ in range(count):
+        group.forward_backward(batch, LIMITS, loss, temperature=TEMPERATURE)
+        norms.append(group.call("optim_step")[0].grad_norm)
+    return norms
+
+
+def values_of(directory: Path, batch: Batch) -> Tensor:
+    """From the saved model, by transformers and one product."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, ignore_mismatched_sizes=True).eval()
+    head = load_file(directory / "value_head.safetensors")
+    values_T, bounds = torch.zeros(batch.num_tokens), batch.offsets.tolist()
+    with torch.no_grad():
+        for start_, end in pairwise(bounds):
+            hidden_TH = model.model(batch["tokens"][None, start_:end]).last_hidden_state[0]
+            values_T[start_ + 1 : end] = (hidden_TH @ head["value_head.weight"][0] + head["value_head.bias"])[:-1]
+    return values_T
+
+
+def batch_for_critic(case: Case) -> Batch:
+    mask_T = case.batch["loss_mask"]
+    noise_T = torch.randn(mask_T.numel(), generator=torch.Generator().manual_seed(2))
+    weights_T = mask_T.float() / int(mask_T.sum())
+    return case.batch.with_columns(values=0.1 * noise_T, returns=1.0 + 0.3 * noise_T, loss_weights=weights_T)
+
+
+def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
+    batch, norms, found = batch_for_critic(case), {}, {}
+    for mesh in MESHES:
+        group = start(case, mesh, role="critic")
+        norms[mesh] = train(group, batch, VALUES, 3)
+        found[mesh] = group.weights()
+        directory = tmp_path / mesh
+        group.call("save_model", directory)
+        values_T = group.forward(batch, LIMITS, temperature=TEMPERATURE)["values"]
+        torch.testing.assert_close(values_T, values_of(directory, batch), rtol=0, atol=1e-5)
+        again = start(case, mesh, role="critic", model=ModelConfig(path=str(directory)))
+        torch.testing.assert_close(
+            again.forward(batch, LIMITS, temperature=TEMPERATURE)["values"], values_T, rtol=0, atol=1e-6
+        )
+        again.close()
+        group.close()
+    assert found["1"]["value_head.weight"].abs().max() >= 1e-3
+    for mesh in MESHES:
+        assert norms[mesh] == pytest.approx(norms["1"], rel=1e-5)
+        assert set(found[mesh]) == set(found["1"])
+        for name, weight in found["1"].items():
+            torch.testing.assert_close(found[mesh][name], weight, rtol=0, atol=2e-5, msg=f"{mesh}: {name}")
+
+
+@pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
+def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged(lora_type: str, case: Case, tmp_path: Path):
+    model = attrs.evolve(case.spec.model, lora=LORA)
+    first = start(case, "1", lora_type=lora_type, model=model)
+    base = first.weights()
+    first.call("save_state", tmp_path / "state")
+    expected_norms = train(first, case.batch, LOSS, 3)
+    expected = first.weights()
+    moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
+    assert moved >= 1e-3
+    assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "what has no adapter is frozen"
+    first.call("save_model", tmp_path / "merged")
+    merged = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "merged"))))
+    scores = first.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+    torch.testing.assert_close(scores, expected_scores(merged, case.batch)["logprobs"], rtol=0, atol=1e-5)
+    first.close()
+    for mesh in list(MESHES)[1:]:
+        group = start(case, mesh, lora_type=lora_type, model=model)
+        group.call("load_state", tmp_path / "state")
+        assert train(group, case.batch, LOSS, 3) == pytest.approx(expected_norms, rel=1e-5)
+        for name, weight in group.weights().items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=f"{mesh}: {name}")
+        group.close()

@@ -1,0 +1,43 @@
+"""The generated page is current, and the image is built as the documentation says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rl_megatron.layout_page import MESH, page
+
+ROOT = Path(__file__).parents[2]
+
+
+def pip_steps(text):
+    """`pip` commands, in order."""
+    return re.findall(r"^(?:RUN )?(pip .*)$", text, flags=re.MULTILINE)
+
+
+def test_the_layout_page_is_what_the_layout_draws():
+    assert (ROOT / "docs/megatron.md").read_text() == page(), "docs/megatron.md is not current: make docs"
+
+
+def test_the_page_is_about_sixteen_ranks_and_names_each():
+    assert MESH.world_size == 16
+    cells = {cell.strip() for cell in page().split("## Layers")[0].split("|")}
+    assert {str(rank) for rank in range(16)} <= cells
+
+
+def test_the_image_is_built_by_the_steps_of_the_readme():
+    readme, dockerfile, install = (
+        pip_steps((ROOT / name).read_text()) for name in ("README.md", "Dockerfile", "docs/install_gpu.md")
+    )
+    first = next(i for i, step in enumerate(readme) if "packages/rl-megatron" in step)
+    build_tools, *steps = dockerfile
+    assert steps == readme[first : first + len(steps)]
+    assert len(steps) == 4
+    assert install == [build_tools, *steps]
+
+
+def test_the_versions_of_the_steps_are_those_that_the_packages_declare():
+    steps = " ".join(pip_steps((ROOT / "Dockerfile").read_text()))
+    project = (ROOT / "packages/rl-megatron/pyproject.toml").read_text()
+    (bridge,) = re.findall(r"megatron-bridge==[0-9.]+", steps)
+    assert bridge in project

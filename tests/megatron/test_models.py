@@ -1,0 +1,101 @@
+"""Families of models: what Megatron computes of them is what transformers does, and it gives their weights back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import ModelConfig
+from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores, weights
+from rl_core.testing.cases import LOSS, Variant, open_case
+from rl_core.testing.models import make_checkpoint
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_megatron import MegatronOptions, megatron
+
+PRELOADED["rl_megatron.worker"] = None
+ROPE = {"rope_type": "default", "rope_theta": 50.0}
+MOONLIGHT = {
+    "family": "deepseek_v3",
+    "num_hidden_layers": 27,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.446,
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen3, another rotary base": {"rope_parameters": ROPE},
+    "qwen3, vocabulary that two ranks cannot halve": {"vocab_size": 51},
+    "llama": {"family": "llama", "tie_word_embeddings": False},
+    "llama 3 rotary scaling": {
+        "family": "llama",
+        "max_position_embeddings": 16384,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3_moe": {"family": "qwen3_moe", "tie_word_embeddings": False},
+    "deepseek_v3": {"family": "deepseek_v3", "tie_word_embeddings": False},
+    "moonlight": {**MOONLIGHT, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_scores_and_weights_are_those_of_transformers_on_two_ranks(name: str, tmp_path: Path):
+    options = MegatronOptions(tensor_model_parallel_size=2)
+    with open_case(
+        megatron, options, Variant(world_size=2, checkpoint=CHECKPOINTS[name]), tmp_path, timeout_s=120
+    ) as case:
+        group = case.start()
+        found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        for score, expected_T in expected_scores(case.reference, case.batch).items():
+            # 27 layers of float32 sums round to some 5e-6.
+            torch.testing.assert_close(found[score], expected_T, rtol=0, atol=3e-5, msg=score)
+        exported, expected = group.weights(), weights(case.reference)
+        assert set(exported) == set(expected)
+        assert all(exported[n].equal(weight) for n, weight in expected.items())
+        group.call("save_model", tmp_path / "saved")
+        saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
+        for n, buffer in case.reference.model.named_buffers():
+            assert saved.model.get_buffer(n).equal(buffer), n
+
+
+def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: Path):
+    with open_case(
+        megatron, MegatronOptions(), Variant(checkpoint={}, spec={"bf16": True}), tmp_path, timeout_s=120
+    ) as case:
+        group = case.start()
+        found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        expected = expected_scores(case.reference, case.batch)["logprobs"]
+        # bfloat16 has 8 bits: logits of size 4 are off by some 0.02.
+        assert (found - expected).abs().max() < 0.3
+        losses = []
+        for _ in range(6):
+            metrics = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            losses.append(metrics["loss"][0])
+            group.optim_step()
+        assert losses[-1] < losses[0]
+        assert {tensor.dtype for tensor in group.weights().values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in group.gradients().values()} == {torch.float32}
+        group.call("save_model", tmp_path / "saved")
+        saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
+        assert all(weight.bfloat16().equal(group.weights()[name]) for name, weight in weights(saved).items())
+
+
+def test_rotary_scaling_that_megatron_computes_otherwise_is_refused(tmp_path: Path):
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
+        path = make_checkpoint(tmp_path / "linear", rope_parameters=scaled)
+        with pytest.raises(ConfigError, match="linear"):
+            case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))

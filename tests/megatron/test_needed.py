@@ -1,0 +1,134 @@
+"""Each fix of another library, and each thing that parallel numbers rest upon, is needed: without it the suite's
+comparison fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core.errors import WorkerError
+from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward
+from rl_core.testing.cases import LOSS, Case, Variant, open_case
+from rl_core.testing.ranks import RankGroup
+from rl_megatron import MegatronOptions
+from tests.megatron.changed import ChangedBackend
+
+PRELOADED["rl_megatron.worker"] = None
+TP, CP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+DENSE = {"tie_word_embeddings": False}
+QWEN_MOE = DENSE | {"family": "qwen3_moe"}
+DEEPSEEK = DENSE | {"family": "deepseek_v3"}
+OTHER_BASE = DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+
+
+def start(
+    change: str, tmp_path: Path, request: pytest.FixtureRequest, checkpoint: dict[str, Any] = DENSE, **sizes: int
+) -> tuple[Case, RankGroup]:
+    """Ranks of the smallest mesh of these sizes, changed."""
+    options = MegatronOptions(**sizes)
+    world_size = 2 if sizes else 1
+    variant = Variant(world_size=world_size, checkpoint=checkpoint)
+    opened = open_case(ChangedBackend(change=change), options, variant, tmp_path, timeout_s=120.0)
+    case = opened.__enter__()
+    request.addfinalizer(lambda: opened.__exit__(None, None, None))
+    return case, case.start()
+
+
+def gradient_error(case: Case, group: RankGroup) -> float:
+    """L2 of the difference over L2, all parameters together."""
+    group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+    backward(case.reference, case.batch, LOSS)
+    expected, found = case.reference.gradients(), group.gradients()
+    errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
+    return float(errors.norm() / torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+
+
+@pytest.mark.parametrize(
+    ("change", "checkpoint", "sizes"),
+    [
+        ("leave_out_norm_mark", DENSE, {TP: 2}),
+        ("split_contiguously", DENSE, {CP: 2}),
+        ("leave_out_scatter", DENSE, {TP: 2}),
+        ("leave_out_rotary_base", OTHER_BASE, {}),
+        ("leave_out_rotary_base", DEEPSEEK, {}),
+        ("leave_out_padding_token", DENSE, {}),
+    ],
+)
+def test_without_it_gradients_are_wrong(change, checkpoint, sizes, tmp_path, request):
+    case, group = start(change, tmp_path, request, checkpoint, **sizes)
+    assert gradient_error(case, group) > 0.01
+
+
+def test_without_initialisation_the_gradients_norm_misses_other_ranks_parts(tmp_path, request):
+    case, group = start("leave_out_initialisation", tmp_path, request, **{TP: 2})
+    assert gradient_error(case, group) < 1e-5
+    found, expected = group.optim_step().grad_norm, case.reference.optim_step().grad_norm
+    assert found < 0.95 * expected
+
+
+def test_without_numbers_over_all_ranks_experts_are_the_first_ranks(tmp_path, request):
+    case, group = start("leave_out_expert_names", tmp_path, request, QWEN_MOE, **{EP: 2})
+    expected = {name: weight for name, weight in case.reference.model.named_parameters() if "experts" in name}
+    assert expected
+    scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+    own = case.reference.forward(case.batch, [range(case.batch.num_sequences)], temperature=TEMPERATURE)["logprobs"]
+    assert (scores - own).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "checkpoint", "fault", "call"),
+    [
+        ("leave_out_expert_gathering", QWEN_MOE, "invalid literal for int", RankGroup.weights),
+        ("leave_out_router_gating", QWEN_MOE, "te_general_gemm", gradient_error),
+    ],
+)
+def test_without_it_megatron_fails(change, checkpoint, fault, call, tmp_path, request):
+    case, group = start(change, tmp_path, request, checkpoint)
+    with pytest.raises(WorkerError, match=fault):
+        call(case, group) if call is gradient_error else call(group)
+
+
+def test_without_it_latent_attention_is_not_built(tmp_path, request):
+    with pytest.raises(WorkerError, match=r"isinstance\(\) arg 2|linear_kv_down_proj|linear_q_down_proj"):
+        start("leave_out_latent_attention", tmp_path, request, DEEPSEEK)
+
+
+def test_without_it_a_state_of_torchs_optimizer_is_not_read(tmp_path, request):
+    case, group = start("leave_out_loading_of_torch_adam", tmp_path, request)
+    train_and_save(case, group)
+    with pytest.raises(WorkerError, match="KeyError: 'step'"):
+        group.call("load_state", case.directory / "state")
+
+
+def test_without_steps_of_their_own_parameters_count_each_others(tmp_path, request):
+    case, group = start("leave_out_steps", tmp_path, request)
+    train_and_save(case, group)
+    group.call("load_state", case.directory / "state")
+    for worker in (group, case.reference):
+        for _ in range(2):
+            step(worker, case)
+    expected = {name: p.detach() for name, p in case.reference.model.named_parameters()}
+    found = group.weights()
+    assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) > 1e-4
+
+
+def train_and_save(case: Case, group: RankGroup) -> None:
+    step(group, case)
+    step(case.reference, case)
+    group.call("save_state", case.directory / "state")
+
+
+def step(worker: Any, case: Case) -> None:
+    if isinstance(worker, RankGroup):
+        worker.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+    else:
+        backward(worker, case.batch, LOSS)
+    worker.optim_step()

@@ -1,0 +1,232 @@
+"""What cannot run, or would compute wrong numbers, is refused by name, with the nearest mesh that works."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import attrs
+import pytest
+
+from rl_core.cli.runs import require_token_budget
+from rl_core.config import from_mapping
+from rl_core.errors import ConfigError
+from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.layout import Mesh
+from rl_megatron.options import MegatronOptions
+from rl_megatron.refusals import refuse, refuse_setup, setup_of
+
+DENSE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 8,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+}
+MOE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+LATENT = {
+    **MOE,
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@pytest.fixture
+def spec_of(tmp_path):
+    def make(model, options, **kwargs):
+        if model is not None:
+            (tmp_path / "config.json").write_text(json.dumps(model))
+        return WorkerSpec(
+            role="policy",
+            model=ModelConfig(path=str(tmp_path)),
+            optimizer=OptimizerConfig(),
+            options=MegatronOptions(transformer_config_kwargs=kwargs, **options),
+            bf16=False,
+            gradient_checkpointing=False,
+            use_sample_packing=True,
+            logprobs_chunk_size=64,
+            total_optimizer_steps=None,
+            seed=0,
+        )
+
+    return make
+
+
+def refusal(spec, world_size):
+    with pytest.raises(ConfigError) as caught:
+        refuse(spec, world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "options"),
+    [
+        (DENSE, 1, {}),
+        (DENSE, 2, {TP: 2}),
+        (DENSE, 4, {PP: 4}),
+        (DENSE, 4, {PP: 4, VPP: 2}),
+        (DENSE, 2, {PP: 2, VPP: 2}),
+        (DENSE, 2, {PP: 2, FIRST: 3}),
+        (DENSE, 4, {PP: 4, FIRST: 1, LAST: 3}),
+        (DENSE, 2, {CP: 2}),
+        (MOE, 4, {EP: 4}),
+        (MOE, 4, {TP: 2, EP: 2, ETP: 2}),
+        (MOE, 2, {TP: 2, EP: 2, ETP: 1}),
+        (MOE, 8, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1}),
+        (MOE, 16, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2}),
+        (LATENT, 8, {TP: 2, PP: 2, CP: 2, EP: 2}),
+    ],
+)
+def test_meshes_that_work_are_let_through(spec_of, model, world_size, options):
+    refuse(spec_of(model, options), world_size)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "options", "complaint", "nearest"),
+    [
+        (DENSE, 6, {TP: 3}, f"{TP}: 3 does not divide the model's 8 attention heads", f"{TP}=2 (data parallel 3)"),
+        (DENSE, 8, {TP: 8}, "4 key/value heads", f"{TP}=4 (data parallel 2)"),
+        (DENSE, 16, {TP: 2, PP: 3, CP: 2}, "does not divide the 16 ranks", f"{TP}=2, {PP}=4, {CP}=2 (data parallel 1)"),
+        (DENSE, 3, {PP: 3}, "8 layers", "No mesh of 3 ranks|=1 "),
+        (DENSE, 2, {PP: 2, FIRST: 3, LAST: 3}, "8 layers", "without layer counts"),
+        (DENSE, 2, {EP: 2}, "the model has no experts", f"{EP}=1 (data parallel 2)"),
+        (MOE, 12, {EP: 3}, "3 does not divide the model's 8 experts", f"{EP}=2|{EP}=4"),
+        (MOE, 2, {TP: 2, ETP: 1}, "sums the experts' gradients over the wrong ranks", f"{TP}=1"),
+        (MOE, 32, {TP: 2, EP: 2, ETP: 16}, "16 does not divide the model's 24 units of each expert", f"{ETP}=8"),
+        (DENSE, 2, {PP: 2, VPP: 3}, "8 layers", f"{PP}=2, {VPP}=1"),
+        (DENSE, 2, {VPP: 2}, "need more than one pipeline stage", f"{VPP}=1"),
+        (DENSE, 2, {PP: 2, VPP: 2, FIRST: 4, LAST: 4}, "two stages with first and last counts", f"{PP}=2"),
+    ],
+)
+def test_impossible_meshes_are_refused_with_the_nearest_that_works(
+    spec_of, model, world_size, options, complaint, nearest
+):
+    message = refusal(spec_of(model, options), world_size)
+    assert complaint in message
+    assert message.startswith("trainer.policy.megatron_config")
+    assert any(part in message for part in nearest.split("|")), message
+
+
+def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
+    all_options = ({TP: 3}, {TP: 8, PP: 2}, {PP: 3, CP: 2}, {EP: 3, TP: 2}, {EP: 2, ETP: 3}, {PP: 5, VPP: 2})
+    tried = 0
+    for world_size, options in itertools.product((2, 3, 4, 6, 8, 12), all_options):
+        setup = setup_of(spec_of(MOE, options), world_size)
+        try:
+            refuse_setup(setup)
+            continue
+        except ConfigError as error:
+            named = re.findall(r"(\w+_size)=(\d+)[,) ]", str(error).partition("Nearest")[2])
+        sizes = {name: int(size) for name, size in named}
+        assert sizes.keys() == options.keys()
+        refuse_setup(attrs.evolve(setup, fields={**setup.fields, **sizes}))
+        tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "options", "passed", "complaint"),
+    [
+        (DENSE, 2, {TP: 2}, {"sequence_parallel": False}, "sequence_parallel: false"),
+        (DENSE, 1, {}, {"sequence_parallel": True}, "sequence_parallel: true needs"),
+        (DENSE, 2, {PP: 2, VPP: 2}, {"batch_p2p_comm": True}, "mixes up what the stages send"),
+        (DENSE, 2, {PP: 2, VPP: 2}, {"overlap_p2p_comm": False}, "mixes up what the stages send"),
+        (DENSE, 1, {}, {"calculate_per_token_loss": False}, "calculate_per_token_loss: False"),
+        (DENSE, 1, {}, {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes at random"),
+        (
+            MOE,
+            1,
+            {"moe_enable_routing_replay": True},
+            {"moe_router_fusion": True},
+            "moe_router_fusion: the fused router",
+        ),
+        (MOE, 1, {}, {"moe_enable_routing_replay": True, "moe_router_fusion": True}, "moe_router_fusion"),
+        (MOE, 1, {"moe_enable_routing_replay": True}, {"moe_expert_capacity_factor": 1.0}, "dropped from the experts"),
+        (DENSE, 1, {"moe_enable_routing_replay": True}, {}, "the model has no experts"),
+        (
+            MOE,
+            2,
+            {TP: 2, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+            {},
+            "seq_aux_loss with tensor_model_parallel_size=2",
+        ),
+        (
+            MOE,
+            1,
+            {"moe_aux_loss_coeff": 0.01},
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "1 coefficients for 2 kinds",
+        ),
+        (MOE, 2, {PP: 2, "moe_token_dispatcher_type": "allgather"}, {}, "use alltoall"),
+        (MOE, 1, {"moe_token_dispatcher_type": "flex"}, {}, "needs DeepEP"),
+        (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
+        (MOE, 1, {}, {"num_layers": 2}, "it is the model's own"),
+        (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
+        ({**MOE, "norm_topk_prob": False}, 1, {}, {}, "moe_router_pre_softmax=true"),
+        ({**MOE, "mlp_only_layers": [0]}, 1, {}, {}, "only some layers have experts"),
+        ({**DENSE, "attention_bias": True}, 1, {}, {}, "attention_bias=true"),
+        ({**DENSE, "use_sliding_window": True}, 1, {}, {}, "use_sliding_window"),
+    ],
+)
+def test_wrong_numbers_are_refused_whichever_section_set_the_value(
+    spec_of, model, world_size, options, passed, complaint
+):
+    assert complaint in refusal(spec_of(model, options, **passed), world_size)
+
+
+def test_a_value_of_the_pass_through_section_is_named_there(spec_of):
+    message = refusal(spec_of(DENSE, {}, **{TP: 3}), 3)
+    assert message.startswith(f"trainer.policy.megatron_config.transformer_config_kwargs.{TP}: 3")
+
+
+def test_without_a_model_directory_only_what_does_not_need_it_is_checked(spec_of):
+    refuse(spec_of(None, {TP: 3}), 3)
+    assert "does not divide the 4 ranks" in refusal(spec_of(None, {TP: 3}), 4)
+
+
+def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
+    def config_of(budget):
+        values = {
+            "trainer.policy.model.path": "model",
+            "trainer.max_prompt_length": 9,
+            "generator.sampling_params.max_generate_length": 5,
+            "trainer.max_tokens_per_microbatch": budget,
+        }
+        return from_mapping(values)
+
+    mesh = Mesh(world_size=4, tensor=2, context=2)
+    with pytest.raises(ConfigError, match=r"14 tokens .* padded to 16, a multiple of the 8"):
+        require_token_budget(config_of(15), mesh)
+    require_token_budget(config_of(16), mesh)
+    require_token_budget(config_of(-1), mesh)
+
+
+def test_refusing_imports_neither_torch_nor_megatron():
+    code = "import sys, rl_megatron.refusals; print({'torch', 'megatron', 'transformers'} & sys.modules.keys())"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert printed.strip() == "set()"
