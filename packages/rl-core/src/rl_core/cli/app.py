@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 failed, 2 cannot run as asked (configuration, plug-in, dat
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -18,6 +20,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
+
+RANK_THREAD = "rl-rank-"
+"""How the names of `rl_core.workers.inline`'s threads begin; that module imports torch."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -33,7 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     settings = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
-        sys.exit(_status(arguments, settings))
+        status = _status(arguments, settings)
+    if status == 130 and any(thread.daemon and thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
+        _end_beside_a_busy_rank(status)
+    sys.exit(status)
+
+
+def _end_beside_a_busy_rank(status: int) -> NoReturn:
+    """Ends the process without the interpreter's own end, which kills a thread by unwinding torch's C++ code: there
+    that is an abort."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:

@@ -366,7 +366,7 @@ async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
         async with asyncio.timeout(CLOSE_S):
             await close()
     except (TimeoutError, RLError) as error:
-        logger.warning("%s did not close: %s", name, error or f"still busy after {CLOSE_S:g} s")
+        logger.warning("%s did not close: %s", name, str(error) or f"still busy after {CLOSE_S:g} s")
 
 
 async def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:

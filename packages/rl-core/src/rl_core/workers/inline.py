@@ -53,7 +53,7 @@ class InlineRank:
     def __init__(self, role: str, timeout_s: float):
         self._role = role
         self._timeout_s = timeout_s
-        self._thread = _Thread(f"rl-{role}")
+        self._thread = _Thread(f"rl-rank-{role}")
         self._host: RankHost | None = None
         self.abilities = Abilities()
 
