@@ -365,7 +365,8 @@ def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: 
         "rollout/tokens": float(batch.num_tokens),
         "rollout/sampled_tokens": float(batch["sampled"].sum()),
         "rollout/response_length": means.pop("response_length"),
-        "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories) / len(trajectories),
+        "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories)
+        / len(trajectories),
         "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
         "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
         "rollout/staleness_max": float(max(version - group.start_version for group in groups)),

@@ -23,7 +23,8 @@ def repack_moe_experts_on_cpu() -> None:
 
     The CPU kernel computes with a packed copy of the experts, which `_setup_kernel` makes on the first load only, so a
     reload reports success and log-probs are off by nats. Here it packs again on every later load.
-    Shown by tests/rollout/vllm/test_weights.py::test_without_the_moe_fix_verification_fails; can go when that fails.
+    Shown by tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails.
+    Can go when that fails.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
