@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core import plugins
 from rl_core.interfaces import ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
-from rl_core.trainer.publish import publish_weights
+from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -51,6 +51,7 @@ class Trainer:
             plugins.load("rl_core.weight_transports", transport) if isinstance(transport, str) else transport
         )
         self.version = 0
+        self.pause_mode: PauseMode = "keep"
         settings = VerificationSettings(
             prove_at_start=True,
             interval=1,
@@ -64,7 +65,14 @@ class Trainer:
     async def publish(self) -> None:
         """Under the next number, so that no answer can be of an earlier sync by accident."""
         self.version += 1
-        await publish_weights(self.policy, self.client, self.transport, self.version, max_bucket_bytes=BUCKET_BYTES)
+        await publish_weights(
+            self.policy,
+            self.client,
+            self.transport,
+            self.version,
+            max_bucket_bytes=BUCKET_BYTES,
+            pause_mode=self.pause_mode,
+        )
 
     async def train(self) -> None:
         """Other weights, all of them: a step that no optimizer would make."""
@@ -72,19 +80,20 @@ class Trainer:
 
     def leave_out(self, name: str) -> None:
         """This tensor is sent no more."""
-        shards = self._worker.shards
+        shards = self.worker.shards
         shards.exported = partial(_without, shards.exported, name)
 
     def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
         """What `part` makes of the buckets is sent in their place; all of them again, for None."""
-        worker = self._worker
+        worker = self.worker
         worker.__dict__.pop("export_weights", None)
         if part is not None:
             export = worker.export_weights
             worker.export_weights = lambda max_bucket_bytes: part(export(max_bucket_bytes))
 
     @property
-    def _worker(self) -> Any:
+    def worker(self) -> Any:
+        """The policy's one rank."""
         ranks: Any = self.policy._ranks
         return ranks._host._worker
 
