@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import attrs
 import pytest
 
 from rl_core.errors import WeightSyncError
@@ -87,6 +88,19 @@ async def test_log_probs_that_are_no_numbers_are_a_breach(trainer, monkeypatch):
         await trainer.verification.probe(1)
 
 
+async def test_without_an_engine_in_service_a_probe_says_so_and_a_proof_fails(trainer, monkeypatch, caplog):
+    await trainer.publish()
+
+    async def score(sequences):
+        return {}
+
+    monkeypatch.setattr(trainer.client, "score", score)
+    assert await trainer.verification.probe(1) == {}
+    assert "no engine was in service: nothing is verified" in caplog.text
+    with pytest.raises(WeightSyncError, match="no engine was in service when it was to be proved"):
+        await trainer.verification.prove()
+
+
 async def test_each_engine_is_compared(trainer, monkeypatch):
     await trainer.publish()
     honest = trainer.client.score
@@ -107,7 +121,7 @@ async def test_a_proof_that_noise_cannot_give_is_none(trainer, monkeypatch):
 
 
 async def test_probes_come_at_the_interval(trainer):
-    trainer.verification._settings = pytest.importorskip("attrs").evolve(trainer.verification._settings, interval=2)
+    trainer.verification._settings = attrs.evolve(trainer.verification._settings, interval=2)
     await trainer.publish()
     probed = [bool(await trainer.verification.after_sync(version)) for version in range(4)]
     assert probed == [True, False, True, False]
