@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,5 +128,7 @@ async def publish(client: RemoteInferenceClient, transport: WeightTransport, ten
 
 
 def request(sample_id: str, prompt: Sequence[int] = (1, 2, 3), *, seed: int = 0, **params: Any) -> GenerateRequest:
-    """A request; `params`: fields of SamplingParams."""
-    return GenerateRequest(sample_id=sample_id, prompt_tokens=tuple(prompt), params=SamplingParams(**params), seed=seed)
+    """A request whose id no other test run on the same server has; `params`: fields of SamplingParams."""
+    return GenerateRequest(
+        sample_id=f"{sample_id}-{os.getpid()}", prompt_tokens=tuple(prompt), params=SamplingParams(**params), seed=seed
+    )

@@ -163,7 +163,7 @@ async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
     waiting = asyncio.ensure_future(moe_client.generate(asked))
     while not (await moe_client.health()).num_running:
         await asyncio.sleep(0.01)
-    await moe_client.abort(["aborted"])
+    await moe_client.abort([asked.sample_id])
     (completion,) = await waiting
     assert completion.stop_reason == "abort"
     _Router(moe_server.model_path).require_own_choices(asked, completion)

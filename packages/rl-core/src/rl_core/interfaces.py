@@ -346,6 +346,8 @@ class WeightBucket:
     """Full (unsharded) shapes; a scalar is `()`."""
     data: Tensor
     """uint8, one axis, contiguous, no gaps, on any device."""
+    checksums: tuple[int, ...] | None = None
+    """CRC-32 of each tensor's bytes, where a receiver has computed them from what arrived."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):

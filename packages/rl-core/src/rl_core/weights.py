@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -69,7 +70,15 @@ def tensor_record(tensor: Tensor) -> TensorRecord:
 
 def bucket_records(bucket: WeightBucket) -> dict[str, TensorRecord]:
     """What every tensor of a bucket must equal on the other side, by name."""
-    return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
+    if bucket.checksums is None:
+        return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
+    described = zip(bucket.names, bucket.shapes, bucket.dtypes, bucket.checksums, strict=True)
+    return {name: TensorRecord(shape=shape, dtype=dtype, checksum=value) for name, shape, dtype, value in described}
+
+
+def with_checksums(bucket: WeightBucket) -> WeightBucket:
+    """The bucket with its tensors' checksums, so that they are computed once."""
+    return attrs.evolve(bucket, checksums=tuple(record.checksum for record in bucket_records(bucket).values()))
 
 
 @contextmanager

@@ -325,6 +325,20 @@ class BackendConformance:
         tolerance = self._weight_tolerance(case)
         self.require_close(case, "weights, offloaded", before, weights(case.reference), tolerance)
 
+    def test_noise_changes_every_trained_weight_and_goes_bit_for_bit(self, case: Case) -> None:
+        group = case.start()
+        if not all(group.call("is_perturbable")):
+            pytest.skip("the worker is not Perturbable, which is an ability that a backend may have or not")
+        before = group.weights()
+        group.call("perturb", 1, 1.0)
+        noisy = group.weights()
+        unmoved = [name for name, weight in noisy.items() if torch.equal(weight, before[name])]
+        assert not unmoved or (case.spec.model.lora.rank and len(unmoved) < len(noisy)), f"no noise on {unmoved[:3]}"
+        logprobs_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        assert logprobs_T.isfinite().all(), "with noise the model still computes"
+        group.call("restore")
+        require_equal(group.weights(), before, "noise put on and taken away")
+
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
         large = case.batch.with_columns(loss_weights=case.batch["loss_weights"] * 100)
         group = case.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rl_core.interfaces import InferenceClient, Manifest, WeightReceivers, WeightTransport
@@ -51,7 +52,9 @@ async def publish_weights(
     return sending.result()
 
 
-async def _both_or_neither(sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Any) -> None:
+async def _both_or_neither(
+    sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
+) -> None:
     """Waits for both. When one fails the other is told through the transport and waited for too: a rank that still
     sends would hold up whatever it is asked next. Raises the error that came first."""
     both = {sending, receiving}

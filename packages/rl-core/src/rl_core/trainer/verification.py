@@ -9,6 +9,7 @@ moves its log-probs; then they are restored, bit for bit, and proved again.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -99,13 +100,15 @@ class WeightVerification:
             perturbed = await self._probe("every weight was perturbed", limit)
         finally:
             await self._policy.restore()
+        if not perturbed:
+            raise WeightSyncError("no engine was in service when it was to be proved that weights arrive")
         await self._publish()
         restored = await self._probe("every weight was restored", self._settings.limit)
         logger.info(
             "weights proved: noise moved log-probs by %.3g, and engines followed within %.3g; restored within %.3g",
             moved,
             perturbed["weight_sync/logprob_diff_mean"],
-            restored["weight_sync/logprob_diff_mean"],
+            restored.get("weight_sync/logprob_diff_mean", math.nan),
         )
 
     async def after_sync(self, version: int) -> dict[str, float]:
@@ -120,7 +123,8 @@ class WeightVerification:
         """Scores the fixed tokens on both sides.
 
         Returns:
-            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats, of the engine that is farthest off.
+            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats, of the engine that is farthest off;
+            nothing, with a warning, where no engine is in service.
 
         Raises:
             WeightSyncError: an engine's mean is above the limit; the message has both sides' numbers.
@@ -130,6 +134,9 @@ class WeightVerification:
     async def _probe(self, what: str, limit: float) -> dict[str, float]:
         trainer_T = await self._trainer_logprobs()
         scores = await self._client.score(self._sequences)
+        if not scores:
+            logger.warning("after %s, no engine was in service: nothing is verified", what)
+            return {}
         worst = {"weight_sync/logprob_diff_mean": 0.0, "weight_sync/logprob_diff_max": 0.0}
         for engine, logprobs in scores.items():
             engine_T = torch.tensor([value for sequence in logprobs for value in sequence[1:]])

@@ -14,9 +14,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
+<<<<<<< HEAD
 from rl_core.hugging_face import no_progress_bars
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.weights import broken_weights_file, tensor_record, unpack_bucket
+=======
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
+from rl_core.weights import broken_weights_file, bucket_records, unpack_bucket
+>>>>>>> e60c1f1007ace4f2c5603cff2c5e5754f9e1b0a8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,8 +101,11 @@ class StagedWeights:
 def stage(rendezvous: Rendezvous, version: int) -> StagedWeights:
     """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError."""
     receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
-    tensors = {name: tensor for bucket in receiver.receive(version) for name, tensor in unpack_bucket(bucket)}
-    records = {name: tensor_record(tensor) for name, tensor in tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    records: dict[str, TensorRecord] = {}
+    for bucket in receiver.receive(version):
+        tensors |= unpack_bucket(bucket)
+        records |= bucket_records(bucket)
     return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))
 
 

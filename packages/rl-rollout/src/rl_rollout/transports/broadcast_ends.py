@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records, draining
+from rl_core.weights import bucket_records, draining, with_checksums
 from rl_rollout.transports.channel import Channel
 
 _CPU = "cpu"
@@ -164,7 +164,8 @@ def follow(
                     f"rank {rank} sent weight version {message['version']}, the engine was told {version}"
                 )
             _require_checksums(records.pop(rank), message["checksums"], rank)
-        elif (bucket := take(message, place)) is not None:
+        elif (taken := take(message, place)) is not None:
+            bucket = with_checksums(taken)
             records[rank] |= bucket_records(bucket)
             yield bucket
 

@@ -26,12 +26,19 @@ _stores: dict[int, TCPStore] = {}
 
 
 def open_store(host: str, timeout_s: float) -> int:
-    """Starts a sync's store on a free port; returns the port."""
-    store = TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
+    """Starts a sync's store on a free port of `host` alone; returns the port."""
+    # torch itself would listen on every address of the machine.
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    _stores[port] = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
     )
-    _stores[store.port] = store
-    return store.port
+    return port
 
 
 def close_store(port: int) -> None:

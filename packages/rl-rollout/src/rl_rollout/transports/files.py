@@ -148,7 +148,7 @@ class FilesReceiver:
 
 
 def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
-    from rl_core.weights import bucket_records
+    from rl_core.weights import with_checksums
 
     path, expected = Path(entry["file"]), entry["num_bytes"]
     try:
@@ -158,9 +158,8 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
     if data.numel() != expected:
         raise WeightSyncError(f"weight version {version}: {path} has {data.numel()} bytes, {expected} were written")
     names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
-    bucket = WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data)
-    arrived = bucket_records(bucket)
-    damaged = [name for name, checksum in zip(names, checksums, strict=True) if arrived[name].checksum != checksum]
+    bucket = with_checksums(WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data))
+    damaged = [name for name, sent, came in zip(names, checksums, bucket.checksums or (), strict=True) if sent != came]
     if damaged:
         raise WeightSyncError(
             f"weight version {version}: {path} is damaged: {', '.join(damaged[:3])} differ from what was sent"

@@ -248,13 +248,12 @@ def _pool_of(rank: int) -> SegmentPool:
 
 
 def _read_bucket(entry: Mapping[str, Any], rank: int) -> WeightBucket:
-    from rl_core.weights import bucket_records
+    from rl_core.weights import with_checksums
 
     names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
     data = _map(entry["path"], entry["num_bytes"], rank)
-    bucket = WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data)
-    arrived = bucket_records(bucket)
-    damaged = [name for name, checksum in zip(names, checksums, strict=True) if arrived[name].checksum != checksum]
+    bucket = with_checksums(WeightBucket(names=names, dtypes=dtypes, shapes=tuple(map(tuple, shapes)), data=data))
+    damaged = [name for name, sent, came in zip(names, checksums, bucket.checksums or (), strict=True) if sent != came]
     if damaged:
         raise WeightSyncError(
             f"shared memory of rank {rank} is damaged: {', '.join(damaged[:3])} differ from what was sent"

@@ -122,6 +122,7 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
         finally:
             # Also after a failure: layers without anything new get their tensors back, for a later update.
             finalize_layerwise_reload(model, worker.model_config)
+            fixes.repack_tied_heads_on_cpu(model)
     # Adapters point at the layers' tensors, and caches of encoders are the old weights'.
     worker.model_runner.reset_lora_state()
     worker.model_runner.reset_encoder_cache()

@@ -1,0 +1,141 @@
+"""Weight verification over the local engine: passes when weights are the trainer's, and stops with both numbers."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import attrs
+import pytest
+
+from rl_core.errors import WeightSyncError
+from rl_core.trainer import verification
+from rl_core.trainer.verification import verification_of
+from rl_rollout.local.engine import LocalEngine
+from rl_rollout.local.model import load_model
+from tests.rollout.vllm.servers import write_model
+from tests.rollout.vllm.trainers import Trainer, policy_of
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("verified") / "model")
+
+
+async def local_engine(path):
+    load = partial(load_model, str(path), dtype="float32", device="cpu", model_kwargs={})
+    return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=60.0, num_threads=1)
+
+
+@pytest.fixture
+async def trainer(model_path):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path) as policy:
+        yield Trainer(policy, engine, "files")
+    await engine.close()
+
+
+def weights_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.worker.shards.exported()}
+
+
+async def test_the_proof_passes_and_leaves_every_weight_bit_for_bit(trainer):
+    before = weights_of(trainer)
+    await trainer.verification.prove()
+    after = weights_of(trainer)
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+    found = await trainer.verification.probe(trainer.version)
+    assert found["weight_sync/logprob_diff_max"] < 1e-5, "the same model code in float32 on both sides"
+
+
+async def test_noise_reaches_every_trained_tensor_and_depends_on_the_seed(trainer):
+    before = weights_of(trainer)
+    await trainer.policy.perturb(1, 0.5)
+    first = weights_of(trainer)
+    assert not [name for name in before if before[name].equal(first[name])]
+    await trainer.policy.perturb(2, 0.5)
+    second = weights_of(trainer)
+    assert not [name for name in before if first[name].equal(second[name])]
+    await trainer.policy.perturb(1, 0.5)
+    again = weights_of(trainer)
+    assert all(first[name].equal(again[name]) for name in before), "noise is not put on noise"
+    await trainer.policy.restore()
+    await trainer.policy.restore()
+    assert all(tensor.equal(before[name]) for name, tensor in weights_of(trainer).items())
+
+
+async def test_stale_weights_stop_the_run_with_both_numbers(trainer):
+    await trainer.publish()
+    await trainer.train()
+    with pytest.raises(WeightSyncError) as stopped:
+        await trainer.verification.probe(1)
+    message = str(stopped.value)
+    assert "engine local does not compute with the trainer's weights: on 256 fixed tokens" in message
+    assert "the trainer's mean log-prob is -" in message
+    assert "the engine's -" in message
+    assert "(limit 0.001)" in message
+
+
+async def test_log_probs_that_are_no_numbers_are_a_breach(trainer, monkeypatch):
+    await trainer.publish()
+
+    async def score(sequences):
+        return {"sick": [[math.nan] * len(sequence) for sequence in sequences]}
+
+    monkeypatch.setattr(trainer.client, "score", score)
+    with pytest.raises(WeightSyncError, match="engine sick does not compute"):
+        await trainer.verification.probe(1)
+
+
+async def test_without_an_engine_in_service_a_probe_says_so_and_a_proof_fails(trainer, monkeypatch, caplog):
+    await trainer.publish()
+
+    async def score(sequences):
+        return {}
+
+    monkeypatch.setattr(trainer.client, "score", score)
+    assert await trainer.verification.probe(1) == {}
+    assert "no engine was in service: nothing is verified" in caplog.text
+    with pytest.raises(WeightSyncError, match="no engine was in service when it was to be proved"):
+        await trainer.verification.prove()
+
+
+async def test_each_engine_is_compared(trainer, monkeypatch):
+    await trainer.publish()
+    honest = trainer.client.score
+
+    async def score(sequences):
+        (scores,) = (await honest(sequences)).values()
+        return {"good": scores, "bad": [[value - 0.01 for value in one] for one in scores]}
+
+    monkeypatch.setattr(trainer.client, "score", score)
+    with pytest.raises(WeightSyncError, match=r"engine bad .* mean \|difference\| 0.01 "):
+        await trainer.verification.probe(1)
+
+
+async def test_a_proof_that_noise_cannot_give_is_none(trainer, monkeypatch):
+    monkeypatch.setattr(verification, "NOISE_SCALE", 1e-9)
+    with pytest.raises(WeightSyncError, match="too little to prove that weights arrive"):
+        await trainer.verification.prove()
+
+
+async def test_probes_come_at_the_interval(trainer):
+    trainer.verification._settings = attrs.evolve(trainer.verification._settings, interval=2)
+    await trainer.publish()
+    probed = [bool(await trainer.verification.after_sync(version)) for version in range(4)]
+    assert probed == [True, False, True, False]
+
+
+async def test_an_engine_that_cannot_score_is_said_to_be_unverified(trainer, caplog):
+    made = verification_of(trainer.verification._settings, trainer.policy, object(), trainer.publish)
+    assert made is None
+    assert "cannot score given tokens" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+async def test_every_pause_mode_ends_with_the_new_version_served(trainer, mode):
+    trainer.pause_mode = mode
+    await trainer.publish()
+    assert (await trainer.client.health()).version == trainer.version
+    assert await trainer.verification.probe(trainer.version)

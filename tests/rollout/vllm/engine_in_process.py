@@ -1,0 +1,90 @@
+"""A real vLLM engine in one child process, worker included: where a test reaches what a server hides."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, Rendezvous
+
+_TIMEOUT_S = 600.0
+
+
+class EngineInProcess:
+    """As much of an InferenceClient as weights need."""
+
+    def __init__(self, model_path: str, **arguments: Any) -> None:
+        from vllm import LLM
+
+        from rl_rollout.vllm.engine_arguments import WORKER_EXTENSION
+
+        self.model_path = model_path
+        self.llm = LLM(
+            model=model_path,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=32 * 2**20,
+            worker_extension_cls=WORKER_EXTENSION,
+            **arguments,
+        )
+        self.vocab_size = self.llm.model_config.get_vocab_size()
+
+    def forgetful(self) -> EngineInProcess:
+        """The engine, as if it had not seen a version yet."""
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        worker.__dict__.pop("rl_names", None)
+        return self
+
+    async def pause(self, mode: str) -> None:
+        """Nothing runs between two calls."""
+
+    async def resume(self) -> None:
+        """Nothing was stopped."""
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        from rl_rollout.vllm.wire import manifest_of
+
+        arguments = (rendezvous.receiver, dict(rendezvous.data), version)
+        (answer,) = await asyncio.to_thread(self.llm.collective_rpc, "rl_receive_weights", args=arguments)
+        if answer["error"]:
+            raise WeightSyncError(answer["error"])
+        self.llm.reset_prefix_cache()
+        return manifest_of(answer["manifest"])
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        return {"engine": self.logprobs(sequences)}
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[list[float]]:
+        """Of each token given those before it; 0.0 for the first. `options`: of `LLM.generate`, such as an adapter."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts: Any = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, **options)
+        return [
+            [0.0] + [given[token].logprob for given, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]  # pyright: ignore
+            for output, tokens in zip(outputs, sequences, strict=True)
+        ]
+
+
+def run_in_engine(model_path: str, act: Callable[[EngineInProcess], Awaitable[Any]], **arguments: Any) -> Any:
+    """What `act` returns, run over an engine in a child process; `arguments` are vLLM's."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        return child.submit(_run, str(model_path), act, arguments).result(_TIMEOUT_S)
+
+
+def _run(model_path: str, act: Callable[[EngineInProcess], Awaitable[Any]], arguments: Mapping[str, Any]) -> Any:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    engine = EngineInProcess(model_path, **arguments)
+
+    async def run() -> Any:
+        return await act(engine)
+
+    return asyncio.run(run())

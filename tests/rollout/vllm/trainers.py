@@ -1,0 +1,104 @@
+"""A policy that trains in the test's process, and its weights' way to engines: what the trainer does at a sync."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from rl_core import plugins
+from rl_core.interfaces import ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
+from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+
+BUCKET_BYTES = 1 << 15
+"""Small: many buckets, and tensors larger than one."""
+
+
+@asynccontextmanager
+async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
+    """The model on one rank, in float32."""
+    backend = plugins.load("rl_core.backends", "fsdp")
+    spec = WorkerSpec(
+        role="policy",
+        model=ModelConfig(path=str(model_path)),
+        optimizer=OptimizerConfig(),
+        options=backend.options_class(),
+        bf16=False,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        logprobs_chunk_size=1024,
+        total_optimizer_steps=None,
+        seed=0,
+        num_threads=1,
+    )
+    group = await WorkerGroup.launch(backend, spec)
+    try:
+        yield group
+    finally:
+        await group.close()
+
+
+class Trainer:
+    """Publishes a policy's weights and compares log-probs."""
+
+    def __init__(self, policy: WorkerGroup, client: Any, transport: Any) -> None:
+        self.policy = policy
+        self.client = client
+        self.transport = (
+            plugins.load("rl_core.weight_transports", transport) if isinstance(transport, str) else transport
+        )
+        self.version = 0
+        self.pause_mode: PauseMode = "keep"
+        settings = VerificationSettings(
+            prove_at_start=True,
+            interval=1,
+            num_tokens=256,
+            limit=LIMITS["float32"],
+            seed=0,
+            limits=MicroBatchLimits(max_sequences=16),
+        )
+        self.verification = WeightVerification(settings, policy, client, self.publish)
+
+    async def publish(self) -> None:
+        """Under the next number, so that no answer can be of an earlier sync by accident."""
+        self.version += 1
+        await publish_weights(
+            self.policy,
+            self.client,
+            self.transport,
+            self.version,
+            max_bucket_bytes=BUCKET_BYTES,
+            pause_mode=self.pause_mode,
+        )
+
+    async def train(self) -> None:
+        """Other weights, all of them: a step that no optimizer would make."""
+        await self.policy.perturb(self.version, 0.2)
+
+    def leave_out(self, name: str) -> None:
+        """This tensor is sent no more."""
+        shards = self.worker.shards
+        shards.exported = partial(_without, shards.exported, name)
+
+    def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
+        """What `part` makes of the buckets is sent in their place; all of them again, for None."""
+        worker = self.worker
+        worker.__dict__.pop("export_weights", None)
+        if part is not None:
+            export = worker.export_weights
+            worker.export_weights = lambda max_bucket_bytes: part(export(max_bucket_bytes))
+
+    @property
+    def worker(self) -> Any:
+        """The policy's one rank."""
+        ranks: Any = self.policy._ranks
+        return ranks._host._worker
+
+
+def _without(exported: Any, name: str) -> Any:
+    pairs = list(exported())
+    assert any(pair[0] == name for pair in pairs), f"{name} is none of {[pair[0] for pair in pairs]}"
+    return ((other, tensor) for other, tensor in pairs if other != name)
