@@ -41,10 +41,11 @@ help:  ## list the targets
 $(PRIVATE_UV):
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools/uv-$(UV_VERSION) uv==$(UV_VERSION)
 
-# A stamp says that .venv matches every pyproject.toml, so a second make starts at once. The quick start needs neither vLLM nor
+# A stamp says that .venv matches every pyproject.toml, so a second make starts at once. Bytecode is compiled once, for the many
+# processes of the tests, also where PYTHONDONTWRITEBYTECODE is set. The quick start needs neither vLLM nor
 # Megatron; where they are installed already, they stay.
 $(READY): $(PYPROJECTS) $(filter $(PRIVATE_UV),$(UV))
-	$(UV) sync --quiet --python $(PYTHON) --all-packages
+	$(UV) sync --quiet --python $(PYTHON) --all-packages --compile-bytecode
 	@touch $@ $(QUICKSTART_READY)
 
 $(QUICKSTART_READY): $(PYPROJECTS) $(filter $(PRIVATE_UV),$(UV))

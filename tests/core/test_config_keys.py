@@ -65,7 +65,6 @@ def test_other_spellings_of_values_are_accepted():
         ("trainer.strategy=deepspeed", r"trainer\.strategy: there is no deepspeed backend yet; choose fsdp"),
         ("deepspeed_config.train.zero_optimization.offload_param.device=cpu", r"there is no DeepSpeed backend yet"),
         ("generator.use_conversation_multi_turn=false", r"what was said is never written anew"),
-        ("generator.inference_engine.tensor_parallel_size=2", r"one device"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
     ],
 )
@@ -77,7 +76,7 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
 @pytest.mark.parametrize(
     "override",
     [
-        "generator.inference_engine.tensor_parallel_size=1",
+        "generator.inference_engine.num_prefill=0",
         "generator.use_conversation_multi_turn=true",
         "trainer.flash_attn=true",
         "generator.sampling_params.logprobs=1",
@@ -89,8 +88,8 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
 
 
 def test_a_harmless_value_is_compared_with_its_type():
-    with pytest.raises(ConfigError, match=r"generator\.inference_engine\.tensor_parallel_size: not supported"):
-        from_mapping({}, ["generator.inference_engine.tensor_parallel_size=true"])
+    with pytest.raises(ConfigError, match=r"generator\.inference_engine\.num_prefill: not supported"):
+        from_mapping({}, ["generator.inference_engine.num_prefill=false"])
 
 
 MODELS = ("policy", "ref", "critic")

@@ -14,14 +14,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
-<<<<<<< HEAD
 from rl_core.hugging_face import no_progress_bars
-from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.weights import broken_weights_file, tensor_record, unpack_bucket
-=======
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
 from rl_core.weights import broken_weights_file, bucket_records, unpack_bucket
->>>>>>> e60c1f1007ace4f2c5603cff2c5e5754f9e1b0a8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

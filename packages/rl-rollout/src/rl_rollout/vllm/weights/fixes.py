@@ -62,7 +62,7 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
 
     if not current_platform.is_cpu():
         return
-    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
     for layer in layers:
         if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings:
