@@ -155,6 +155,13 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
 
 
 def _pipeline_fields(place: Place) -> dict[str, Any]:
+    return _transfer_fields(place) | (
+        # gloo sends from a tensor's own memory, after the call; Megatron would free it by then.
+        {"deallocate_pipeline_outputs": False} if place.device.type == "cpu" else {}
+    )
+
+
+def _transfer_fields(place: Place) -> dict[str, Any]:
     if place.mesh.virtual_pipeline > 1:
         # Between two ranks, batched sends and receives of an interleaved schedule are matched in the wrong order.
         return {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
