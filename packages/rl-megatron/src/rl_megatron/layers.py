@@ -22,9 +22,7 @@ def layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSub
     if HAS_TRANSFORMER_ENGINE:
         return block
     norm: Any = RmsNorm  # Megatron takes classes, and says instances
-    return TransformerBlockSubmodules(
-        layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=norm)
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
