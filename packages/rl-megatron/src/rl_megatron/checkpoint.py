@@ -150,6 +150,9 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
 def _write_list(directory: Path, steps_done: int) -> None:
     """Rank 0 does, when all ranks have written."""
     if dist.get_rank() == 0:
+        for path in directory.iterdir():
+            if not path.stat().st_size:
+                path.unlink()  # torch leaves one for a rank that had nothing to write
         files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _LIST}
         (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
 
