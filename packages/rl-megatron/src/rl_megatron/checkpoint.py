@@ -7,7 +7,7 @@ reads what any other wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,7 +171,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
             f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint"
         ) from error
     for name, model in _named(chunks).items():
-        model.load_state_dict(state[name])
+        model.load_state_dict(_own_names(model, state[name]))
     if optimizer is not None:
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.set_steps(steps_done)
@@ -192,6 +192,12 @@ def agree(act: Callable[[], T]) -> T:
     if first is not None:
         raise first from error
     return result  # pyright: ignore[reportReturnType]
+
+
+def _own_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of layers with adapters: in a state they have the names of layers without."""
+    own = {name.replace(".to_wrap.", "."): name for name in model.state_dict()}
+    return {own.get(name, name): value for name, value in state.items()}
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:
