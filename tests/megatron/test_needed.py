@@ -54,7 +54,6 @@ def gradient_error(case: Case, group: RankGroup) -> float:
 @pytest.mark.parametrize(
     ("change", "checkpoint", "sizes"),
     [
-        ("leave_out_norm_mark", DENSE, {TP: 2}),
         ("split_contiguously", DENSE, {CP: 2}),
         ("leave_out_scatter", DENSE, {TP: 2}),
         ("leave_out_rotary_base", OTHER_BASE, {}),
@@ -65,6 +64,12 @@ def gradient_error(case: Case, group: RankGroup) -> float:
 def test_without_it_gradients_are_wrong(change, checkpoint, sizes, tmp_path, request):
     case, group = start(change, tmp_path, request, checkpoint, **sizes)
     assert gradient_error(case, group) > 0.01
+
+
+def test_without_their_mark_norms_have_another_gradient_on_each_rank(tmp_path, request):
+    case, group = start("leave_out_norm_mark", tmp_path, request, **{TP: 2})
+    with pytest.raises(AssertionError, match="rank 1 has another gradient"):
+        gradient_error(case, group)
 
 
 def test_without_initialisation_the_gradients_norm_misses_other_ranks_parts(tmp_path, request):

@@ -56,6 +56,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_unused: Any,  # latent attention gives head sizes, which the tensors have
     ):
         super().__init__()
         self.scale = softmax_scale

@@ -7,7 +7,7 @@ reads what any other wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,6 +150,9 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
 def _write_list(directory: Path, steps_done: int) -> None:
     """Rank 0 does, when all ranks have written."""
     if dist.get_rank() == 0:
+        for path in directory.iterdir():
+            if not path.stat().st_size:
+                path.unlink()  # torch leaves one for a rank that had nothing to write
         files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _LIST}
         (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
 
@@ -168,7 +171,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
             f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint"
         ) from error
     for name, model in _named(chunks).items():
-        model.load_state_dict(state[name])
+        model.load_state_dict(_own_names(model, state[name]))
     if optimizer is not None:
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.set_steps(steps_done)
@@ -189,6 +192,12 @@ def agree(act: Callable[[], T]) -> T:
     if first is not None:
         raise first from error
     return result  # pyright: ignore[reportReturnType]
+
+
+def _own_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of layers with adapters: in a state they have the names of layers without."""
+    own = {name.replace(".to_wrap.", "."): name for name in model.state_dict()}
+    return {own.get(name, name): value for name, value in state.items()}
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:

@@ -64,8 +64,21 @@ def fix_expert_names() -> None:
             replace(module, "_megatron_local_name_to_global", global_name)
 
 
+def fix_expert_mappings() -> None:
+    """DeepSeek's table has grouped experts only (`linear_fc1.weight3`), none of local ones
+    (`local_experts.3.linear_fc1.weight`): their weights would be left as they are initialised."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+
+    def lookup_of_either(self: Any, megatron_param_name: str) -> Any:
+        grouped = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".\2.\3\1", megatron_param_name)
+        return lookup(self, megatron_param_name) or lookup(self, grouped)
+
+    lookup = replace(MegatronMappingRegistry, "megatron_to_hf_lookup", lookup_of_either)
+
+
 def apply() -> None:
     """All of them, once per process."""
+    fix_expert_mappings()
     fix_scatter()
     fix_expert_gathering()
     fix_expert_names()

@@ -29,7 +29,7 @@ def fix_latent_attention() -> None:
 
     from rl_megatron.linear import ReplicatedLinear
 
-    if multi_latent_attention.TELinear is None:
+    if not isinstance(multi_latent_attention.TELinear, type):
         replace(multi_latent_attention, "HAVE_TE", False)
         replace(multi_latent_attention, "TELinear", ReplicatedLinear)
 

@@ -155,10 +155,14 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
 
 
 def _pipeline_fields(place: Place) -> dict[str, Any]:
+    fields = {"variable_seq_lengths": place.mesh.pipeline > 1}
     if place.mesh.virtual_pipeline > 1:
         # Between two ranks, batched sends and receives of an interleaved schedule are matched in the wrong order.
-        return {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return {"variable_seq_lengths": place.mesh.pipeline > 1}
+        fields = {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if place.device.type == "cpu":
+        # gloo sends from a tensor's own memory, after the call; Megatron would free it by then.
+        fields["deallocate_pipeline_outputs"] = False
+    return fields
 
 
 def _rotary_fields(config: Any, where: str, *, is_latent: bool) -> dict[str, Any]:
