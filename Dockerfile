@@ -6,10 +6,10 @@
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 RUN apt-get update && apt-get install --yes --no-install-recommends git python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
-RUN python3 -m venv /opt/rl
-ENV PATH=/opt/rl/bin:$PATH CUDA_DEVICE_MAX_CONNECTIONS=1
+RUN python3 -m venv /venv
+ENV PATH=/venv/bin:$PATH CUDA_DEVICE_MAX_CONNECTIONS=1
 
-WORKDIR /opt/src
+WORKDIR /src
 COPY . .
 RUN pip install wheel setuptools ninja packaging pybind11
 RUN pip wheel --no-deps -w dist packages/rl-core packages/rl-fsdp packages/rl-megatron packages/rl-rollout packages/rl-examples

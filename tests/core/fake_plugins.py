@@ -27,6 +27,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: 
 BACKEND = """
 import attrs
 from rl_core.errors import ConfigError
+from rl_core.layout.mesh import Mesh
 
 
 @attrs.frozen(kw_only=True)
@@ -50,6 +51,9 @@ class Backend:
     contract_version = 1
     config_section = "{name}_config"
     options_class = Options
+
+    def mesh(self, options, world_size):
+        return Mesh(world_size=world_size)
 
     def validate(self, spec, world_size):
         if spec.options.width == 13:

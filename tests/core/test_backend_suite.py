@@ -214,6 +214,23 @@ def unknown_as_known(batch: Batch) -> Batch:
     return batch.with_columns(routed_experts=routes_TLK, routed=torch.ones_like(batch["routed"]))
 
 
+class KeepsItsNoise(PlainWorker):
+    """Restores by subtracting, which rounds."""
+
+    def perturb(self, seed, scale):
+        self.seed = seed
+        self.add(1.0)
+
+    def restore(self):
+        self.add(-1.0)
+
+    def add(self, sign):
+        noise = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += sign * torch.randn(parameter.shape, generator=noise)
+
+
 class IgnoresRoutes(RoutedWorker):
     def forward(self, batch, plan, *, temperature):
         without = batch.without_columns("routed_experts", "routed")
@@ -274,6 +291,7 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (ForgetsTheSchedule, ONE, "test_saved_state_continues_exactly"),
     (SavesWhatTrainingMadeOfItsState, ONE, "test_a_state_saved_in_the_background_is_that_of_its_start"),
     (IgnoresACutOffFile, ONE, "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error"),
+    (KeepsItsNoise, ONE, "test_noise_changes_every_trained_weight_and_goes_bit_for_bit"),
     (IgnoresRoutes, ROUTED, "test_logprobs_and_entropies_of_the_stream"),
     (with_routes(one_token_late), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
     (with_routes(one_layer_off), ROUTED, "test_logprobs_and_entropies_of_the_stream"),
