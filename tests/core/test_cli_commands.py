@@ -295,7 +295,7 @@ def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anythi
 def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
     rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], override: str
 ):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: 3)
+    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or 3)
     monkeypatch.setattr(trainer_run, "run_evaluation", lambda config: {"eval/reward": 0.5})
     assert rl("train", "small", "trainer.algorithm.use_kl_loss=true", override)[0] == 2
     code, _, err = rl(*command, "small", "trainer.algorithm.use_kl_loss=true", override)
