@@ -22,6 +22,8 @@ from tests.workspace.imports import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+BEHIND_EXTRAS = "rl_core.testing rl_core.workers.ray_ranks rl_rollout.vllm"
+
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 left_out, *names = sys.argv[1:]
@@ -54,7 +56,7 @@ class Environment:
         foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         return run([self.folder / "bin" / command, *args], self.folder, without=foreign)
 
-    def import_all(self, *packages: str, left_out: str = "rl_core.testing rl_core.workers.ray_ranks") -> None:
+    def import_all(self, *packages: str, left_out: str = BEHIND_EXTRAS) -> None:
         """Imports every module of `packages`, but those that stand behind an extra."""
         self.run("python", "-c", IMPORT_ALL, left_out, *packages)
 
@@ -98,9 +100,13 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
         environment.import_all("transformers")
 
     environment.install("rl-fsdp", "rl-megatron")
-    environment.import_all("rl_fsdp", "rl_megatron")
+    environment.import_all("rl_fsdp")
+    # Its workers need the extra `bridge`, which pip installs by itself alone: README.md.
+    environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.refusals")
     assert not environment.distributions() & {"rl-rollout", "rl-examples"}
-    assert "fsdp" in environment.run("rl", "plugins")
+    listed = environment.run("rl", "plugins")
+    assert "fsdp" in listed
+    assert "megatron" in listed
 
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out="rl_core.workers.ray_ranks")
