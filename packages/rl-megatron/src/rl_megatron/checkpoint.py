@@ -173,7 +173,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
     for name, model in _named(chunks).items():
         model.load_state_dict(_own_names(model, state[name]))
     if optimizer is not None:
-        optimizer.megatron.load_state_dict(state["optimizer"])
+        optimizer.megatron.load_state_dict(_by_optimizer(state["optimizer"]))
         optimizer.set_steps(steps_done)
         optimizer.zero_grad()
     return steps_done
@@ -198,6 +198,16 @@ def _own_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Of layers with adapters: in a state they have the names of layers without."""
     own = {name.replace(".to_wrap.", "."): name for name in model.state_dict()}
     return {own.get(name, name): value for name, value in state.items()}
+
+
+def _by_optimizer(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Of several optimizers, by number: keys from the common file are numbers, those of the rest their texts."""
+    if "optimizer" in state:
+        return dict(state)  # of one optimizer alone
+    merged: dict[int, dict[str, Any]] = {}
+    for key, part in state.items():
+        merged.setdefault(int(key), {}).update(part)
+    return merged
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:
