@@ -171,9 +171,9 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
             f"{directory}: cannot be read into this model ({error}); resume from an earlier checkpoint"
         ) from error
     for name, model in _named(chunks).items():
-        model.load_state_dict(_own_names(model, state[name]))
+        _take(model, state[name])
     if optimizer is not None:
-        optimizer.megatron.load_state_dict(state["optimizer"])
+        _take_optimizer(optimizer, state["optimizer"])
         optimizer.set_steps(steps_done)
         optimizer.zero_grad()
     return steps_done
@@ -194,10 +194,21 @@ def agree(act: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-def _own_names(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of layers with adapters: in a state they have the names of layers without."""
-    own = {name.replace(".to_wrap.", "."): name for name in model.state_dict()}
-    return {own.get(name, name): value for name, value in state.items()}
+def _take(model: Any, state: Mapping[str, Any]) -> None:
+    """Layers with adapters have the names of layers without in a state, but not where it is read."""
+    own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
+    has_adapters = any(name != known for known, name in own.items())
+    model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
+
+
+def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Moments and main parameters. Experts have an optimizer of their own only where expert ranks split them, so how
+    many wrote a state says nothing about how many read it: what is not a parameter's is this run's own."""
+    optimizers = optimizer.megatron.chained_optimizers
+    parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
+    for one, part in zip(optimizers, parts, strict=True):
+        kind = _METADATA["distrib_optim_sharding_type"]
+        one.load_state_dict({**one.state_dict(), "param_state": part["param_state"], "param_state_sharding_type": kind})
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:

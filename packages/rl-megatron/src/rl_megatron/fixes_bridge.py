@@ -78,6 +78,9 @@ def fix_expert_mappings() -> None:
 
 def apply() -> None:
     """All of them, once per process."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    AutoMapping.register_module_type("ReplicatedLinear", "replicated")  # no fault: a layer of ours
     fix_expert_mappings()
     fix_scatter()
     fix_expert_gathering()

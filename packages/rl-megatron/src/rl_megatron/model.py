@@ -84,7 +84,7 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
     where = SECTIONS[spec.role]
     if spec.role == "critic":
         put_heads(models)
-    load_weights(bridge, models, where)
+    load_weights(bridge, models, where, is_critic=spec.role == "critic")
     if spec.role == "critic":
         load_head(models, str(spec.model.path), where)
     if spec.model.lora.rank > 0:
@@ -181,14 +181,13 @@ def _rotary_fields(config: Any, where: str, *, is_latent: bool) -> dict[str, Any
     return {"rotary_base": rope["rope_theta"], **unscaled}
 
 
-def load_weights(bridge: Any, chunks: list[Any], where: str) -> None:
+def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool) -> None:
     """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that it lacks."""
     converter, source = bridge._model_bridge, bridge.hf_pretrained
     tasks = converter.build_conversion_tasks(source, chunks)
-    has_head = any(isinstance(getattr(model, "output_layer", None), ValueHead) for model in chunks)
     for task in tasks:
-        if task is None and has_head:
-            continue
+        if task is None and is_critic:
+            continue  # the head's
         if task is None:
             raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
         if task.megatron_module is None:
