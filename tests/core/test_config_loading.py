@@ -159,6 +159,16 @@ def test_the_selected_backends_section_is_there_with_its_defaults(tmp_path: Path
         config.trainer.policy.options("fsdp_config")
 
 
+@pytest.fixture
+def without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rl-megatron is as if it were not installed."""
+    backends = plugins.installed("rl_core.backends")
+    others = tuple(plugin for plugin in backends if plugin.name != "megatron")
+    assert len(others) < len(backends)
+    monkeypatch.setattr(plugins, "installed", lambda group: others)
+
+
+@pytest.mark.usefixtures("without_megatron")
 def test_the_section_of_a_known_backend_that_is_not_installed_is_kept_with_a_warning():
     with pytest.warns(ConfigWarning, match="megatron_config: kept unchecked; its backend comes with rl-megatron"):
         config = from_mapping({"trainer.policy.megatron_config.tensor_model_parallel_size": 2})
@@ -169,7 +179,7 @@ def test_a_broken_backend_warns_unless_it_is_the_selected_one(tmp_path: Path, mo
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", backends__broken="rl_broken:backend")
     from_mapping({"trainer.policy.fsdp_config.cpu_offload": True})
     with pytest.warns(ConfigWarning) as caught:
-        from_mapping({"trainer.policy.megatron_config.a": 2})
+        from_mapping({"trainer.policy.deepspeed_config.a": 2})
     assert "no_such_module" in str(caught[0].message)
     with pytest.raises(PluginError, match="no_such_module"):
         from_mapping({"trainer.strategy": "broken"})

@@ -30,11 +30,11 @@ class SleepingEngine(ReferenceEngine):
         ON_DEVICES.discard("engine")
         await super().sleep()
 
-    async def wake(self):
-        EVENTS.append("engine wakes")
-        assert not ON_DEVICES, "the models have left before the engine takes the memory"
+    async def wake(self, tags=None):
+        EVENTS.append(f"engine wakes: {tags}")
+        assert not ON_DEVICES - {"engine"}, "the models have left before the engine takes memory"
         ON_DEVICES.add("engine")
-        await super().wake()
+        await super().wake(tags)
 
     async def update_weights(self, rendezvous, version):
         manifest = await super().update_weights(rendezvous, version)

@@ -33,6 +33,9 @@ class RouteShape:
 def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
     """The batch carries routes that fit where they are followed, and none where they are not.
 
+    One that says of every token that its route is unknown (`routed` alone, False throughout) fits everywhere: the
+    router's own choices score it.
+
     Args:
         batch: about to be scored or trained on.
         shape: of the model; None where replay is off.
@@ -42,6 +45,8 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
         ConfigError: routes arrived and replay is off, or the other way round.
         ShapeError: L or K is another, an expert's id is out of range, or a token has an expert twice.
     """
+    if "routed_experts" not in batch and "routed" in batch and not batch["routed"].any():
+        return
     arrived = [name for name in ROUTE_COLUMNS if name in batch]
     if shape is None:
         if arrived:

@@ -155,7 +155,8 @@ class WeightVerification:
         return worst
 
     async def _trainer_logprobs(self) -> Tensor:
-        batch = Batch.from_sequences([{"tokens": tokens} for tokens in self._sequences])
+        sequences = [{"tokens": tokens, "routed": [False] * len(tokens)} for tokens in self._sequences]
+        batch = Batch.from_sequences(sequences)
         logprobs_T = (await self._policy.forward(batch, self._settings.limits, temperature=1.0))["logprobs"]
         is_scored_T = torch.ones(batch.num_tokens, dtype=torch.bool)
         is_scored_T[batch.offsets[:-1]] = False

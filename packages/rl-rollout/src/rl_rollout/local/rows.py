@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from rl_core.errors import GenerationError
 from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion, SamplingParams, StopReason
+from rl_rollout.local.model import token_logprobs
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
 from rl_rollout.local.stop_strings import StopStringWatch
 
@@ -254,6 +255,12 @@ class Rows:
         layers = [(layer.keys, layer.values) for layer in past.layers]  # pyright: ignore[reportAttributeAccessIssue]
         routes_BQLK = None if self._choices is None else _routes(self._choices, len(inputs_BQ))
         return output.logits[:, -1], _Cache(layers, cache.pad_B), routes_BQLK  # pyright: ignore[reportArgumentType]
+
+    def score(self, sequence: Sequence[int]) -> list[float]:
+        """log p of every token of a sequence of its own, without a cache."""
+        if self._choices is not None:
+            self._choices.follow(None, None)
+        return token_logprobs(self._model, sequence)
 
 
 def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion
-from rl_rollout.local.model import StagedWeights, load_weights, require_complete, token_logprobs
+from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
 
 PauseMode = Literal["keep", "abort", "wait"]
@@ -86,7 +86,7 @@ class Scheduler:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Scoring.score`."""
-        return [token_logprobs(self._model, sequence) for sequence in sequences]
+        return [self._rows.score(sequence) for sequence in sequences]
 
     def update_weights(self, staged: StagedWeights) -> None:
         """Serves another version from the next token on; running rows get their cache under the new weights."""

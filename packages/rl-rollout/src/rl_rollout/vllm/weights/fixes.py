@@ -63,10 +63,11 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
     if not current_platform.is_cpu():
         return
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-    embeddings = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
-    for layer in layers:
-        if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings:
-            layer.quant_method.process_weights_after_loading(layer)
+    heads: list[Any] = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    embeddings = {layer.weight.data_ptr() for layer in layers if layer not in heads}
+    for head in heads:
+        if head.weight.data_ptr() in embeddings:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
