@@ -41,7 +41,7 @@ def experts(world_size: int, **options: Any) -> list[Variant]:
 
 
 FORCED = 1
-"""Of `experts`: what sharding can get wrong shows on it; the other three concern routers, the same in every sharding."""
+"""Of `experts`: what sharding can get wrong shows on it. The others concern routers, the same in every sharding."""
 ROUTED = Variant(checkpoint=DENSE_FIRST, options=FsdpOptions(**FOLLOWING), forced_routes=True, spec=RECOMPUTED)
 """All checks, on one rank and on two."""
 
