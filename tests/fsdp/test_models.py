@@ -52,7 +52,10 @@ def require_reference_scores(path: Path, **fields: Any) -> None:
         torch.testing.assert_close(values_T, expected[name], rtol=0, atol=1e-5)
     for actor in (worker, reference):
         actor.forward_backward(batch, PLAN, LossSpec(name="ppo_clip", kl_coef=0.1), temperature=0.8)
-    actual, expected = (torch.cat([g.flatten() for g in actor.gradients().values()]) for actor in (worker, reference))
+    gradients = [actor.gradients() for actor in (worker, reference)]
+    names = sorted(gradients[0])
+    assert names == sorted(gradients[1])
+    actual, expected = (torch.cat([of[name].flatten() for name in names]) for of in gradients)
     assert (actual - expected).norm() <= 5e-6 * expected.norm()
 
 
