@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from rl_core.errors import GenerationError
 from rl_core.interfaces import GroupRequest, StepResult, Trajectory
 from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
@@ -104,5 +105,5 @@ def test_a_generator_that_cheats_is_rejected(name: str):
         def create_generator(self, client, tokenizer):
             return Tampered(generator_of(client, tokenizer), TAMPERS[name])
 
-    with pytest.raises(Exception, match=r"."):
+    with pytest.raises((AssertionError, GenerationError)):
         Suite().test_what_the_engine_sampled_is_what_is_trained_on()

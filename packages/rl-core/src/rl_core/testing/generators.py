@@ -159,7 +159,8 @@ def _after_some_tokens(rng: random.Random) -> Callable[[GenerateRequest], int | 
 def _require_the_engines_tokens(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None:
     """Every step is a request and its answer; what is marked as sampled was sampled, in the engine's numbers."""
     assert trajectory.failure is None, trajectory.failure
-    by_tokens = {(*e.request.prompt_tokens, *e.completion.tokens): e for e in exchanges}
+    # An answer without a token would stand in the place of the part before it.
+    by_tokens = {(*e.request.prompt_tokens, *e.completion.tokens): e for e in exchanges if e.completion.tokens}
     for step in trajectory.steps:
         assert tuple(step.tokens) in by_tokens, "a step's tokens are those of its last request and its answer"
         inside = [e for tokens, e in by_tokens.items() if tokens == tuple(step.tokens[: len(tokens)])]
