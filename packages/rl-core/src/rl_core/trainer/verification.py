@@ -98,8 +98,10 @@ class WeightVerification:
                 )
             await self._publish()
             perturbed = await self._probe("every weight was perturbed", limit)
-        finally:
+        except Exception:  # not when the run is cancelled: its weights are of no use, and a busy rank would hold it up
             await self._policy.restore()
+            raise
+        await self._policy.restore()
         if not perturbed:
             raise WeightSyncError("no engine was in service when it was to be proved that weights arrive")
         await self._publish()
