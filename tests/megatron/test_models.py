@@ -51,15 +51,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-OPEN = pytest.mark.xfail(
-    strict=True, reason="Bridge's table of DeepSeek's experts does not fit this mesh; the start fails loudly"
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[OPEN] if n in ("deepseek_v3", "moonlight") else []) for n in CHECKPOINTS],
-)
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_scores_and_weights_are_those_of_transformers_on_two_ranks(name: str, tmp_path: Path):
     options = MegatronOptions(tensor_model_parallel_size=2)
     with open_case(

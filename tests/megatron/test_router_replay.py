@@ -73,14 +73,8 @@ def relative_gradient_error(found, expected):
     return float(errors.norm() / whole)
 
 
-OPEN = pytest.mark.xfail(
-    strict=True, reason="Bridge's table of DeepSeek's experts does not fit this mesh; the start fails loudly"
-)
-OPEN_MESHES = ("pp4, first stage dense", "tp2 pp2 cp2 ep2 etp2")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[OPEN] if m in OPEN_MESHES else []) for m in MESHES])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forced):
     world_size, sizes, spec, checkpoint = MESHES[mesh]
     with open_forced(world_size, options_of(sizes), spec, checkpoint, forced_routes=True) as case:

@@ -71,7 +71,10 @@ def fix_expert_mappings() -> None:
 
     def lookup_of_either(self: Any, megatron_param_name: str) -> Any:
         grouped = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".\2.\3\1", megatron_param_name)
-        return lookup(self, megatron_param_name) or lookup(self, grouped)
+        found = lookup(self, megatron_param_name)
+        if found is None and (found := lookup(self, grouped)) is not None:
+            found.megatron_param = megatron_param_name  # what tensor-parallel experts look up in the model
+        return found
 
     lookup = replace(MegatronMappingRegistry, "megatron_to_hf_lookup", lookup_of_either)
 

@@ -142,6 +142,8 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     }
     if hf_config.model_type == "deepseek_v3":
         fields["moe_router_score_function"] = "sigmoid"  # transformers 5 has no field for it, which Bridge would read
+        fields["q_lora_rank"] = hf_config.q_lora_rank  # Bridge leaves Megatron's default where it is None
+        fields["share_embeddings_and_output_weights"] = hf_config.tie_word_embeddings  # Bridge says False always
     if spec.role == "critic":
         fields["share_embeddings_and_output_weights"] = False  # there is no output layer
     if spec.gradient_checkpointing:
@@ -197,7 +199,19 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
             weights = _padded(weights, padded_vocabulary(chunks))
         own = task.mapping.hf_to_megatron(weights, task.megatron_module)
         task.param_weight.data.copy_(own)
+    _require_all_loaded(chunks, tasks, f"{where}.model.path: {source.model_name_or_path}")
     _share_tied_embedding(chunks)
+
+
+def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None:
+    """Bridge passes over a parameter whose weight the checkpoint lacks: it would stay as it was initialised."""
+    loaded = {id(task.param_weight) for task in tasks if task is not None}
+    of_head = {id(p) for chunk in chunks for m in chunk.modules() if isinstance(m, ValueHead) for p in m.parameters()}
+    for chunk in unwrap_model(chunks):
+        tied = {id(chunk.shared_embedding_or_output_weight())} if chunk.share_embeddings_and_output_weights else set()
+        for name, parameter in chunk.named_parameters():
+            if id(parameter) not in loaded | of_head | tied:
+                raise ConfigError(f"{model} has no weight for Megatron's {name}, which its configuration asks for")
 
 
 def is_vocabulary(name: str) -> bool:
