@@ -21,7 +21,8 @@ DIRECTORY_VARIABLE = "RL_PARITY_DIR"
 QUANTITIES: dict[str, str] = {
     "log-probs": "absolute, any token",
     "entropies": "absolute, any token",
-    "loss": "relative",
+    "loss": "of the policy, relative",
+    "cross-entropy": "of all tokens, relative",
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
@@ -30,6 +31,7 @@ QUANTITIES: dict[str, str] = {
     "other routes": "the control: log-probs of the reference with every route one token late, or one layer off",
     "half the batch": "the control: `weights` of a reference that saw half of each step's sequences",
     "loaded weights": "absolute, any weight, at once",
+    "next loss": "relative, after loading, against the ranks that saved",
     "next step": "absolute, any weight, one step after loading, against the ranks that saved",
 }
 """What is measured, in the table's order."""
