@@ -193,7 +193,7 @@ def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Ba
                 "loss_mask": mask_T,
                 "old_logprobs": torch.where(mask_T, logprobs_T + noise_T, -50.0),
                 "ref_logprobs": torch.where(mask_T, logprobs_T + ref_noise_T, 50.0),
-                "advantages": torch.where(mask_T, 3 + 10 * advantages_T, 1e3),
+                "advantages": torch.where(mask_T, 2 + 10 * advantages_T, 1e3),
                 "loss_weights": mask_T.float() / max(1, int(mask_T.sum())) / (i + 1),
                 "group_id": i // 2,
                 **routes,

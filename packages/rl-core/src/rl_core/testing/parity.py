@@ -1,10 +1,7 @@
 """The parity table: how far each backend, on each mesh, is from plain transformers on one process.
 
-The suite measures; with the environment variable RL_PARITY_DIR set it also writes down what it measured. The table of
-this repository is made again by
-
-    RL_PARITY_DIR=$PWD/runs/parity python -m pytest tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
-    python -m rl_core.testing.parity runs/parity > docs/parity.md
+The suite measures; with the environment variable RL_PARITY_DIR set it also writes down what it measured, of which
+`python -m rl_core.testing.parity DIRECTORY` makes the table. `make parity` makes that of this repository again.
 """
 
 from __future__ import annotations
@@ -98,7 +95,7 @@ def page(measurements: Sequence[Measurement]) -> str:
 _HEADER = """\
 # Parity
 
-Written by `python -m rl_core.testing.parity`; its docstring has the command. Do not edit.
+Written by `make parity`. Do not edit.
 
 Every backend, on every mesh, against plain transformers on one process (`rl_core.testing.reference_worker`), in
 float32, on a Qwen3 of two layers and a batch of eight sequences; rows that name a `family` have a Mixture of Experts

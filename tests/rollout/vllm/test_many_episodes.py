@@ -1,0 +1,24 @@
+"""Two hundred disturbed episodes on a server, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl_core.testing.inference import make_bench
+from rl_rollout.transports.files import FilesTransport
+from tests.rollout.many_episodes import play_disturbed, require_exact_accounting
+from tests.rollout.vllm.servers import RunningServer, connect
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_episodes_are_accounted_for_whatever_happens_to_the_server(dense_server: RunningServer):
+    with asyncio.Runner() as runner:
+        client = runner.run(connect(dense_server))
+        bench = make_bench(client, FilesTransport(timeout_s=60.0), dense_server.model_path, runner)
+        first_version = runner.run(client.health()).version + 1
+        played = runner.run(play_disturbed(bench, first_version))
+        runner.run(client.close())
+    require_exact_accounting(bench, *played)
