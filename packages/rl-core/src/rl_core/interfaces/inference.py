@@ -133,8 +133,10 @@ class WeightReceivers(Protocol):
 class Scoring(Protocol):
     """A client whose engines can score given tokens: what weight verification compares with the trainer."""
 
-    vocab_size: int
-    """Token ids are below it."""
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
         """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
@@ -162,10 +164,16 @@ class InferencePlugin(Protocol):
     """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
     torch."""
 
-    contract_version: int
-    name: str
-    num_engines_key: str | None
-    """The configuration key that says how many engines there are, or None if always one."""
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_engines_key(self) -> str | None:
+        """The configuration key that says how many engines there are, or None if always one."""
+        ...
 
     def validate(self, config: Config) -> None:
         """Raises ConfigError before any process is started."""

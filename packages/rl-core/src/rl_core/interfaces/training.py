@@ -282,12 +282,21 @@ class Planner(Protocol):
 class Backend(Protocol):
     """A training backend: the object behind an entry point of `rl_core.backends`. Its module imports no torch."""
 
-    contract_version: int
-    name: str
-    config_section: str
-    """The section of a model's configuration that it reads, e.g. `fsdp_config`."""
-    options_class: type
-    """Frozen attrs class of that section."""
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config_section(self) -> str:
+        """The section of a model's configuration that it reads, e.g. `fsdp_config`."""
+        ...
+
+    @property
+    def options_class(self) -> type:
+        """Frozen attrs class of that section."""
+        ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
         """How `world_size` ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""

@@ -75,8 +75,10 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """An engine's end of a sync; built as `Class(rendezvous)`, in every process of an engine that holds weights."""
 
-    is_staged: bool
-    """As the transport's."""
+    @property
+    def is_staged(self) -> bool:
+        """As the transport's."""
+        ...
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         """Yields every bucket of `version`; its data is the caller's to keep. Raises WeightSyncError if they are of
@@ -88,12 +90,18 @@ class WeightReceiver(Protocol):
 class WeightTransport(Protocol):
     """How weights get from ranks to engines (entry-point group `rl_core.weight_transports`)."""
 
-    contract_version: int
-    name: str
-    is_staged: bool
-    """True: what was sent can be read until `close`, by receivers that come late or again, and an engine takes it whole
-    or keeps the version it has. False: both ends work at the same time, and what breaks half-way leaves an engine
-    without weights that it could serve."""
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_staged(self) -> bool:
+        """True: what was sent can be read until `close`, by receivers that come late or again, and an engine takes it
+        whole or keeps the version it has. False: both ends work at the same time, and what breaks half-way leaves an
+        engine without weights that it could serve."""
+        ...
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """On the controller, once per sync.
