@@ -77,12 +77,17 @@ class EngineHealth:
 
 
 @runtime_checkable
-class InferenceClient(Protocol):
-    """Token ids in, token ids out. Every call has a deadline whose error names what was waited for."""
+class Sampler(Protocol):
+    """Token ids in, token ids out: what a `Generator` needs of an engine."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """`num_samples` completions. Raises GenerationError for a prompt the engine cannot take, DeadlineError."""
         ...
+
+
+@runtime_checkable
+class InferenceClient(Sampler, Protocol):
+    """A sampler whose weights the loop moves on. Every call has a deadline whose error names what was waited for."""
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
         """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first

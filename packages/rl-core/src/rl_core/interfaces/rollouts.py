@@ -147,7 +147,7 @@ class GroupRequest:
 @runtime_checkable
 class Generator(Protocol):
     """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) →
-    Generator`)."""
+    Generator`). The client is a `Sampler` to it: pauses, aborts and new weights are the loop's."""
 
     def prompt_length(self, row: Row) -> int:
         """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
