@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +54,17 @@ def test_sequences_lie_end_to_end():
     assert batch["tokens"].tolist() == [5, 6, 7, 8, 9]
     assert batch["rewards"].dtype == torch.float32
     assert batch["group_id"].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(255, torch.uint8), (256, torch.int16), (383, torch.int16), (2**15 - 1, torch.int16)]
+)
+@pytest.mark.parametrize("given", [list, np.array, torch.tensor])
+def test_expert_numbers_take_the_first_dtype_that_holds_all_of_them(largest, dtype, given):
+    routes = [[[[0], [7]]], [[[largest], [1]], [[2], [3]]]]
+    batch = Batch.from_sequences([{"tokens": [1] * len(part), "routed_experts": given(part)} for part in routes])
+    assert batch["routed_experts"].dtype == dtype
+    assert batch["routed_experts"].tolist() == [token for part in routes for token in part]
 
 
 def test_a_prompt_is_what_stands_before_the_first_sampled_token():
@@ -194,6 +206,20 @@ def test_wrong_sequences_are_named():
         Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
     with pytest.raises(ShapeError, match="sequence 0: sampled has 1 entries for 2 tokens"):
         Batch.from_sequences([{"tokens": [1, 2], "sampled": [True]}])
+
+
+@pytest.mark.parametrize("given", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("routed_experts", [[[0]], [[2**15]]], "routed_experts: 32768 does not fit into torch.int16"),
+        ("routed_experts", [[[-(2**15) - 1]], [[0]]], "routed_experts: -32769 does not fit into torch.int16"),
+        ("policy_version", [2**31, -1], "policy_version: 2147483648 does not fit into torch.int32"),
+    ],
+)
+def test_a_number_that_a_column_cannot_hold_is_named(name, values, message, given):
+    with pytest.raises(ShapeError, match=message):
+        Batch.from_sequences([{"tokens": [1, 2], name: given(values)}])
 
 
 def test_what_does_not_fit_together_is_named():

@@ -48,6 +48,12 @@ def test_routes_of_the_first_tokens_are_kept_and_the_rest_is_marked_unknown():
     assert batch["routed"].tolist() == [True, True, False, False, False]
 
 
+def test_expert_numbers_above_255_survive_beside_routes_of_bytes():
+    few, many = np.array([[[3, 200]]], np.uint8), np.array([[[300, 4]]], np.int16)
+    batch = collate([trajectory(1, step([1, 2], 1, routes=few)), trajectory(2, step([4, 5], 1, routes=many))])
+    assert batch["routed_experts"][batch["routed"]].tolist() == [[[3, 200]], [[300, 4]]]
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [

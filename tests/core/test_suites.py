@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ from rl_core.errors import GenerationError
 from rl_core.interfaces import CONTRACT_VERSION, StepResult
 from rl_core.testing import reference_transport
 from rl_core.testing.environments import EnvironmentConformance
+from rl_core.testing.generators import GeneratorConformance
 from rl_core.testing.inference import InferenceClientConformance, make_bench
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_engine import ReferenceEngine
@@ -238,6 +240,17 @@ def run_check(suite, check, bench):
         test(bench, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("suite", "missing"), [(InferenceClientConformance, "create_client"), (GeneratorConformance, "create_generator")]
+)
+def test_a_suite_that_was_not_told_what_to_test_does_not_start(suite, missing):
+    class TestNothing(suite):
+        pass
+
+    with pytest.raises(TypeError, match=f"abstract method '?{missing}"):
+        TestNothing()
+
+
 # --- weight transports ----------------------------------------------------------------------------------------------
 
 
@@ -391,14 +404,14 @@ class Guess:
 
 class TestGuess(EnvironmentConformance):
     factory = Guess
-    row = {"answer": "4"}  # noqa: RUF012
-    rewards = {"4": 1.0, "5": 0.0}  # noqa: RUF012
+    row: ClassVar = {"answer": "4"}
+    rewards: ClassVar = {"4": 1.0, "5": 0.0}
 
 
 class TestGuessOfSeveralTurns(EnvironmentConformance):
     factory = Guess
-    row = {"answer": "4"}  # noqa: RUF012
-    rewards = {("1", "2", "4"): 1.0, ("1", "2"): 0.0, ("4", "9"): 1.0}  # noqa: RUF012
+    row: ClassVar = {"answer": "4"}
+    rewards: ClassVar = {("1", "2", "4"): 1.0, ("1", "2"): 0.0, ("4", "9"): 1.0}
 
 
 class RewardsEverything(Guess):
@@ -496,7 +509,7 @@ WRONG_ENVIRONMENTS = [
 def test_a_wrong_environment_is_rejected(wrong, check):
     class Suite(TestGuess):
         factory = wrong
-        row = {"answer": "4"}  # noqa: RUF012
+        row: ClassVar = {"answer": "4"}
 
     with pytest.raises(REJECTED):
         getattr(Suite(), check)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -14,6 +14,8 @@ from rl_core.testing.generators import GeneratorConformance
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+
+ROW = {"prompt": "count to 3: "}
 
 
 class ThreeTurns:
@@ -43,14 +45,14 @@ def generator_of(client: Any, tokenizer: Any, *, step_wise: bool = False, **limi
 
 
 class TestEnvironmentGenerator(GeneratorConformance):
-    row = {"prompt": "count to 3: "}  # noqa: RUF012
+    row: ClassVar = ROW
 
     def create_generator(self, client, tokenizer):
         return generator_of(client, tokenizer)
 
 
 class TestStepWise(GeneratorConformance):
-    row = {"prompt": "count to 3: "}  # noqa: RUF012
+    row: ClassVar = ROW
 
     def create_generator(self, client, tokenizer):
         return generator_of(client, tokenizer, step_wise=True)
@@ -100,7 +102,7 @@ TAMPERS = {
 @pytest.mark.parametrize("name", TAMPERS)
 def test_a_generator_that_cheats_is_rejected(name: str):
     class Suite(GeneratorConformance):
-        row = TestEnvironmentGenerator.row
+        row: ClassVar = ROW
 
         def create_generator(self, client, tokenizer):
             return Tampered(generator_of(client, tokenizer), TAMPERS[name])

@@ -48,6 +48,8 @@ FLOORS = (
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Floors that are useful without the rest: of rl_core they import `errors`, of others only this."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
+CONTRACTS = "rl_core.interfaces"
+"""Its names are imported from the package, not from the module that defines them."""
 BEHIND_AN_EXTRA = {"rl_core.workers.ray_ranks": {"ray"}, "rl_core.testing": {"transformers"}}
 """The modules that an extra's package is imported in; nothing else of rl_core imports them when it is loaded."""
 WITHOUT_TORCH = (
@@ -101,6 +103,17 @@ def floor_violations(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def contract_violations(imports: list[Import]) -> list[str]:
+    modules = {path.stem for path in (source_root("rl_core") / CONTRACTS.replace(".", "/")).glob("*.py")}
+    return [
+        f"{found}: import the name from {CONTRACTS}"
+        for found in imports
+        if found.imported.startswith(f"{CONTRACTS}.")
+        and found.imported.split(".")[2] in modules
+        and not found.importer.startswith(CONTRACTS)
+    ]
+
+
 def extras_of(module: str) -> set[str]:
     """What an rl_core module may import because it stands behind an extra."""
     found = [extras for prefix, extras in BEHIND_AN_EXTRA.items() if f"{module}.".startswith(f"{prefix}.")]
@@ -138,6 +151,12 @@ def test_rl_core_imports_no_engine_and_its_lower_floors_stand_alone():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_contracts_are_imported_by_one_path(package):
+    wrong = contract_violations(imports_of(source_root(package)))
+    assert not wrong, "\n".join(wrong)
+
+
 TYPING_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
@@ -167,7 +186,7 @@ def test_made_up_floors_that_import_upwards_are_caught(tmp_path):
             "rl_core/algorithms/losses.py": "from . import kl\nfrom ..config import Config\n",
             "rl_core/helpers.py": "import rl_core.errors\n",
             "rl_core/workers/group.py": "from rl_core import Batch\n",
-            "rl_core/interfaces.py": f"{TYPING_ONLY}from rl_core.config import Config\n",
+            "rl_core/interfaces/inference.py": f"{TYPING_ONLY}from rl_core.config import Config\n",
         },
     )
     messages = floor_violations(imports_of(tree))
@@ -178,6 +197,21 @@ def test_made_up_floors_that_import_upwards_are_caught(tmp_path):
         "imports rl_core.Batch: import the name from the module that defines it",
     ]
     assert any("'helpers' stands on no floor" in message for message in messages)
+
+
+def test_made_up_imports_past_the_contracts_package_are_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {
+            "rl_core/interfaces/training.py": "from rl_core.interfaces.weights import Manifest\n",
+            "rl_fsdp/worker.py": "from rl_core.interfaces import Worker\nimport rl_core.interfaces.training\n",
+            "rl_rollout/plugin.py": "from rl_core.interfaces.inference import Completion\n",
+        },
+    )
+    assert [message.partition(" ")[2] for message in contract_violations(imports_of(tree))] == [
+        "imports rl_core.interfaces.training: import the name from rl_core.interfaces",
+        "imports rl_core.interfaces.inference.Completion: import the name from rl_core.interfaces",
+    ]
 
 
 def test_made_up_foreign_imports_are_caught(tmp_path):

@@ -28,7 +28,7 @@ class Field:
     axes: str
     """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
     dtypes: tuple[torch.dtype, ...]
-    """Accepted dtypes; the first is what plain Python numbers become."""
+    """Accepted dtypes; numbers become the first one, integers the first one that holds all of them."""
     meaning: str
 
 
@@ -71,7 +71,11 @@ class Batch:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Mapping[str, Any]]) -> Batch:
-        """Lays sequences end to end. Each maps a column's name to its values: a list of T, or one number."""
+        """Lays sequences end to end. Each maps a column's name to its values: a list of T, or one number.
+
+        Raises:
+            ShapeError: columns or lengths that do not fit together, or an integer that the column cannot hold.
+        """
         if not sequences:
             raise ShapeError("Batch.from_sequences: no sequences were given")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
@@ -89,9 +93,7 @@ class Batch:
                 if wrong:
                     i = wrong[0]
                     raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
-                columns[name] = torch.from_numpy(
-                    np.concatenate([np.asarray(v, _NUMPY[field.dtypes[0]]) for v in values])
-                )
+                columns[name] = _laid_end_to_end(name, values, field.dtypes)
             else:
                 columns[name] = torch.tensor(values, dtype=field.dtypes[0])
         return cls(offsets_of(lengths), columns)
@@ -278,8 +280,22 @@ _NUMPY = {
     torch.bool: np.bool_,
     torch.float32: np.float32,
     torch.int32: np.int32,
+    torch.int16: np.int16,
     torch.uint8: np.uint8,
 }
+
+
+def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Tensor:
+    if dtypes[0].is_floating_point or dtypes[0] == torch.bool:
+        return torch.from_numpy(np.concatenate([np.asarray(v, _NUMPY[dtypes[0]]) for v in values]))
+    whole = np.concatenate([np.asarray(v) for v in values])
+    smallest, largest = int(whole.min(initial=0)), int(whole.max(initial=0))
+    for dtype in dtypes:
+        if torch.iinfo(dtype).min <= smallest and largest <= torch.iinfo(dtype).max:
+            return torch.from_numpy(whole.astype(_NUMPY[dtype]))
+    widest = torch.iinfo(dtypes[-1])
+    wrong = smallest if smallest < widest.min else largest
+    raise ShapeError(f"{name}: {wrong} does not fit into {dtypes[-1]}, the widest that this column takes")
 
 
 def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The `environment` generator: plays episodes of an Environment against an InferenceClient, token ids in and out.
+"""The `environment` generator: plays episodes of an Environment against an engine, token ids in and out.
 
 What the engine sampled is what the trajectory holds; text is decoded for the environment and never encoded again.
 """
@@ -21,9 +21,9 @@ from rl_core.interfaces import (
     EnvironmentFactory,
     GenerateRequest,
     GroupRequest,
-    InferenceClient,
     Prompt,
     Row,
+    Sampler,
     Trajectory,
 )
 from rl_rollout.chat import TokenCodec, load_tokenizer
@@ -57,7 +57,7 @@ class Episodes:
 class EnvironmentGenerator:
     """Generator of episodes of one or several turns."""
 
-    def __init__(self, client: InferenceClient, codec: TokenCodec, episodes: Episodes) -> None:
+    def __init__(self, client: Sampler, codec: TokenCodec, episodes: Episodes) -> None:
         self._client = client
         self._codec = codec
         self._turns = TurnTokens(codec)
@@ -192,7 +192,7 @@ class _GroupPrompts:
         return tokens, text
 
 
-def create_generator(config: Config, client: InferenceClient) -> EnvironmentGenerator:
+def create_generator(config: Config, client: Sampler) -> EnvironmentGenerator:
     """The entry point `environment`.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, InferenceClient
+from rl_core.interfaces import Completion, GenerateRequest, Sampler
 from rl_rollout.local.stop_strings import StopStringWatch
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ _MAX_EMPTY_PARTS = 100
 """So many aborts in a row without a token between them are taken for an engine that will never answer."""
 
 
-async def whole_response(
-    client: InferenceClient, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase
-) -> Completion:
+async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Completion:
     """The response to a request of one sample, joined from its parts; never ends with `abort`.
 
     Part i > 0 has the id `<sample_id>.<i>` and a seed that follows from the request's.

@@ -16,11 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.errors import DataError, GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, Generator, GroupRequest, SamplingParams, Trajectory
+from rl_core.interfaces import (
+    Completion,
+    GenerateRequest,
+    Generator,
+    GroupRequest,
+    Sampler,
+    SamplingParams,
+    Trajectory,
+)
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import Exchange, ScriptedClient
 
@@ -32,14 +41,14 @@ _NUM_SAMPLES = 6
 _MAX_TOKENS = 12
 
 
-class GeneratorConformance:
+class GeneratorConformance(ABC):
     """Subclass, set `row` and `create_generator`, run pytest."""
 
     row: ClassVar[Mapping[str, Any]]
 
-    def create_generator(self, client: Any, tokenizer: PreTrainedTokenizerBase) -> Generator:
+    @abstractmethod
+    def create_generator(self, client: Sampler, tokenizer: PreTrainedTokenizerBase) -> Generator:
         """A generator that plays `row` against `client`."""
-        raise NotImplementedError
 
     def test_the_length_of_a_prompt_is_that_of_the_first_request(self) -> None:
         client = self._client()
@@ -137,7 +146,7 @@ class GeneratorConformance:
             start_version=2,
         )
 
-    def _play(self, client: Any) -> tuple[Trajectory, ...]:
+    def _play(self, client: Sampler) -> tuple[Trajectory, ...]:
         generator = self.create_generator(client, self._tokenizer)
         trajectories = _ask(generator, self._request())
         assert all(trajectory.start_version == 2 for trajectory in trajectories)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -133,16 +134,16 @@ class Bench:
         return tasks
 
 
-class InferenceClientConformance:
+class InferenceClientConformance(ABC):
     """Subclass, set `transport`, write `create_client`, run pytest."""
 
     transport: ClassVar[WeightTransport]
     tolerance: ClassVar[float] = 1e-5
     """Largest difference of a log-prob from a plain forward pass; the default is right for float32."""
 
+    @abstractmethod
     async def create_client(self, model_path: str) -> InferenceClient:
         """An engine that serves the checkpoint in float32."""
-        raise NotImplementedError
 
     @pytest.fixture(scope="class")
     @classmethod

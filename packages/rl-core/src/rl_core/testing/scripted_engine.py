@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import attrs
 import numpy as np
 
 from rl_core.errors import GenerationError
-from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous, StopReason
+from rl_core.interfaces import Completion, GenerateRequest, StopReason
 
 Script = Callable[[GenerateRequest], Sequence[int]]
 """The tokens that a request is answered with; those beyond its `max_tokens` are cut off."""
@@ -25,7 +24,7 @@ class Exchange:
 
 
 class ScriptedClient:
-    """InferenceClient without a model.
+    """Sampler without a model.
 
     A response ends with its script or with `end_tokens`, whichever is first. Log-probs are all different, the version
     is `version` at the moment of each answer, routes depend on position, token and version alone.
@@ -53,28 +52,13 @@ class ScriptedClient:
         self.exchanges: list[Exchange] = []
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`."""
+        """See `Sampler.generate`."""
         if request.sample_id in {exchange.request.sample_id for exchange in self.exchanges[-1000:]}:
             raise GenerationError(f"sample_id {request.sample_id!r} was given twice")
         await asyncio.sleep(0)
         completions = tuple(self._completion(request) for _ in range(request.num_samples))
         self.exchanges += [Exchange(request, completion) for completion in completions]
         return completions
-
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def abort(self, sample_ids: Sequence[str] | None = None) -> None: ...
-
-    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        raise NotImplementedError("a scripted engine has no weights")
-
-    async def health(self) -> EngineHealth:
-        """See `InferenceClient.health`."""
-        return EngineHealth(version=self.version, num_running=0, num_waiting=0)
-
-    async def close(self) -> None: ...
 
     def _completion(self, request: GenerateRequest) -> Completion:
         tokens, reason = self._tokens(request)

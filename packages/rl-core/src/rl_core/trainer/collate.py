@@ -108,7 +108,7 @@ def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tenso
     num_tokens = int(offsets[-1])
     if len(shapes := {routes_TLK.shape[1:] for routes_TLK in known}) > 1:
         raise GenerationError(f"routed_experts: steps differ in layers and experts per token: {sorted(shapes)}")
-    routes = np.zeros((num_tokens, *known[0].shape[1:]), known[0].dtype)
+    routes = np.zeros((num_tokens, *known[0].shape[1:]), np.result_type(*known))
     routed = np.zeros(num_tokens, np.bool_)
     for start, step in zip(offsets.tolist(), steps, strict=False):
         if step.routed_experts is not None:

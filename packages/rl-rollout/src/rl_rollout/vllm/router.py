@@ -5,9 +5,10 @@ produces     the servers' answers, passed on as they come (also streams)
 waits for    a server in service, then for its answer
 unblocked by the pool: requests go only to servers that hold the current weights
 
-Why not vllm-router (0.1.17, whose wheel installs and runs here): it keeps sessions together or balances load, not both;
-and it asks servers whether they live, but not which weights they hold, so it would send agents to a server that was
-started again and has the first weights.
+Why not vllm-router: none of the policies that it documents does both of what is needed here. `consistent_hash` keeps a
+session on one server whatever that one has to do; `cache_aware` looks at load, and at matching prompts rather than
+sessions (github.com/vllm-project/router, docs/load_balancing). And servers are chosen by their health, not by the
+weights that they hold: one that was started again, and has the first weights, would be asked. Read, not tried.
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+"""Inference: token ids in, token ids out (`InferenceClient`), and what starts the engines (`InferencePlugin`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+import attrs
+
+from rl_core.interfaces.weights import Manifest, Rendezvous
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rl_core.config import Config
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How tokens are drawn."""
+
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    """0 takes the most likely token; the reported log-prob is then that of the unscaled distribution."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Generation ends when the response's text contains one of these; the tokens up to there are kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end-of-sequence token; the stopping token is part of the response."""
+    ignore_eos: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class GenerateRequest:
+    """Token ids in. A retried request carries the same `sample_id` and never yields a second sample."""
+
+    sample_id: str
+    prompt_tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Fixes the sample, whatever else the engine runs at the same time (up to float rounding of the logits)."""
+    num_samples: int = 1
+    """Independent samples of the same prompt; sample i is drawn with seed + i."""
+    session_id: str | None = None
+    """Requests of one episode share it: a router sends them to the same engine."""
+
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+@attrs.frozen(kw_only=True)
+class Completion:
+    """Token ids out, one sample."""
+
+    tokens: tuple[int, ...]
+    """The sampled tokens, a stopping token included."""
+    logprobs: tuple[float, ...]
+    """Of the distribution each token was sampled from, one per token."""
+    policy_versions: tuple[int, ...]
+    """The weights that sampled each token."""
+    stop_reason: StopReason
+    routed_experts: np.ndarray | None = None
+    """[prompt + response − 1, layers, experts per token]: the last token was never an input."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineHealth:
+    """What an engine says of itself."""
+
+    version: int
+    """Of the weights it serves; -1 before the first update."""
+    num_running: int
+    num_waiting: int
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Token ids in, token ids out: what a `Generator` needs of an engine."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """`num_samples` completions. Raises GenerationError for a prompt the engine cannot take, DeadlineError."""
+        ...
+
+
+@runtime_checkable
+class InferenceClient(Sampler, Protocol):
+    """A sampler whose weights the loop moves on. Every call has a deadline whose error names what was waited for."""
+
+    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+        """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first
+        (`wait`)."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        """Ends these requests (all, for None); each returns what it has, with stop reason `abort`."""
+        ...
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
+        nothing until a later update succeeds."""
+        ...
+
+    async def health(self) -> EngineHealth: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sleepable(Protocol):
+    """A client whose engines can give their device memory back between phases."""
+
+    async def sleep(self) -> None:
+        """Gives back the memory of weights and cache. Called with no request under way, and none is made until `wake`
+        and then `update_weights`: one that finds no weights is a GenerationError. A second call does nothing."""
+        ...
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory again, all of it or the parts named: `weights`, which are yet to come by `update_weights`,
+        and `kv_cache`, after which tokens can be sampled. What is awake stays as it is."""
+        ...
+
+
+@runtime_checkable
+class WeightReceivers(Protocol):
+    """A client whose engines receive weights in several processes; of any other client it is one."""
+
+    def num_weight_receivers(self) -> int:
+        """Processes that will build a receiver in the next `update_weights`; those of dead engines are left out."""
+        ...
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A client whose engines can score given tokens: what weight verification compares with the trainer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
+        0.0 for the first token."""
+        ...
+
+
+@runtime_checkable
+class Recovering(Protocol):
+    """A client that starts failed engines again. They serve nothing until they hold the current version: the trainer
+    publishes it again between two steps, or the next one at the end of a step."""
+
+    @property
+    def lacks_weights(self) -> bool:
+        """An engine is up that does not hold the current version, and no update is under way."""
+        ...
+
+    async def needs_weights(self) -> None:
+        """Returns when `lacks_weights`."""
+        ...
+
+
+@runtime_checkable
+class InferencePlugin(Protocol):
+    """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
+    torch."""
+
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_engines_key(self) -> str | None:
+        """The configuration key that says how many engines there are, or None if always one."""
+        ...
+
+    def validate(self, config: Config) -> None:
+        """Raises ConfigError before any process is started."""
+        ...
+
+    async def create(self, config: Config) -> InferenceClient:
+        """Starts the engine(s); they hold the weights of `trainer.policy.model.path` until the first update."""
+        ...

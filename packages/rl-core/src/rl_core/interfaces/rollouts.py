@@ -1,0 +1,158 @@
+"""Rollouts: an episode (`Environment`), what was said in it (`Trajectory`), and who plays it (`Generator`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import attrs
+
+from rl_core.interfaces.inference import SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Row = Mapping[str, Any]
+"""One row of a data file: `prompt` (text, or chat messages) and whatever the environment reads."""
+Message = Mapping[str, str]
+"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`."""
+Prompt = str | Sequence[Message]
+"""Text taken as it is, or chat messages that the model's chat template turns into text."""
+TrajectoryEnd = Literal["done", "max_turns", "context"]
+"""How an episode ended: the environment was done, `generator.max_turns` were played, or the conversation had grown too
+long for another turn."""
+
+
+@attrs.frozen(kw_only=True)
+class Action:
+    """What the policy said in one turn."""
+
+    text: str
+    """Decoded, without special tokens."""
+    tokens: tuple[int, ...]
+    stop_reason: StopReason
+
+
+@attrs.frozen(kw_only=True)
+class StepResult:
+    """The environment's answer to an action."""
+
+    reward: float
+    done: bool
+    observation: Prompt | None = None
+    """What the policy sees next; None when done. In an episode that began with messages: messages of any role but the
+    assistant's, or text, which is a user's message. In one that began with text: text, appended as it is."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """Averaged over episodes and logged as `environment/<name>`; of several turns that give one, the last counts."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode (entry-point group `rl_core.environments`, each a callable `(row, options) → Environment`)."""
+
+    async def reset(self) -> Prompt:
+        """The first observation."""
+        ...
+
+    async def step(self, action: Action) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentFactory(Protocol):
+    def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
+        """One environment for one episode; `options` is the configuration's `environment.options`."""
+        ...
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TrajectoryStep:
+    """One sequence of a trajectory; all per-token fields have the length of `tokens`."""
+
+    tokens: Sequence[int]
+    """What the engine was given and what it sampled, token for token."""
+    sampled: Sequence[bool]
+    """Sampled by the policy; everything before the first sampled token is the prompt. Between the turns of one sequence
+    stand the tokens of observations, not sampled."""
+    rollout_logprobs: Sequence[float]
+    """0.0 where not sampled."""
+    policy_version: Sequence[int]
+    """-1 where not sampled."""
+    reward: float
+    """Received for this step; the sum, where it has several turns."""
+    stop_reason: StopReason
+    """Of its last turn."""
+    routed_experts: np.ndarray | None = None
+    """[tokens − 1 or fewer, layers, experts per token]: of the first tokens; the others' are not known."""
+    token_rewards: Sequence[float] | None = None
+    """Where on the step's tokens `reward` was received, of a step of several turns; None: all on the last sampled
+    token."""
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """One turn of an episode as text, for people to read."""
+
+    response: str
+    observation: str | None
+    """What the policy was shown next; None where the episode ended."""
+    reward: float
+    stop_reason: StopReason
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Trajectory:
+    """One sample of a prompt. A failed one has no steps and says why."""
+
+    group_id: int
+    sample_index: int
+    steps: tuple[TrajectoryStep, ...]
+    prompt_text: str
+    response_text: str
+    """What the policy said; of several turns also what it was shown in between, each behind an arrow."""
+    start_version: int
+    """The policy's version when the episode was started."""
+    turns: tuple[Turn, ...] = ()
+    """The episode as text; empty from a generator that plays no turns."""
+    end: TrajectoryEnd = "done"
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    failure: str | None = None
+    """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the steps' rewards."""
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def is_cut(self) -> bool:
+        """The last response was cut off by its length, or there was no room for another one."""
+        return self.end == "context" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
+
+
+@attrs.frozen(kw_only=True)
+class GroupRequest:
+    """Play one prompt `num_samples` times."""
+
+    group_id: int
+    row: Row
+    row_place: str
+    """`file:row`, for messages."""
+    num_samples: int
+    params: SamplingParams
+    seed: int
+    start_version: int
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) →
+    Generator`). The client is a `Sampler` to it: pauses, aborts and new weights are the loop's."""
+
+    def prompt_length(self, row: Row) -> int:
+        """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
+        ...
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`."""
+        ...

@@ -1,0 +1,325 @@
+"""Training: what a model and its update are, one rank of a model (`Worker`), and what makes ranks (`Backend`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import attrs
+
+from rl_core.interfaces.weights import Manifest, WeightBucket, WeightSender
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from rl_core.batch import Batch
+    from rl_core.layout.mesh import Mesh
+
+Role = Literal["policy", "reference", "critic"]
+Metrics = Mapping[str, tuple[float, float]]
+"""Name → (sum, weight): parts add up over micro-batches and ranks and are divided once, at the end."""
+Plan = Sequence[Sequence[int]]
+"""One rank's micro-batches, each the indices of its sequences in the batch the rank was given. Micro-batches are run in
+order; every rank of a group has the same number of them."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norms are decayed too, as the field does."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm; 0 switches clipping off."""
+    num_warmup_steps: int = 0
+    """Optimizer steps of warm-up: step i, counted from 0, runs at lr · (i + 1) / num_warmup_steps."""
+    scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    """Shape after the warm-up; `linear` and `cosine` fall to 0 at the run's last optimizer step."""
+    offload_after_step: bool = True
+    """Colocated training only: move the optimizer's state to the CPU between training phases."""
+
+
+@attrs.frozen(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = 0
+    """0: no adapters, all weights are trained."""
+    alpha: int = 16
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout in front of the adapter; makes results depend on the micro-batch split."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Module names to adapt."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Module names to leave out."""
+    init_method: str = "kaiming"
+    """Initialisation of the adapter's first matrix."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """Which model."""
+
+    path: str | None = None
+    """A Hugging Face model directory or name."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters; off at rank 0."""
+
+
+@attrs.frozen(kw_only=True)
+class WorkerSpec:
+    """Everything a rank needs to build its model; plain data, the same for every rank of a group."""
+
+    role: Role
+    model: ModelConfig
+    optimizer: OptimizerConfig | None
+    """None: never trained (the reference)."""
+    options: Any
+    """An instance of the backend's own options class."""
+    bf16: bool
+    """Compute in bfloat16 (parameters stay float32 where they are trained); else float32."""
+    gradient_checkpointing: bool
+    """Recompute activations in backward."""
+    use_sample_packing: bool
+    """A micro-batch is one packed stream; else a padded rectangle."""
+    logprobs_chunk_size: int
+    """Tokens whose float32 logits exist at a time."""
+    total_optimizer_steps: int | None
+    """Length of the schedule; None where the schedule does not need it."""
+    seed: int
+    num_threads: int | None = None
+    """Torch threads of a rank; None leaves torch's choice."""
+
+
+@attrs.frozen(kw_only=True)
+class RankInfo:
+    """Where a rank stands in its group."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class LossSpec:
+    """What is minimised: sum over t of loss_weights[t] · (loss[t] + kl_coef · KL[t] − entropy_coef · H[t])."""
+
+    name: str
+    """A policy or value loss: an entry-point name of `rl_core.policy_losses`, or `package.module:function`."""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+    """The function's keyword parameters."""
+    kl_coef: float = 0.0
+    """Weight of the KL to `ref_logprobs`; 0 leaves the term (and the column) out."""
+    kl_estimator: str = "k3"
+    """k1, k2, k3 or abs; with the suffix `+` the gradient-correct straight-through form."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0 leaves the term out."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerStep:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm before clipping; not finite when the step was skipped."""
+    learning_rate: float
+    """The rate that was used."""
+    skipped: bool
+    """A gradient was not finite: weights, optimizer state and schedule are as before."""
+
+
+@runtime_checkable
+class Worker(Protocol):
+    """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same
+    calls."""
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
+        the CPU. A backend that replays the routes of its own scoring pass adds `routed_experts` and `routed`.
+
+        Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
+        """
+        ...
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        """Adds the gradient of the loss over `batch` to the gradients; returns the metrics' sums and weights.
+
+        Metrics: `loss` (sum, 1) and those the loss function names, weighted by the trained tokens.
+        """
+        ...
+
+    def optim_step(self) -> OptimizerStep:
+        """Clips, steps, advances the schedule, clears the gradients; skips all that when a gradient is not finite."""
+        ...
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The weights under Hugging Face names. Collective: every rank drains its iterator, also one that yields
+        nothing."""
+        ...
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights` through `sender`; returns what this rank sent."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Writes weights, optimizer and schedule; complete on return."""
+        ...
+
+    def load_state(self, directory: Path) -> None:
+        """Continues exactly where `save_state` stopped, also at another world size. Raises CheckpointError."""
+        ...
+
+    def save_model(self, directory: Path) -> None:
+        """Writes the model and its tokenizer in Hugging Face format."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the rank holds; a second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class Offloadable(Protocol):
+    """A worker that can leave the accelerator between phases."""
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None: ...
+
+
+@runtime_checkable
+class BackgroundSaver(Protocol):
+    """A worker that can save while training goes on (`trainer.async_save`). One save at a time."""
+
+    def start_saving(self, directory: Path) -> None:
+        """Copies what `save_state` writes and returns; files are written in the background, from the copy alone."""
+        ...
+
+    def has_saved(self) -> bool:
+        """What `start_saving` began is complete on this rank; never waits for it. Raises what went wrong with it.
+
+        Asked again, it answers again; without a save it is True.
+        """
+        ...
+
+
+@runtime_checkable
+class Perturbable(Protocol):
+    """A worker whose weights can be changed for a moment: how it is proved that each tensor reaches the engines."""
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Adds normal noise to every parameter that training changes. Its standard deviation is `scale` times the
+        parameter's root mean square, which counts as 1 / sqrt(last axis) at least: small weights are changed as much as
+        those of a usual initialisation, zeros too. Copies of a parameter stay equal."""
+        ...
+
+    def restore(self) -> None:
+        """Every parameter is bit for bit what it was before `perturb`; without one, nothing happens."""
+        ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A worker whose accumulated gradients can be read: the conformance suite's side door."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class RankPlan:
+    """What one rank would hold."""
+
+    rank: int
+    data_part: int
+    """Which of the parts of a batch it computes; ranks of one model replica share it."""
+    layers: tuple[int, ...]
+    """Transformer layers that it holds, or holds a part of."""
+    experts: tuple[int, ...]
+    """Of each layer that has any."""
+    place: str
+    """Where it stands where matrices, tokens or parameters are split, for people."""
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Estimate of what forward passes keep for backward at the fullest moment, the output layer included."""
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A backend that can say, without starting anything, what each rank of a model would hold (`rl plan`)."""
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """One entry per rank.
+
+        Args:
+            spec: the model.
+            world_size: ranks.
+            micro_batch_tokens: tokens of the largest micro-batch, before context ranks split it.
+            num_micro_batches: per rank and mini-batch.
+
+        Raises:
+            ConfigError: as `validate`, or the model's sizes are not known.
+        """
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A training backend: the object behind an entry point of `rl_core.backends`. Its module imports no torch."""
+
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config_section(self) -> str:
+        """The section of a model's configuration that it reads, e.g. `fsdp_config`."""
+        ...
+
+    @property
+    def options_class(self) -> type:
+        """Frozen attrs class of that section."""
+        ...
+
+    def mesh(self, options: Any, world_size: int) -> Mesh:
+        """How `world_size` ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+        ...
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for whatever this backend cannot train correctly, before any process is started."""
+        ...
+
+    def needs_own_process(self) -> bool:
+        """True where a rank must not share the controller's process."""
+        ...
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Called once, in the rank's process and thread."""
+        ...
+
+
+@runtime_checkable
+class RouteFollowing(Protocol):
+    """A backend that can send the policy's tokens to the experts that the engine chose (router replay). Its workers
+    then refuse batches without routes, and others batches with routes (`rl_core.routes.require_routes`)."""
+
+    def follows_routes(self, options: Any) -> bool:
+        """Whether these options of the policy ask for it, whichever of them does."""
+        ...
