@@ -49,6 +49,7 @@ TP2_PP2 = (
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
+EIGHTY_STEPS = "trainer.max_training_steps=80"
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -148,7 +149,11 @@ CASES = (
             ("1_rank", "Megatron on one rank", ()),
             ("tp2_pp2", "Megatron on four Ray ranks: two tensor ranks in each of two pipeline stages", TP2_PP2),
             ("vllm", "Megatron on one rank, sampled by a vLLM server", ONE_VLLM_SERVER),
-            ("tp2_pp2_vllm", "Megatron on four Ray ranks, sampled by a vLLM server", (*TP2_PP2, *ONE_VLLM_SERVER)),
+            (
+                "tp2_pp2_vllm",
+                "Megatron on four Ray ranks, sampled by a vLLM server",
+                (*TP2_PP2, *ONE_VLLM_SERVER, EIGHTY_STEPS),
+            ),
         )
     ),
     Case(
@@ -156,6 +161,7 @@ CASES = (
         says="Qwen3-MoE: its experts on two Ray ranks, which follow the engine's routes (router replay)",
         overrides=(
             "trainer.strategy=megatron",
+            EIGHTY_STEPS,
             "trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0",
             "trainer.placement.policy_num_gpus_per_node=2",
             "trainer.policy.megatron_config.expert_model_parallel_size=2",
