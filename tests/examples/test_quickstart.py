@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from rl_core.trainer.run import run_training
 from rl_examples import quickstart
 from rl_examples.quickstart import prepare
 
-TRAIN, HELD_OUT, MODEL = (
-    f"runs/arithmetic/{name}" for name in ("train.parquet", "held_out.parquet", "start_model_seed3")
+TRAIN, HELD_OUT, MODEL, MOE_MODEL = (
+    f"runs/arithmetic/{name}"
+    for name in ("train.parquet", "held_out.parquet", "start_model_seed3", "start_moe_model_seed3")
 )
 
 
@@ -27,7 +29,12 @@ def warm_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The models that a preparation in this empty folder writes, in place of the minute that each takes."""
     written: list[Path] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quickstart, "_write_start_model", lambda directory, problems, seed: written.append(directory))
+
+    def write(directory: Path, write_untrained: Callable[..., None], problems: object, *, seed: int) -> None:
+        write_untrained(tmp_path / "untrained", seed=seed)
+        written.append(directory)
+
+    monkeypatch.setattr(quickstart, "_write_start_model", write)
     return written
 
 
@@ -38,7 +45,14 @@ def test_the_recipe_makes_its_data_and_its_model_once(warm_started: list[Path]):
     Path(MODEL).mkdir()
     prepare(config())
     assert len(warm_started) == 1
-    assert load("quickstart", ["trainer.seed=3"]).makes == {TRAIN, HELD_OUT, MODEL}
+    assert load("quickstart", ["trainer.seed=3"]).makes == {TRAIN, HELD_OUT, MODEL, MOE_MODEL}
+
+
+def test_the_recipe_makes_a_model_with_experts_where_that_is_named(warm_started: list[Path]):
+    prepare(config(f"trainer.policy.model.path={MOE_MODEL}"))
+    assert warm_started == [Path(MOE_MODEL)]
+    model = json.loads(Path("untrained/config.json").read_text())
+    assert (model["model_type"], model["num_local_experts"], model["num_experts_per_tok"]) == ("qwen3_moe", 4, 2)
 
 
 def test_a_file_that_is_there_is_never_written_again(warm_started: list[Path]):

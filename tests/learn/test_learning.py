@@ -43,6 +43,13 @@ class Case:
     """Of every step: the largest |engine − trainer| log-prob, in nats, over tokens of the trainer's own version."""
 
 
+TP2_PP2 = (
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+    "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+)
+ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
+EIGHTY_STEPS = "trainer.max_training_steps=80"
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -128,6 +135,42 @@ CASES = (
                 ("trainer.max_staleness=2",),
             ),
         )
+    ),
+    *(
+        Case(
+            name=f"megatron_{name}",
+            says=says,
+            overrides=("trainer.strategy=megatron", *overrides),
+            at_least=0.85,
+            rl_seconds=900.0,
+            max_logprob_diff=1e-3,
+        )
+        for name, says, overrides in (
+            ("1_rank", "Megatron on one rank", ()),
+            ("tp2_pp2", "Megatron on four Ray ranks: two tensor ranks in each of two pipeline stages", TP2_PP2),
+            ("vllm", "Megatron on one rank, sampled by a vLLM server", ONE_VLLM_SERVER),
+            (
+                "tp2_pp2_vllm",
+                "Megatron on four Ray ranks, sampled by a vLLM server",
+                (*TP2_PP2, *ONE_VLLM_SERVER, EIGHTY_STEPS),
+            ),
+        )
+    ),
+    Case(
+        name="megatron_moe_ep2_r3",
+        says="Qwen3-MoE: its experts on two Ray ranks, which follow the engine's routes (router replay)",
+        overrides=(
+            "trainer.strategy=megatron",
+            EIGHTY_STEPS,
+            "trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0",
+            "trainer.placement.policy_num_gpus_per_node=2",
+            "trainer.policy.megatron_config.expert_model_parallel_size=2",
+            "trainer.policy.megatron_config.moe_enable_routing_replay=true",
+            "generator.inference_engine.enable_return_routed_experts=true",
+        ),
+        at_least=0.7,
+        rl_seconds=900.0,
+        max_logprob_diff=1e-3,
     ),
 )
 

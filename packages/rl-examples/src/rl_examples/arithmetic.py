@@ -67,28 +67,46 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
 
 def write_model(directory: Path, *, seed: int) -> None:
     """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = _tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    _write(Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), tokenizer, directory, seed=seed)
+
+
+def write_moe_model(directory: Path, *, seed: int) -> None:
+    """Writes a freshly initialised Qwen3-MoE of 248,256 parameters and its tokenizer: as `write_model`, but with four
+    experts of half the width, of which a token takes two."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = _tokenizer()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    _write(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_shape(tokenizer), **experts), tokenizer, directory, seed=seed)
+
+
+def _shape(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+
+
+def _write(model_class: Any, config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
+    import torch
+
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = model_class(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -8,10 +8,12 @@ Left out, on purpose: a reference model and a KL term (the start is too weak to 
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart
 Control:  rl train quickstart trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
+Experts:  rl train quickstart trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0   (a Qwen3-MoE, as small)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rl_core.config import Config, from_mapping
@@ -21,6 +23,7 @@ _DIRECTORY = "runs/arithmetic"
 _TRAIN = f"{_DIRECTORY}/train.parquet"
 _HELD_OUT = f"{_DIRECTORY}/held_out.parquet"
 _START_MODEL = f"{_DIRECTORY}/start_model_seed${{trainer.seed}}"
+_START_MOE_MODEL = f"{_DIRECTORY}/start_moe_model_seed${{trainer.seed}}"
 
 recipe = Recipe(
     summary="a small model learns two-digit addition on two CPU cores, in minutes",
@@ -54,7 +57,7 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 5,
     },
     prepare="rl_examples.quickstart:prepare",
-    makes=(_TRAIN, _HELD_OUT, _START_MODEL),
+    makes=(_TRAIN, _HELD_OUT, _START_MODEL, _START_MOE_MODEL),
 )
 
 START_ACCURACY = 0.20
@@ -62,25 +65,27 @@ START_ACCURACY = 0.20
 
 def prepare(config: Config) -> None:
     """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
-    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
+    from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_model, write_moe_model, write_rows
 
     rows = problems()
     for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_rows(Path(path), part)
-    start_model = _START_MODEL.replace("${trainer.seed}", str(config.trainer.seed))
-    if config.policy_model_path == start_model and not Path(start_model).exists():
-        _write_start_model(Path(start_model), rows[NUM_HELD_OUT:], seed=config.trainer.seed)
+    for start_model, write in ((_START_MODEL, write_model), (_START_MOE_MODEL, write_moe_model)):
+        directory = start_model.replace("${trainer.seed}", str(config.trainer.seed))
+        if config.policy_model_path == directory and not Path(directory).exists():
+            _write_start_model(Path(directory), write, rows[NUM_HELD_OUT:], seed=config.trainer.seed)
 
 
-def _write_start_model(directory: Path, problems: list[dict[str, str]], *, seed: int) -> None:
+def _write_start_model(
+    directory: Path, write_untrained: Callable[..., None], problems: list[dict[str, str]], *, seed: int
+) -> None:
     """Depends on the seed alone: the start is the same whatever data, backend or adapters train it further."""
     from rl_core.trainer.data import DataRow
-    from rl_examples.arithmetic import write_model
     from rl_examples.warm_start import WarmStart, warm_start
 
     untrained = directory.with_name(directory.name + ".untrained")
-    write_model(untrained, seed=seed)
+    write_untrained(untrained, seed=seed)
     config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
     rows = [DataRow(problem, f"problem {number}") for number, problem in enumerate(problems, start=1)]
     warm_start(config, rows, directory, WarmStart(target_accuracy=START_ACCURACY))

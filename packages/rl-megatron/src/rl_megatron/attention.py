@@ -87,34 +87,62 @@ class CoreAttention(torch.nn.Module):
             held = np.concatenate([context_positions(boundaries, other, size) for other in range(size)])
             natural = torch.from_numpy(np.argsort(held)).to(key.device)
             key, value = (_gather(tensor, self.context_group)[natural] for tensor in (key, value))
-        parts = []
-        place = 0
-        for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-            chunk = (end - start) // (2 * size)
-            ends = [end] if size == 1 else [start + (rank + 1) * chunk, start + (2 * size - rank) * chunk]
-            for seen in ends:
-                length = end - start if size == 1 else chunk
-                parts.append(
-                    _causal(query[place : place + length], key[start:seen], value[start:seen], scale=self.scale)
-                )
-                place += length
-        return torch.cat(parts)
+        pieces = _pieces(boundaries, rank, size)
+        attended, places = [], []
+        for num_queries, num_keys in np.unique(pieces[:, 2:], axis=0).tolist():
+            starts = pieces[(pieces[:, 2] == num_queries) & (pieces[:, 3] == num_keys), :2]
+            queries = _rows(query, starts[:, 0], num_queries)
+            keys, values = (_rows(tensor, starts[:, 1], num_keys) for tensor in (key, value))
+            attended.append(_causal(queries, keys, values, scale=self.scale).flatten(0, 1))
+            places.append(_indices(starts[:, 0], num_queries))
+        if len(attended) == 1:
+            return attended[0]
+        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
+        return torch.cat(attended).index_select(0, order)
+
+
+def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """int64 [pieces, 4]: consecutive queries of this rank and the keys of their segment up to the last of them.
+
+    First query (among this rank's), first key (of all), number of queries, number of keys. Kernels are called for all
+    pieces of one shape at once: a micro-batch of many short sequences would spend its time on calls.
+    """
+    starts, lengths = boundaries[:-1], np.diff(boundaries)
+    if size == 1:
+        return np.stack([starts, starts, lengths, lengths], axis=1)
+    chunks = lengths // (2 * size)
+    first = np.stack([starts // size, starts, chunks, (rank + 1) * chunks], axis=1)
+    second = np.stack([starts // size + chunks, starts, chunks, (2 * size - rank) * chunks], axis=1)
+    return np.concatenate([first, second])
+
+
+def _indices(starts: np.ndarray, length: int) -> np.ndarray:
+    return (starts[:, None] + np.arange(length)).ravel()
+
+
+def _rows(tensor: Tensor, starts: np.ndarray, length: int) -> Tensor:
+    """[pieces, length, …] of what begins at `starts`."""
+    if len(starts) == 1:
+        return tensor[None, int(starts[0]) : int(starts[0]) + length]
+    index = torch.from_numpy(_indices(starts, length)).to(tensor.device)
+    return tensor.index_select(0, index).unflatten(0, (len(starts), length))
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """[queries, rows, heads, size]: the last query sees all keys, the one before it all but one, and so on."""
-    num_queries, num_keys = query.shape[0], key.shape[0]
+    """[pieces, queries, rows, heads, size]: the last query sees all keys, the one before it all but one, and so on."""
+    num_pieces, num_queries, num_rows = query.shape[:3]
+    num_keys = key.shape[1]
     mask = None
     if num_queries != num_keys:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
     attended = F.scaled_dot_product_attention(
-        *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+        *(tensor.permute(0, 2, 3, 1, 4).flatten(0, 1) for tensor in (query, key, value)),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
+        enable_gqa=query.shape[3] != key.shape[3],
     )
-    return attended.permute(2, 0, 1, 3)
+    return attended.unflatten(0, (num_pieces, num_rows)).permute(0, 3, 1, 2, 4)
 
 
 class _Gather(torch.autograd.Function):

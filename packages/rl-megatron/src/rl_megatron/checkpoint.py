@@ -7,7 +7,7 @@ reads what any other wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import Parameter
 
 from rl_core.errors import CheckpointError, RLError, WorkerError
 from rl_megatron.optimizer import Optimizer
@@ -222,6 +223,13 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, *, is_loa
     if optimizer is not None:
         state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading, metadata=_METADATA)
     return state
+
+
+def sharded_parameters(chunks: Sequence[Any]) -> Iterator[tuple[Parameter, ShardedTensor | ShardedTensorFactory]]:
+    """Each parameter of this rank and where it lies in the whole model, as a state has it."""
+    for part in nested_values(_sharded_state(chunks, None, is_loading=False)):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and isinstance(part.data, Parameter):
+            yield part.data, part
 
 
 def _require_complete(directory: Path) -> int:

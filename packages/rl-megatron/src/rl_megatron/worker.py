@@ -38,6 +38,7 @@ from rl_megatron.model import build_chunks, open_bridge
 from rl_megatron.offloading import HostCopy
 from rl_megatron.optimizer import Optimizer, wrap_for_training
 from rl_megatron.options import SECTIONS, mesh_of
+from rl_megatron.perturbation import Perturbation
 from rl_megatron.routing import Routing
 from rl_megatron.saved_model import write_config, write_weights
 from rl_megatron.schedule import run_schedule
@@ -50,7 +51,7 @@ _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "pre
 
 
 class MegatronWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver` and `Inspectable` of `rl_core.interfaces`.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable` and `Inspectable` of `rl_core.interfaces`.
 
     Its process has no other Megatron model that is trained: the mesh is the process's own.
     """
@@ -67,6 +68,7 @@ class MegatronWorker:
         self._parameters_out, self._optimizer_out = HostCopy(), HostCopy()
         self._has_gradients = False
         self._background: BackgroundWriter | None = None
+        self._perturbation: Perturbation | None = None
         self.scorer: TokenScorer | ValueScorer | None = None
         last = unwrap_model(self.chunks)[-1]
         if last.post_process:
@@ -147,6 +149,17 @@ class MegatronWorker:
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`."""
         return sender.send(self.export_weights(max_bucket_bytes), version)
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Noise on every trained parameter, until `restore`; the same on any mesh."""
+        self.restore()
+        self._perturbation = Perturbation.perturb(self.chunks, seed=seed, scale=scale)
+
+    def restore(self) -> None:
+        """Takes the noise away again."""
+        if self._perturbation is not None:
+            self._perturbation.restore()
+            self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
         """Writes weights and, of a trained model, optimizer and schedule."""

@@ -1,0 +1,129 @@
+"""Router replay with the routes of real vLLM servers: how far Megatron's log-probs are from the engine's.
+
+Rounding in bfloat16 tips routers over, so engine and trainer send some tokens to different experts. In float32 they
+agree, and replay must not take anything from that. docs/performance.md has the figures: `-s` prints them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Completion, GenerateRequest, ModelConfig, WorkerSpec
+from rl_core.testing.backend import PRELOADED
+from rl_core.testing.ranks import RankGroup
+from rl_core.workers import MicroBatchLimits
+from rl_megatron import MegatronOptions, megatron
+from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, start_servers, stop_servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PRELOADED["rl_megatron.worker"] = None
+NUM_SEQUENCES, RESPONSE_TOKENS = 64, 64
+
+
+@attrs.frozen(kw_only=True)
+class Differences:
+    """|engine − trainer| in nats over all sampled tokens."""
+
+    mean: float
+    largest: float
+
+
+@pytest.fixture(scope="module")
+def bf16_server(moe_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The float32 server's model in bfloat16."""
+    config = engine_config(
+        Path(moe_server.model_path),
+        tmp_path_factory.mktemp("bf16"),
+        enable_return_routed_experts=True,
+        model_dtype="bfloat16",
+    )
+    running = start_servers(config)
+    yield running[0]
+    stop_servers(running)
+
+
+def differences(server: RunningServer, directory: Path, *, bf16: bool) -> dict[str, Differences]:
+    """With and without replay."""
+    batch = asyncio.run(sampled_batch(server))
+    routed = "routed_experts", "routed"
+    return {
+        "replay": scored(batch, server, MegatronOptions(moe_enable_routing_replay=True), directory, bf16=bf16),
+        "own routers": scored(batch.without_columns(*routed), server, MegatronOptions(), directory, bf16=bf16),
+    }
+
+
+async def sampled_batch(server: RunningServer) -> Batch:
+    """Responses of the server, with its log-probs and routes."""
+    client = await connect(server)
+    dice = random.Random(0)
+    prompts = [tuple(dice.randrange(40) for _ in range(dice.randint(4, 40))) for _ in range(NUM_SEQUENCES)]
+    asked = [
+        request(f"replay-{i}", prompt, seed=i, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
+    try:
+        answers = await asyncio.gather(*(client.generate(each) for each in asked))
+    finally:
+        await client.close()
+    return Batch.from_sequences([sequence(each, answer) for each, (answer,) in zip(asked, answers, strict=True)])
+
+
+def sequence(asked: GenerateRequest, answer: Completion) -> dict[str, Any]:
+    assert answer.routed_experts is not None
+    sampled = np.repeat([False, True], [len(asked.prompt_tokens), len(answer.tokens)])
+    routes = answer.routed_experts
+    return {
+        "tokens": [*asked.prompt_tokens, *answer.tokens],
+        "sampled": sampled,
+        "loss_mask": sampled,
+        "rollout_logprobs": [0.0] * len(asked.prompt_tokens) + list(answer.logprobs),
+        "routed_experts": np.concatenate([routes, np.zeros_like(routes[:1])]),
+        "routed": np.arange(len(sampled)) < len(routes),
+    }
+
+
+def scored(
+    batch: Batch, server: RunningServer, options: MegatronOptions, directory: Path, *, bf16: bool
+) -> Differences:
+    spec = WorkerSpec(
+        role="policy",
+        model=ModelConfig(path=server.model_path),
+        optimizer=None,
+        options=options,
+        bf16=bf16,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        logprobs_chunk_size=1024,
+        total_optimizer_steps=None,
+        seed=0,
+        num_threads=1,
+    )
+    group = RankGroup(megatron, spec, 1, directory=directory, timeout_s=300)
+    logprobs_T = group.forward(batch, MicroBatchLimits(max_sequences=16), temperature=1.0)["logprobs"]
+    group.close()
+    difference_T = (logprobs_T - batch["rollout_logprobs"])[batch["sampled"]].abs()
+    assert len(difference_T) == NUM_SEQUENCES * RESPONSE_TOKENS
+    return Differences(mean=float(difference_T.mean()), largest=float(difference_T.max()))
+
+
+def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningServer, tmp_path: Path):
+    found = differences(bf16_server, tmp_path, bf16=True)
+    print("\nbfloat16", found)
+    assert found["replay"].mean < found["own routers"].mean
+    assert found["replay"].largest < found["own routers"].largest
+
+
+def test_replay_takes_nothing_from_the_agreement_with_a_float32_engine(moe_server: RunningServer, tmp_path: Path):
+    found = differences(moe_server, tmp_path, bf16=False)
+    print("\nfloat32", found)
+    assert found["replay"].mean <= found["own routers"].mean + 1e-6, "float32's rounding of a sum of log-probs"
+    assert found["replay"].largest < 1e-4
