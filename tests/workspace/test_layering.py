@@ -28,6 +28,7 @@ MAY_IMPORT = {
 }
 FLOORS = (
     "errors",
+    "state_files",
     "model_shape",
     "batch",
     "routes",
@@ -37,6 +38,7 @@ FLOORS = (
     "algorithms",
     "interfaces",
     "weights",
+    "model_files",
     "plugins",
     "workers",
     "testing",

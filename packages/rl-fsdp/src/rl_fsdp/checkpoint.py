@@ -6,7 +6,6 @@ checks all that before it changes anything.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from rl_core.errors import CheckpointError, WorkerError
+from rl_core.state_files import require_complete_state, write_state_list
 from rl_fsdp.ranks import Ranks
 
-_LIST = "state.json"
 _INDEX = ".metadata"
 
 
@@ -114,7 +113,7 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks |
     """
 
     def check() -> int:
-        steps_done = _require_complete(directory)
+        steps_done = require_complete_state(directory)
         _require_same_tensors(directory, tensors)
         return steps_done
 
@@ -150,24 +149,8 @@ def _not_written(directory: Path, how: str, error: BaseException) -> Exception:
 
 
 def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:
-    names = sorted({_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())})
-    files = {name: (directory / name).stat().st_size for name in names}
-    (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
-
-
-def _require_complete(directory: Path) -> int:
-    path = directory / _LIST
-    try:
-        listed = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: missing or incomplete ({error}); resume from an earlier checkpoint") from error
-    for name, num_bytes in listed["files"].items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != num_bytes:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{path}: {state}, expected {num_bytes} bytes; resume from an earlier checkpoint")
-    return listed["steps_done"]
+    names = {_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())}
+    write_state_list(directory, names, steps_done=steps_done)
 
 
 def _require_same_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -7,40 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.weights import pack_buckets, unpack_bucket
-
-_MAX_FILE_BYTES = 2 << 30
+from rl_core.model_files import write_weights
 
 
-def write_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, *, is_first: bool) -> None:
-    """Drains `tensors` (whole ones, gathered as they are asked for) on every rank; rank 0 writes them.
-
-    One file, or several and their index, as transformers reads them.
-    """
-    if not is_first:
-        for _ in tensors:
-            pass
+def write_whole_weights(tensors: Iterator[tuple[str, Tensor]], directory: Path, *, is_first: bool) -> None:
+    """Drains `tensors` (whole ones, gathered as they are asked for) on every rank; rank 0 writes them."""
+    if is_first:
+        write_weights(tensors, directory)
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    parts, num_bytes = [], 0
-    for bucket in pack_buckets(tensors, _MAX_FILE_BYTES):
-        part = directory / f"part-{len(parts)}"
-        save_file({name: tensor.clone() for name, tensor in unpack_bucket(bucket)}, part, {"format": "pt"})
-        parts.append((part, bucket.names))
-        num_bytes += bucket.data.numel()
-    if len(parts) == 1:
-        parts[0][0].rename(directory / "model.safetensors")
-        return
-    file_of = {}
-    for i, (part, names) in enumerate(parts, start=1):
-        file = part.rename(directory / f"model-{i:05d}-of-{len(parts):05d}.safetensors")
-        file_of.update(dict.fromkeys(names, file.name))
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for _ in tensors:
+        pass
 
 
 def write_config(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> None:

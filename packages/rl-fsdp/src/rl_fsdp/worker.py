@@ -38,7 +38,7 @@ from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
 from rl_fsdp.perturbation import Perturbation
 from rl_fsdp.ranks import Ranks
-from rl_fsdp.saved_model import write_config, write_weights
+from rl_fsdp.saved_model import write_config, write_whole_weights
 from rl_fsdp.shards import Shards, TensorShards
 from rl_fsdp.start import Generation, start_shards
 from rl_fsdp.value_head import ValueScorer, save_head
@@ -200,7 +200,7 @@ class FsdpWorker:
         Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
-        write_weights(
+        write_whole_weights(
             chain(self.shards.model_weights(), persistent_buffers(model).items()), directory, is_first=is_first
         )
         if is_first:

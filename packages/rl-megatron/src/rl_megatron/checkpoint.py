@@ -6,7 +6,6 @@ reads what any other wrote.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,9 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Parameter
 
 from rl_core.errors import CheckpointError, RLError, WorkerError
+from rl_core.state_files import STATE_LIST, require_complete_state, write_state_list
 from rl_megatron.optimizer import Optimizer
 
-_LIST = "state.json"
 _METADATA = {
     # Optimizer state in the shape of the parameters, gathered over data-parallel ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -154,8 +153,8 @@ def _write_list(directory: Path, steps_done: int) -> None:
         for path in directory.iterdir():
             if not path.stat().st_size:
                 path.unlink()  # torch leaves one for a rank that had nothing to write
-        files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _LIST}
-        (directory / _LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
+        names = {path.name for path in directory.iterdir()} - {STATE_LIST}
+        write_state_list(directory, names, steps_done=steps_done)
 
 
 def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None) -> int:
@@ -164,7 +163,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
     Raises:
         CheckpointError: a file is missing or cut off (nothing has changed then), or it is another model's.
     """
-    steps_done = agree(lambda: _require_complete(directory))
+    steps_done = agree(lambda: require_complete_state(directory))
     try:
         state: Any = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(directory))
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
@@ -230,18 +229,3 @@ def sharded_parameters(chunks: Sequence[Any]) -> Iterator[tuple[Parameter, Shard
     for part in nested_values(_sharded_state(chunks, None, is_loading=False)):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and isinstance(part.data, Parameter):
             yield part.data, part
-
-
-def _require_complete(directory: Path) -> int:
-    path = directory / _LIST
-    try:
-        listed = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: missing or incomplete ({error}); resume from an earlier checkpoint") from error
-    for name, num_bytes in listed["files"].items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != num_bytes:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{path}: {state}, expected {num_bytes} bytes; resume from an earlier checkpoint")
-    return listed["steps_done"]

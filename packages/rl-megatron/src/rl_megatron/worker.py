@@ -26,6 +26,7 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
+from rl_core.model_files import write_weights
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
@@ -40,7 +41,7 @@ from rl_megatron.optimizer import Optimizer, wrap_for_training
 from rl_megatron.options import SECTIONS, mesh_of
 from rl_megatron.perturbation import Perturbation
 from rl_megatron.routing import Routing
-from rl_megatron.saved_model import write_config, write_weights
+from rl_megatron.saved_model import write_config
 from rl_megatron.schedule import run_schedule
 from rl_megatron.scoring import TokenScorer, zero_of
 from rl_megatron.start import join, leave

@@ -1,0 +1,48 @@
+"""What backends write: a model's weights as one file or several, and the list that makes a state whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_core.errors import CheckpointError
+from rl_core.model_files import write_weights
+from rl_core.state_files import require_complete_state, write_state_list
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
+
+
+def test_weights_that_fit_into_one_file_are_one_file(tmp_path):
+    write_weights(WEIGHTS.items(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), WEIGHTS, rtol=0, atol=0)
+
+
+def test_weights_of_several_files_are_found_by_their_index(tmp_path):
+    write_weights(WEIGHTS.items(), tmp_path, max_file_bytes=16)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in WEIGHTS.values())
+    found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    torch.testing.assert_close(found, WEIGHTS, rtol=0, atol=0)
+
+
+def test_a_state_is_there_when_all_its_files_are(tmp_path):
+    (tmp_path / "rank0").write_bytes(b"12345")
+    with pytest.raises(CheckpointError, match=r"state\.json: missing or incomplete"):
+        require_complete_state(tmp_path)
+    write_state_list(tmp_path, ["rank0"], steps_done=3)
+    assert require_complete_state(tmp_path) == 3
+    (tmp_path / "rank0").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match="rank0: has 4 bytes, expected 5 bytes"):
+        require_complete_state(tmp_path)
+    (tmp_path / "rank0").unlink()
+    with pytest.raises(CheckpointError, match="rank0: is missing, expected 5 bytes"):
+        require_complete_state(tmp_path)
