@@ -3,7 +3,7 @@
 A Mixture-of-Experts Qwen3 in float32 with 16 experts, of which a token takes 4.
 
     time     a forward and backward pass in which the routers follow the batch's routes, over one with Megatron's
-             routers as they are; both on one model, in turns, medians
+             routers as they are; both on one model, in turns; median of the rounds' ratios
     bytes    of routes, for each of 16 ranks (tensor 2, pipeline 2, context 2, data 2): what arrives with its part of
              the batch, what moves to its device, and the least that could: its own tokens, its own layers
     load     tokens of the fullest expert over the mean of all, worst layer, padding included: with padding dealt, and
@@ -146,7 +146,7 @@ def rows_seen(offsets: np.ndarray, sequences: np.ndarray, rank: int) -> np.ndarr
 
 
 def show_time(worker: Any, batch: Batch, rounds: int) -> None:
-    """Medians of passes in turns."""
+    """Medians of passes in turns, and of the ratios within each round: load of others comes and goes more slowly."""
     plan = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=1, max_tokens=2048)[0]
     micro_batches = [m.tolist() for m in plan]
     loss = LossSpec(name="cross_entropy")
@@ -162,8 +162,9 @@ def show_time(worker: Any, batch: Batch, rounds: int) -> None:
 
     seconds = alternate({"plain routers": plain, "replay": replayed}, rounds)
     print("\nforward and backward")
-    for name, value in seconds.items():
-        print(f"{name:30} {value * 1e3:9.0f} ms   ratio {value / seconds['plain routers']:.3f}", flush=True)
+    for name, values in seconds.items():
+        ratio = statistics.median(v / base for v, base in zip(values, seconds["plain routers"], strict=True))
+        print(f"{name:30} {statistics.median(values) * 1e3:9.0f} ms   ratio {ratio:.3f}", flush=True)
 
 
 @contextmanager
@@ -210,8 +211,8 @@ def show_load(worker: Any, batch: Batch) -> None:
     chunks._padding_experts = dealt
 
 
-def alternate(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each; rounds take turns, and the first one is not counted."""
+def alternate(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in every round but the first."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -219,7 +220,7 @@ def alternate(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
             step()
             if number:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 if __name__ == "__main__":
