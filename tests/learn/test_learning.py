@@ -49,7 +49,6 @@ TP2_PP2 = (
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
-EIGHTY_STEPS = "trainer.max_training_steps=80"
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -152,7 +151,7 @@ CASES = (
             (
                 "tp2_pp2_vllm",
                 "Megatron on four Ray ranks, sampled by a vLLM server",
-                (*TP2_PP2, *ONE_VLLM_SERVER, EIGHTY_STEPS),
+                ("trainer.max_training_steps=100", *TP2_PP2, *ONE_VLLM_SERVER),
             ),
         )
     ),
@@ -161,7 +160,6 @@ CASES = (
         says="Qwen3-MoE: its experts on two Ray ranks, which follow the engine's routes (router replay)",
         overrides=(
             "trainer.strategy=megatron",
-            EIGHTY_STEPS,
             "trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0",
             "trainer.placement.policy_num_gpus_per_node=2",
             "trainer.policy.megatron_config.expert_model_parallel_size=2",
