@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -51,8 +50,6 @@ class PlainDdpBackend:
         for remedy, is_asked in refused.items():
             if is_asked:
                 raise ConfigError(f"trainer.strategy 'plain_ddp' needs {remedy}")
-        if not Path(spec.model.path or "", "config.json").is_file():
-            raise ConfigError(f"model.path: {spec.model.path!r} is no directory with a Hugging Face model")
 
     def needs_own_process(self) -> bool:
         """One rank patches nothing."""

@@ -303,7 +303,10 @@ class Backend(Protocol):
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for whatever this backend cannot train correctly, before any process is started."""
+        """Raises ConfigError for whatever this backend cannot train correctly, before any process is started.
+
+        A model that is not there yet is none of it: recipes may make theirs after this call.
+        """
         ...
 
     def needs_own_process(self) -> bool:
