@@ -103,12 +103,15 @@ def _quoted(override: str) -> str:
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
+    from cycler import cycler
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.8), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.5, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=colormaps["tab10"].colors))
     for result in results:
         axes.plot(*zip(*result.curve, strict=True), lw=1.5, marker="o", ms=3, label=result.case)
     axes.set_ylim(0, 1.02)
@@ -116,7 +119,7 @@ def _draw(results: Sequence[Result], path: Path) -> None:
     axes.set_ylabel("held-out accuracy")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(frameon=False, fontsize="small", loc="lower right")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, metadata={"Software": None})
 
 
