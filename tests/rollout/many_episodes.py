@@ -122,11 +122,10 @@ async def play_disturbed(bench: Bench, first_version: int) -> tuple[list[Traject
         TokenCodec(bench.tokenizer, chat_template_kwargs={}),
         Episodes(environment_of=lambda row: lambda row, options: Chatter(next(numbers)), limits=Limits(max_turns=8)),
     )
-    disturbing = asyncio.create_task(disturbance.run(seed=0))
-    trajectories = await play_all(generator, first_version)
-    assert not disturbing.done(), "the disturbance ended before the episodes"
-    disturbance.ended = True
-    await disturbing
+    async with asyncio.TaskGroup() as together:  # an error of the one ends the other
+        together.create_task(disturbance.run(seed=0))
+        trajectories = await play_all(generator, first_version)
+        disturbance.ended = True
     return trajectories, watched, disturbance
 
 

@@ -135,6 +135,17 @@ async def test_chat_answers_in_text(client: RemoteInferenceClient):
 # --- routed experts -------------------------------------------------------------------------------------------------
 
 
+async def test_prompts_that_take_several_steps_keep_their_seeds(client: RemoteInferenceClient):
+    """Together they are longer than `max_num_batched_tokens`, so some are read in parts; alone none is."""
+    prompts = [tuple((7 * row + place) % 40 for place in range(400)) for row in range(12)]
+    params = {"max_tokens": 8, "ignore_eos": True}
+    together = [request(f"parts-{row}", prompt, seed=row, **params) for row, prompt in enumerate(prompts)]
+    answers = await asyncio.gather(*(client.generate(each) for each in together))
+    for row, (prompt, (answer,)) in enumerate(zip(prompts, answers, strict=True)):
+        (alone,) = await client.generate(request(f"alone-{row}", prompt, seed=row, **params))
+        assert answer.tokens == alone.tokens
+
+
 async def test_routed_experts_are_the_routers_own_choices(moe_client: RemoteInferenceClient, moe_server: RunningServer):
     """Of fresh prompts, of turns that begin with an earlier one (prefix cache), of a retry, and across a pause."""
     router = _Router(moe_server.model_path)

@@ -1,6 +1,7 @@
-"""What vLLM gets wrong about loading weights again, repaired. Imported in every worker, before it loads its model.
+"""What vLLM gets wrong about loading weights again, and about seeds on CPUs, repaired.
 
-Each fix names version and fault, says when it can go, and fails loudly where vLLM no longer has what it wraps.
+Imported in every worker, before it loads its model. Each fix names version and fault, says when it can go, and fails
+loudly where vLLM no longer has what it wraps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _MARK = "_rl_repacks_experts"
 def apply() -> None:
     """Applies all fixes; a second call does nothing."""
     repack_moe_experts_on_cpu()
+    rewind_generators_on_cpu()
 
 
 def repack_moe_experts_on_cpu() -> None:
@@ -68,6 +70,50 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
     for head in heads:
         if head.weight.data_ptr() in embeddings:
             head.quant_method.process_weights_after_loading(head)
+
+
+def rewind_generators_on_cpu() -> None:
+    """vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps ends the engine.
+
+    What is sampled after a part of a prompt is thrown away, and the request's generator is set back by CUDA's offset,
+    which a generator on the CPU does not have. Here it gets back the state that it had before.
+    Shown by tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds. Can go when that
+    passes without.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, keep_books = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+    if hasattr(sample, _MARK):
+        return
+
+    def has_part_of_prompt(self: Any, row: int) -> bool:
+        return bool(self.discard_request_mask.np[row])
+
+    @functools.wraps(sample)
+    def sample_and_rewind(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        generators = self.input_batch.generators.items()
+        before = [(g, g.get_state()) for row, g in generators if has_part_of_prompt(self, row)]
+        sampled = sample(self, logits, spec_decode_metadata)
+        for generator, state in before:
+            generator.set_state(state)
+        return sampled
+
+    @functools.wraps(keep_books)
+    def keep_books_without_rewinding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        self.input_batch.generators = {row: g for row, g in generators.items() if not has_part_of_prompt(self, row)}
+        try:
+            return keep_books(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    setattr(sample_and_rewind, _MARK, True)
+    CPUModelRunner._sample = sample_and_rewind
+    CPUModelRunner._bookkeeping_sync = keep_books_without_rewinding
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
