@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.algorithms.objective import sum_metrics
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError, WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
@@ -35,6 +35,8 @@ class PlainDdpWorker:
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         self.spec, self.rank, self.steps_done = spec, rank, 0
+        if not Path(spec.model.path or "", "config.json").is_file():
+            raise ConfigError(f"model.path: {spec.model.path!r} is no directory with a Hugging Face model")
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         if rank.world_size > 1:
