@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -134,16 +133,17 @@ class Bench:
         return tasks
 
 
-class InferenceClientConformance(ABC):
+class InferenceClientConformance:
     """Subclass, set `transport`, write `create_client`, run pytest."""
 
     transport: ClassVar[WeightTransport]
     tolerance: ClassVar[float] = 1e-5
     """Largest difference of a log-prob from a plain forward pass; the default is right for float32."""
 
-    @abstractmethod
     async def create_client(self, model_path: str) -> InferenceClient:
         """An engine that serves the checkpoint in float32."""
+        # Not an abstract method: pytest passes over abstract classes in silence, with all their tests.
+        raise NotImplementedError(f"{type(self).__name__} has neither create_client nor a fixture `bench`")
 
     @pytest.fixture(scope="class")
     @classmethod
