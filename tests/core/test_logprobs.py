@@ -45,6 +45,14 @@ def test_values_and_gradients_equal_those_of_full_logits(use, chunk_tokens, has_
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
 
 
+def test_results_own_their_memory():
+    # FSDP2 warns of a wrapped module that returns a view: a change in place would drop its hook.
+    tensors, targets_T = inputs()
+    logprobs_T, entropies_T = chunked_logprobs(**tensors, targets_T=targets_T, temperature=1.0, chunk_tokens=4)
+    assert logprobs_T._base is None
+    assert entropies_T._base is None
+
+
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_gradcheck(with_entropy):
     tensors, targets_T = inputs(num_tokens=5)

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import ModelConfig
@@ -98,4 +99,16 @@ def test_rotary_scaling_that_megatron_computes_otherwise_is_refused(tmp_path: Pa
     with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
         path = make_checkpoint(tmp_path / "linear", rope_parameters=scaled)
         with pytest.raises(ConfigError, match="linear"):
+            case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("missing", ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_a_checkpoint_that_lacks_a_weight_is_refused(missing: str, tmp_path: Path):
+    with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
+        path = make_checkpoint(tmp_path / "lacking")
+        file = path / "model.safetensors"
+        weights_of_file = load_file(file)
+        del weights_of_file[missing]
+        save_file(weights_of_file, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"lacking has no weight for Megatron's decoder\.layers\.\d"):
             case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))

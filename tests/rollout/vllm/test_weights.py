@@ -144,7 +144,7 @@ async def _five_syncs(engine: EngineInProcess) -> dict[str, list[float]]:
 
 
 async def _moe(engine: EngineInProcess) -> dict[str, Any]:
-    from rl_rollout.vllm.weights import fixes
+    from rl_rollout.vllm import fixes
 
     expert = "model.layers.1.mlp.experts.3.down_proj.weight"
     found: dict[str, Any] = {"expert left out": await _proof(engine, "files", leave_out=expert)}

@@ -82,7 +82,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = _softmax_dtype(hidden_TH)
-        lse_T, logprobs_T = hidden_TH.new_empty((2, targets_T.numel()), dtype=dtype)
+        lse_T, logprobs_T = (hidden_TH.new_empty(targets_T.numel(), dtype=dtype) for _ in range(2))
         entropies_T = torch.empty_like(lse_T) if with_entropy else None
         with torch.autocast(hidden_TH.device.type, enabled=False):
             logits = _Logits(

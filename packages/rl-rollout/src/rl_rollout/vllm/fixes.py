@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.errors import WeightSyncError
 
-_MARK = "_rl_repacks_experts"
+_MARK = "_rl_fixed"
 
 
 def apply() -> None:
