@@ -29,6 +29,9 @@ VENV := .venv
 READY := $(VENV)/ready
 QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
+# Tests that leave cores idle run side by side; those with Ray or servers of their own take the whole machine, one by one.
+ONE_CORE_TESTS := tests/core tests/fsdp tests/megatron tests/workspace
+SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
 PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -58,13 +61,18 @@ quickstart: $(QUICKSTART_READY)  ## teach a small model to add, in minutes, into
 	$(RUN)rl train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart $(ARGS)
 
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
+ifeq ($(ARGS),)
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(ONE_CORE_TESTS)
+	$(RUN)python -m pytest $(addprefix --ignore=,$(ONE_CORE_TESTS))
+else
 	$(RUN)python -m pytest $(ARGS)
+endif
 
 check: $(READY)  ## lint, format, types, fast tests: under three minutes
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
-	$(RUN)python -m pytest tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
 
 learn: $(READY)  ## train until the curves of docs/ are reached, hours (CASE=name runs one)
 	$(RUN)python -m pytest -m learn --timeout=0 $(if $(CASE),-k $(CASE)) $(ARGS)
@@ -83,7 +91,7 @@ docs: $(READY)  ## write the generated pages of docs/ again
 
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
 	rm -rf .parity
-	RL_PARITY_DIR=.parity $(RUN)python -m pytest tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
+	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
 	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose

@@ -51,7 +51,7 @@ def test_two_steps_that_continue_each_other_by_hand():
     assert batch["rewards"].tolist() == [0, 0, 0.5, 0, 1.0]
     assert (batch["step_index"].tolist(), batch["is_last_step"].tolist()) == ([0], [True])
     assert merge.token_index.tolist() == [5, 6, 7, 3, 4]
-    assert merge.input_index.tolist() == [5, 6, 2, 3, 4]
+    assert merge.input_index.tolist() == [0, 1, 2, 3, 4]
     assert merge.tokens_saved == 3 / 8
 
 
@@ -79,7 +79,7 @@ def test_trajectories_never_merge_with_each_other():
     assert batch.num_sequences == 2
 
 
-def test_routed_experts_of_a_steps_last_token_come_from_the_step_that_fed_it():
+def test_routed_experts_are_the_last_steps_which_fed_every_token_but_its_last():
     def routes(first: int, count: int, known: list[bool]) -> dict:
         return {"routed_experts": np.arange(first, first + count).reshape(-1, 1, 1), "routed": known}
 
@@ -93,7 +93,7 @@ def test_routed_experts_of_a_steps_last_token_come_from_the_step_that_fed_it():
         routed=torch.tensor(steps[0]["routed"] + steps[1]["routed"]),
     )
     merged, _ = merge_steps(batch)
-    assert merged["routed_experts"].flatten().tolist() == [10, 11, 22, 23, 24]
+    assert merged["routed_experts"].flatten().tolist() == [20, 21, 22, 23, 24]
     assert merged["routed"].tolist() == [True, True, True, True, False]
 
 

@@ -1,7 +1,7 @@
 """Megatron passes the suite that every backend must pass, on every kind of mesh that it offers.
 
-One rank and two data-parallel ones run all checks; the ways to split a model, and their mixtures, those behind
-`docs/parity.md`. Mixture-of-Experts models follow given routes, since rounding could tip a router's own choice.
+One rank and two data-parallel ones run all checks; other settings, the ways to split a model, and their mixtures, those
+behind `docs/parity.md`. Mixture-of-Experts models follow given routes, since rounding could tip a router's own choice.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def routed(world_size: int, checkpoint: dict[str, Any] = QWEN_MOE, **options: in
 
 
 ONE = Variant(checkpoint=UNTIED)
+SETTINGS = tuple(attrs.evolve(variant, parity_only=True) for variant in VARIANTS if variant != ONE)
 DATA = Variant(world_size=2, checkpoint=UNTIED)
 TENSOR = mesh(2, **{TP: 2})
 CONTEXT = mesh(2, **{CP: 2})
@@ -75,7 +76,7 @@ SPARSE = (
 class TestMegatron(BackendConformance):
     backend = megatron
     options = MegatronOptions()
-    variants = (*VARIANTS, DATA, *DENSE, *SPARSE)
+    variants = (ONE, *SETTINGS, DATA, *DENSE, *SPARSE)
     resumes = (
         (DATA, ONE),
         (ONE, TENSOR),

@@ -3,6 +3,7 @@
 Step k+1 of an agent usually begins with the whole text of step k, and training on both computes that text twice. The
 model is causal: its output at a token depends on the tokens before it alone. So one pass over the last step's text
 yields what all the steps would. Each token is taken from the first step that has it: the one that sampled it, if any.
+Its routed experts are the last step's, which fed every token but its last: a later turn's replace earlier ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ class PrefixMerge:
     token_index: IntArray
     """[U] for what speaks of the token itself or of predicting it: where the first step that has the token holds it."""
     input_index: IntArray
-    """[U] for what speaks of the token as an INPUT (routed experts): as `token_index`, but a step's last token, which
-    that step never fed to the model, comes from the next step."""
+    """[U] for what speaks of the token as an INPUT (routed experts): where the last step holds the token."""
     last_step: IntArray
     """[M] the row of the last step in each merged sequence, ascending."""
     num_tokens_before: int
@@ -139,22 +139,17 @@ def _continues(
 
 def _merge(chains: list[list[int]], offsets: IntArray) -> PrefixMerge:
     lengths = np.diff(offsets)
-    token_parts, input_parts = [], []
+    token_parts: list[IntArray] = []
     for chain in chains:
-        ends = lengths[chain]
-        token_parts += _owned(offsets[chain], np.append(0, ends[:-1]), ends)
-        inputs_end = np.append(ends[:-1] - 1, ends[-1])
-        input_parts += _owned(offsets[chain], np.append(0, inputs_end[:-1]), inputs_end)
+        new_from = 0
+        for row in chain:
+            token_parts.append(np.arange(offsets[row] + new_from, offsets[row + 1]))
+            new_from = lengths[row]
     last_step = np.array([chain[-1] for chain in chains], np.int64)
     return PrefixMerge(
         offsets=np.concatenate([[0], np.cumsum(lengths[last_step])]),
         token_index=np.concatenate(token_parts),
-        input_index=np.concatenate(input_parts),
+        input_index=np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in last_step]),
         last_step=last_step,
         num_tokens_before=int(offsets[-1]),
     )
-
-
-def _owned(starts: IntArray, first: IntArray, end: IntArray) -> list[IntArray]:
-    """Stream indices of the positions first…end−1 of each step."""
-    return [start + np.arange(a, b) for start, a, b in zip(starts, first, end, strict=True)]

@@ -14,6 +14,9 @@ _KEEP_ALIVE_S = 60.0
 """Shorter than the server's 75 s: an idle connection is dropped here first, never under a request."""
 _CONNECT_S = 10.0
 _REFUSED, _BAD_WEIGHTS, _UNAVAILABLE = 400, 409, 503
+_NO_TOKEN, _NO_ROUTE = 401, 404
+TOKEN_VARIABLE = "RL_SERVER_TOKEN"
+"""Environment variable: the access token of servers and of those who call them."""
 
 
 class ServerGone(Exception):
@@ -61,6 +64,15 @@ class Connection:
             raise WeightSyncError(message)
         if status == _REFUSED:
             raise GenerationError(message)
+        if status == _NO_TOKEN:
+            raise GenerationError(
+                f"{self.name} at {self.url} asks for an access token: set {TOKEN_VARIABLE} to that of its start"
+            )
+        if status == _NO_ROUTE:
+            raise GenerationError(
+                f"{self.name} at {self.url} has no /rl/{method}: start it with python -m rl_rollout.vllm.serve, of the "
+                "version that this run has"
+            )
         raise GenerationError(f"{message} (HTTP status {status}); its log says more")
 
     async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:

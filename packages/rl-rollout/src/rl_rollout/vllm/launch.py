@@ -12,6 +12,7 @@ import attrs
 
 from rl_core.workers.ray_ranks import ray_session
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.engine_arguments import engine_arguments
 from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
 from rl_rollout.vllm.pool import Pool
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from rl_core.config import Config
 
 logger = logging.getLogger(__name__)
-
-TOKEN_VARIABLE = "RL_SERVER_TOKEN"
 
 
 async def create_client(config: Config) -> RemoteInferenceClient:

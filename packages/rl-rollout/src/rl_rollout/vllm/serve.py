@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from rl_core.config import load
 from rl_core.errors import ConfigError, RLError
+from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.engine_arguments import engine_arguments
-from rl_rollout.vllm.launch import TOKEN_VARIABLE, cpu_environment, is_loopback
+from rl_rollout.vllm.launch import cpu_environment, is_loopback
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
 
 

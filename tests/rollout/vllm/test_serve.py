@@ -1,0 +1,137 @@
+"""Servers that somebody else started (`rl_rollout.vllm.serve`), named by a configuration: a token, and split models."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from rl_core.config import Config, dump_yaml
+from rl_core.errors import GenerationError
+from rl_rollout.vllm import serve
+from rl_rollout.vllm.connection import TOKEN_VARIABLE
+from rl_rollout.vllm.plugin import vllm
+from tests.rollout.vllm.servers import engine_config, request, write_model
+from tests.rollout.vllm.trainers import Trainer, policy_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HOST = "127.0.0.2"
+"""Another of this machine's own addresses, and none of those that need no token."""
+TOKEN = "a token for this test"
+START_S = 300.0
+
+
+@attrs.frozen
+class Split:
+    """A model and how its engine is split."""
+
+    num_experts: int = 0
+    num_workers: int = 2
+    engine: dict[str, Any] = attrs.field(factory=dict)
+
+
+SPLITS = {
+    "tensor and expert parallel": Split(
+        num_experts=8,
+        engine={"tensor_parallel_size": 2, "expert_parallel_size": 2, "enable_return_routed_experts": True},
+    ),
+    "pipeline parallel": Split(engine={"pipeline_parallel_size": 2}),
+    "data parallel": Split(engine={"data_parallel_size": 2}),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Served:
+    """A server, and the configuration of a run that uses it."""
+
+    process: subprocess.Popen[bytes]
+    split: Split
+    model_path: Path
+    config: Config
+
+
+@pytest.fixture(scope="module", params=SPLITS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server started as the documentation says, on a free port."""
+    split, directory = SPLITS[request.param], tmp_path_factory.mktemp("served")
+    model_path = write_model(directory / "model", num_experts=split.num_experts)
+    (directory / "run.yaml").write_text(dump_yaml(engine_config(model_path, directory, **split.engine)))
+    command = [
+        sys.executable,
+        "-m",
+        "rl_rollout.vllm.serve",
+        str(directory / "run.yaml"),
+        "--host",
+        HOST,
+        "--port",
+        "0",
+    ]
+    log = directory / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | {TOKEN_VARIABLE: TOKEN}, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        config = engine_config(model_path, directory, **split.engine, external_server_urls=[_address(process, log)])
+        yield Served(process=process, split=split, model_path=model_path, config=config)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while True:
+        said = [line for line in log.read_text().splitlines() if line.startswith("serving at ")]
+        if said:
+            return said[0].removeprefix("serving at ")
+        assert process.poll() is None, log.read_text()[-5000:]
+        assert time.monotonic() < deadline, log.read_text()[-5000:]
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
+async def test_every_rank_of_its_engine_receives_verified_weights(served, transport, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    client = await vllm.create(served.config)
+    assert client.num_weight_receivers() == served.split.num_workers
+    try:
+        async with policy_of(served.model_path) as policy:
+            trainer = Trainer(policy, client, transport)
+            trainer.version = (await client.health()).version
+            await trainer.verification.prove()
+            await trainer.train()
+            await trainer.publish()
+            assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < 1e-4
+            (completion,) = await client.generate(request(f"sample-{transport}", max_tokens=8, ignore_eos=True))
+        assert completion.policy_versions == (trainer.version,) * 8
+        if served.split.num_experts:
+            assert completion.routed_experts.shape == (3 + 8 - 1, 2, 2)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("token", [None, "another token"])
+async def test_without_its_token_a_run_is_told_what_to_set(served, token, monkeypatch):
+    if token is None:
+        monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(GenerationError, match=f"asks for an access token.*{TOKEN_VARIABLE}"):
+        await vllm.create(served.config)
+
+
+def test_away_from_loopback_a_server_without_a_token_does_not_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))
+    assert serve.main([str(tmp_path / "run.yaml"), "--host", HOST]) == 2
+    assert f"set {TOKEN_VARIABLE}" in capsys.readouterr().err
