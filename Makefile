@@ -29,9 +29,9 @@ VENV := .venv
 READY := $(VENV)/ready
 QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
-# Tests that leave cores idle run side by side; those with Ray or servers of their own take the whole machine, one by one.
-ONE_CORE_TESTS := tests/core tests/fsdp tests/megatron tests/workspace
+# Most tests leave cores idle and run side by side; those around Ray or a server take the whole machine, one after another.
 SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
+ONE_AFTER_ANOTHER := tests/ray tests/rollout/vllm tests/third_party_backend tests/examples/test_killed_ranks.py
 PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -62,8 +62,8 @@ quickstart: $(QUICKSTART_READY)  ## teach a small model to add, in minutes, into
 
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
 ifeq ($(ARGS),)
-	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(ONE_CORE_TESTS)
-	$(RUN)python -m pytest $(addprefix --ignore=,$(ONE_CORE_TESTS))
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ONE_AFTER_ANOTHER))
+	$(RUN)python -m pytest $(ONE_AFTER_ANOTHER)
 else
 	$(RUN)python -m pytest $(ARGS)
 endif

@@ -16,6 +16,7 @@ from rl_core.config import (
     check_files,
     check_plugins,
     check_values,
+    correction_params,
     from_mapping,
     loss_params,
 )
@@ -25,6 +26,7 @@ from rl_core.errors import ConfigError, PluginError
 from rl_core.trainer.advantages import load_estimator
 from tests.core.fake_plugins import install
 
+CORRECTION = "trainer.algorithm.off_policy_correction"
 FUNCTIONS = """
 from rl_core.algorithms import TokenLoss
 
@@ -262,14 +264,34 @@ def test_every_plug_in_is_asked_before_a_run(
     [("loss_of_tokens", "weighs no advantages"), ("loss_that_corrects", "corrects by itself")],
 )
 def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict[str, Any], loss: str, message: str):
-    corrected = functions | {"trainer.algorithm.off_policy_correction.tis_ratio_type": "token"}
+    corrected = functions | {f"{CORRECTION}.tis_ratio_type": "token"}
     check_plugins(from_mapping(corrected))
     with pytest.raises(ConfigError, match=f"off_policy_correction: .*{message}"):
         check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
 
 
+@pytest.mark.parametrize(
+    ("change", "tis_ratio_type"),
+    [
+        ({"trainer.max_staleness": 2}, "token"),
+        ({"trainer.max_staleness": 0}, None),
+        ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "off"}, None),
+        ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "sequence"}, "sequence"),
+        ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_that_corrects"}, None),
+        ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_of_tokens"}, None),
+    ],
+)
+def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
+    functions: dict[str, Any], change: dict[str, Any], tis_ratio_type: str | None
+):
+    config = from_mapping(functions | change)
+    check_plugins(config)
+    params = correction_params(config)
+    assert (params and params["tis_ratio_type"]) == tis_ratio_type
+
+
 def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
-    key = "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low"
+    key = f"{CORRECTION}.token_mask_is_threshold_low"
     with pytest.raises(ConfigError, match=r"trainer\.algorithm\.off_policy_correction: token_mask_is_threshold_low"):
         check_plugins(from_mapping(functions | {key: 0.5}))
 

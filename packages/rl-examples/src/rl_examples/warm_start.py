@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,10 +97,14 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
 
 async def _save(group: WorkerGroup, directory: Path) -> None:
     """Whole or not at all: a run that finds the directory takes it for a finished model."""
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
     await group.save_model(partial)
-    partial.rename(directory)
+    try:
+        partial.rename(directory)
+    except OSError:
+        shutil.rmtree(partial)
+        if not directory.exists():  # else another run was first, with the same model
+            raise
 
 
 async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow]) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.config.checks import check, check_files, check_playing, check_plugins, check_values
-    from rl_core.config.function_params import advantage_params, loss_params, needs_critic
+    from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
     from rl_core.config.resolving import RULES, dump_yaml, resolve
@@ -60,6 +60,7 @@ _MODULES = {
     "resolve": "resolving",
     "dump_yaml": "resolving",
     "RULES": "resolving",
+    "correction_params": "function_params",
     "loss_params": "function_params",
     "advantage_params": "function_params",
     "needs_critic": "function_params",
@@ -98,6 +99,7 @@ __all__ = [
     "resolve",
     "dump_yaml",
     "RULES",
+    "correction_params",
     "loss_params",
     "advantage_params",
     "needs_critic",

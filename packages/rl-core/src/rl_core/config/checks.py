@@ -12,10 +12,8 @@ import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
 
-import attrs
-
 from rl_core import plugins
-from rl_core.config.function_params import loss_params, needs_critic, unread_params
+from rl_core.config.function_params import correction_params, loss_params, needs_critic, unread_params
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
@@ -228,8 +226,7 @@ def _check_loss(config: Config) -> None:
             f"{key}: {name!r} trains a critic, not a policy, and does so by itself with "
             "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
         )
-    if config.trainer.algorithm.off_policy_correction.is_active:
-        _check_correction(config, objective.required_columns)
+    _check_correction(config)
 
 
 def _check_critic(config: Config) -> None:
@@ -244,24 +241,17 @@ def _check_critic(config: Config) -> None:
         )
 
 
-def _check_correction(config: Config, loss_columns: tuple[str, ...]) -> None:
-    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+def _check_correction(config: Config) -> None:
     import torch
 
     from rl_core.algorithms.corrections import off_policy_correction
 
-    key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
-    if "advantages" not in loss_columns or "rollout_logprobs" in loss_columns:
-        reason = "corrects by itself" if "rollout_logprobs" in loss_columns else "weighs no advantages"
-        raise ConfigError(
-            f"{key}: the loss {name!r} {reason} and cannot use one; switch the corrections off or choose another loss"
-        )
     no_tokens, no_mask, no_index = torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-    settings = attrs.asdict(config.trainer.algorithm.off_policy_correction)
+    params = correction_params(config) or {}
     try:
-        off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **settings)
+        off_policy_correction(no_tokens, no_tokens, no_mask, no_index, **params)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"trainer.algorithm.off_policy_correction: {error}") from error
 
 
 # --- values ---------------------------------------------------------------------------------------------------------

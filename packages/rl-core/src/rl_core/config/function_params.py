@@ -15,6 +15,15 @@ LOSSES = "rl_core.policy_losses"
 ESTIMATORS = "rl_core.advantage_estimators"
 _FUNCTION_KEYS = ("grpo_norm_by_std", "gamma", "lambd", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "value_clip")
 """Keys of `trainer.algorithm` that nothing but such functions and the critic reads."""
+_CORRECTION_SWITCHES = (
+    "tis_ratio_type",
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
+"""Keys of `off_policy_correction` each of which switches a correction on."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
@@ -31,6 +40,38 @@ def advantage_params(config: Config) -> dict[str, Any]:
     """Of the advantage estimator, by the same rule from `advantage_params`."""
     algorithm = config.trainer.algorithm
     return _params(ESTIMATORS, "advantage_estimator", "advantage_params", algorithm)
+
+
+def correction_params(config: Config) -> dict[str, Any] | None:
+    """Of `rl_core.algorithms.off_policy_correction`; None where every correction is off.
+
+    Samples of earlier weights are corrected for unless the configuration says otherwise, or the loss does it itself.
+
+    Raises ConfigError for a correction that the policy loss cannot use.
+    """
+    key = "trainer.algorithm.off_policy_correction"
+    correction, is_stale = config.trainer.algorithm.off_policy_correction, config.trainer.max_staleness > 0
+    reason = _why_uncorrected(config)
+    tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and reason is None else "off")
+    params = attrs.asdict(correction) | {"tis_ratio_type": None if tis_ratio_type == "off" else tis_ratio_type}
+    if all(params[name] is None for name in _CORRECTION_SWITCHES):
+        return None
+    if reason is not None:
+        name = config.trainer.algorithm.policy_loss_type
+        raise ConfigError(f"{key}: the loss {name!r} {reason} and cannot use one; leave it out, or choose another loss")
+    return params
+
+
+def _why_uncorrected(config: Config) -> str | None:
+    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+    from rl_core.interfaces import LossSpec
+    from rl_core.workers.objective import objective_from_spec
+
+    spec = LossSpec(name=config.trainer.algorithm.policy_loss_type, params=loss_params(config))
+    columns = objective_from_spec(spec, key="trainer.algorithm.policy_loss_type").required_columns
+    if "rollout_logprobs" in columns:
+        return "corrects by itself"
+    return "weighs no advantages" if "advantages" not in columns else None
 
 
 def needs_critic(config: Config) -> bool:

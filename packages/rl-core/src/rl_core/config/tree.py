@@ -156,11 +156,12 @@ class KLControlConfig:
 
 @attrs.frozen(kw_only=True)
 class OffPolicyCorrectionConfig:
-    """Corrections for the distance between the policy that is trained and the engine that sampled. All are off by
-    default."""
+    """Corrections for the distance between the policy that is trained and the engine that sampled: its weights may be
+    older (`trainer.max_staleness`), and it rounds otherwise."""
 
-    tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Truncated importance sampling per token or per sequence; None: off."""
+    tis_ratio_type: Literal["token", "sequence", "off"] | None = None
+    """Truncated importance sampling per token or per sequence; None: per token where `trainer.max_staleness` is above 0
+    and the policy loss does not correct by itself."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of the per-token ratio."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -183,19 +184,6 @@ class OffPolicyCorrectionConfig:
     """Leaves out single tokens whose ratio is below; None: no bound."""
     token_mask_is_threshold_high: float | None = None
     """Leaves out single tokens whose ratio is above; None: no bound."""
-
-    @property
-    def is_active(self) -> bool:
-        """At least one correction is switched on."""
-        switches = (
-            self.tis_ratio_type,
-            self.sequence_mask_metric,
-            self.outlier_token_is_threshold_low,
-            self.outlier_token_is_threshold_high,
-            self.token_mask_is_threshold_low,
-            self.token_mask_is_threshold_high,
-        )
-        return any(switch is not None for switch in switches)
 
 
 @attrs.frozen(kw_only=True)

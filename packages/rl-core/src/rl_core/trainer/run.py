@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, advantage_params, loss_params, needs_critic
+from rl_core.config import Config, advantage_params, correction_params, loss_params, needs_critic
 from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import (
     Backend,
@@ -258,7 +258,6 @@ def update_settings(config: Config) -> UpdateSettings:
     """What a step does with a batch."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     params = advantage_params(config)
-    correction = algorithm.off_policy_correction
     uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
     control = algorithm.kl_ctrl
     adaptive = {"kl_target": control.kl_target, "horizon": float(control.horizon)}
@@ -294,7 +293,7 @@ def update_settings(config: Config) -> UpdateSettings:
         critic=critic if needs_critic(config) else None,
         estimator=load_estimator(algorithm.advantage_estimator, params),
         estimator_params=params,
-        correction_params=attrs.asdict(correction) if correction.is_active else None,
+        correction_params=correction_params(config),
         kl_in_reward=algorithm.kl_estimator_type if algorithm.use_kl_in_reward else None,
         adaptive_kl=adaptive if control.type == "adaptive" else None,
         normalize_advantages=algorithm.advantage_batch_normalize,
