@@ -173,16 +173,28 @@ async def test_waiting_for_a_server_names_the_state_of_each():
 
 
 def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
-    config = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2, max_num_seqs=7)
+    config = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, max_num_seqs=7)
+    experts = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
     on_gpus, on_cpus = (engine_arguments(config, has_gpus=gpus) for gpus in (True, False))
     assert on_gpus["tensor_parallel_size"] == 2
-    assert on_gpus["enable_expert_parallel"]
+    assert not on_gpus["enable_expert_parallel"]
+    assert engine_arguments(experts, has_gpus=True)["enable_expert_parallel"]
     assert on_gpus["max_num_seqs"] == 7
     assert on_gpus["logprobs_mode"] == "processed_logprobs"
     assert on_gpus["enable_sleep_mode"]
     assert (on_gpus["enforce_eager"], on_cpus["enforce_eager"]) == (False, True)
     assert on_gpus.keys() <= known_arguments()
     assert on_cpus.keys() <= known_arguments()
+
+
+@pytest.mark.parametrize(
+    "engine", [{"tensor_parallel_size": 2, "expert_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+)
+def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, object], tmp_path: Path):
+    config = engine_config(tmp_path, tmp_path, **engine)
+    engine_arguments(config, has_gpus=True)
+    with pytest.raises(ConfigError, match="but on CPUs vLLM"):
+        engine_arguments(config, has_gpus=False)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ Held-out problems take no part, not even in the decision to stop.
 from __future__ import annotations
 
 import asyncio
-import random
 import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -38,6 +38,12 @@ _OWN_KEYS = {
     "logprobs_mode": "nothing: training needs the log-probs of the distribution that was sampled from",
 }
 """Engine arguments that a key of the configuration sets, or that are fixed."""
+_NOT_ON_CPUS = {
+    "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (tensor parallel ranks split "
+    "each expert)",
+    "pipeline_parallel_size": "has no buffer for what a stage receives, and stops at the first request",
+}
+"""Shown by starting them: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in gpu_model_runner.py."""
 
 
 def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
@@ -46,8 +52,12 @@ def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
     Args:
         config: resolved.
         has_gpus: the servers run on GPUs, else on vLLM's CPU build.
+
+    Raises ConfigError for what vLLM's CPU build cannot do.
     """
     engine = config.generator.inference_engine
+    if not has_gpus:
+        _require_possible_on_cpus(config)
     arguments: dict[str, Any] = {
         "model": config.policy_model_path,
         "dtype": config.engine_dtype,
@@ -78,6 +88,13 @@ def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
         # Otherwise vLLM takes a share of what is free, and refuses to start where others use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     return arguments | dict(engine.engine_init_kwargs)
+
+
+def _require_possible_on_cpus(config: Config) -> None:
+    for name, reason in _NOT_ON_CPUS.items():
+        value = getattr(config.generator.inference_engine, name)
+        if value > 1:
+            raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:

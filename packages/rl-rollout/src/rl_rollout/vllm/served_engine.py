@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.inputs.engine import tokens_input
@@ -20,10 +20,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rl_core.errors import GenerationError, WeightSyncError
+from rl_core.errors import GenerationError, WeightSyncError, first_error
 from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
 
 PauseMode = Literal["keep", "abort", "wait"]
+_T = TypeVar("_T")
 _MAX_SEED = 2**63
 _SETTLE_S = 0.001
 
@@ -65,19 +66,12 @@ class ServedEngine:
         """See `InferenceClient.generate`. Raises Unavailable where another server may take the request."""
         self._require_service()
         self._require_possible(request)
-        try:
-            async with asyncio.TaskGroup() as samples:
-                tasks = [samples.create_task(self._sample(request, i)) for i in range(request.num_samples)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        return tuple(task.result() for task in tasks)
+        return tuple(await _all_of(self._sample(request, i) for i in range(request.num_samples)))
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log p(token t | tokens before it) of each sequence, 0.0 for its first token."""
         self._require_service()
-        async with asyncio.TaskGroup() as scoring:
-            tasks = [scoring.create_task(self._score(tokens)) for tokens in sequences]
-        return [task.result() for task in tasks]
+        return await _all_of(self._score(tokens) for tokens in sequences)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
@@ -278,6 +272,16 @@ class ServedEngine:
             # A request without a state is finished; its caller only has not been woken.
             spans.append((None if state is None else state.detokenizer.num_output_tokens(), self.version))  # pyright: ignore
         self.version = version
+
+
+async def _all_of(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Their results, or the first one's own error."""
+    try:
+        async with asyncio.TaskGroup() as together:
+            tasks = [together.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [task.result() for task in tasks]
 
 
 def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
