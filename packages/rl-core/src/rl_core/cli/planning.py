@@ -18,7 +18,7 @@ from rl_core.layout.packing import padded_lengths
 
 def show_plan(loaded: configuration.Loaded) -> None:
     """Plans every model of the run. Raises ConfigError where one cannot be arranged, or its backend does not plan."""
-    from rl_core.trainer.run import model_shapes, worker_spec
+    from rl_core.trainer.settings import model_shapes, worker_spec
 
     config = loaded.config
     configuration.check_values(config)
