@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError, NonFiniteError
 from rl_core.interfaces import LossSpec, OptimizerStep
 from rl_core.trainer.model_update import ModelUpdateSettings
 from rl_core.trainer.models import Models
-from rl_core.trainer.run import update_settings, worker_spec
+from rl_core.trainer.settings import update_settings, worker_spec
 from rl_core.trainer.update import BatchUpdate, UpdateSettings, explained_variance
 from rl_core.workers import MicroBatchLimits
 

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from rl_core.cli.app import rl
-from rl_core.cli.planning import ranges
 from rl_core.interfaces import Planner
 from rl_core.layout.packing import padded_lengths
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
@@ -47,11 +46,6 @@ def run_plan(*overrides: str):
 def test_both_backends_plan():
     assert isinstance(megatron, Planner)
     assert isinstance(fsdp, Planner)
-
-
-def test_ranges_are_short():
-    assert ranges((0, 1, 2, 5, 8, 9)) == "0-2 5 8-9"
-    assert ranges(()) == "-"
 
 
 @pytest.mark.slow

@@ -52,7 +52,11 @@ STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
 CONTRACTS = "rl_core.interfaces"
 """Its names are imported from the package, not from the module that defines them."""
-BEHIND_AN_EXTRA = {"rl_core.workers.ray_ranks": {"ray"}, "rl_core.testing": {"transformers"}}
+BEHIND_AN_EXTRA = {
+    "rl_core.workers.ray_rank": {"ray"},
+    "rl_core.workers.ray_ranks": {"ray"},
+    "rl_core.testing": {"transformers"},
+}
 """The modules that an extra's package is imported in; nothing else of rl_core imports them when it is loaded."""
 WITHOUT_TORCH = (
     "rl_core",

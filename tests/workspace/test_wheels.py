@@ -22,7 +22,8 @@ from tests.workspace.imports import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BEHIND_EXTRAS = "rl_core.testing rl_core.workers.ray_ranks rl_rollout.vllm"
+ON_RAY = "rl_core.workers.ray_rank rl_core.workers.ray_ranks"
+BEHIND_EXTRAS = f"rl_core.testing {ON_RAY} rl_rollout.vllm"
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -109,7 +110,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     assert "megatron" in listed
 
     environment.install("rl-core[testing]")
-    environment.import_all("rl_core", left_out="rl_core.workers.ray_ranks")
+    environment.import_all("rl_core", left_out=ON_RAY)
 
 
 def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):

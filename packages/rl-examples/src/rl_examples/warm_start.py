@@ -28,7 +28,7 @@ from rl_core.trainer.evaluation import evaluate
 from rl_core.trainer.progress import Progress
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import RolloutSettings
-from rl_core.trainer.run import worker_spec
+from rl_core.trainer.settings import worker_spec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 

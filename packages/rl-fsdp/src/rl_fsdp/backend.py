@@ -8,6 +8,7 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Role, Worker, WorkerSpec
+from rl_core.workers import require_schedule
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -86,7 +87,7 @@ class FsdpBackend:
         if spec.logprobs_chunk_size < 1:
             raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
         if spec.optimizer is not None:
-            _validate_schedule(spec, f"{section}.optimizer_config")
+            require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
 
     def follows_routes(self, options: FsdpOptions) -> bool:
         """See `RouteFollowing`."""
@@ -146,17 +147,6 @@ def _validate_lora(lora: LoraConfig, where: str) -> None:
         )
     if lora.alpha <= 0:
         raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
-
-
-def _validate_schedule(spec: WorkerSpec, where: str) -> None:
-    optimizer = spec.optimizer
-    assert optimizer is not None
-    if optimizer.num_warmup_steps < 0:
-        raise ConfigError(f"{where}.num_warmup_steps: expected 0 or more, got {optimizer.num_warmup_steps}")
-    if optimizer.scheduler != "constant_with_warmup" and spec.total_optimizer_steps is None:
-        raise ConfigError(
-            f"{where}.scheduler: {optimizer.scheduler!r} needs the length of the run; use constant_with_warmup"
-        )
 
 
 fsdp = FsdpBackend()

@@ -20,6 +20,7 @@ from rl_core.layout import (
     pipeline_chunks,
     plan_micro_batches,
 )
+from rl_core.layout.ranges import ranges
 from rl_megatron.refusals import FIXED_FIELDS
 from rl_megatron.route_layout import deal_padding, router_order
 
@@ -112,7 +113,7 @@ def _layers() -> str:
         stage = number % MESH.pipeline
         first, last = "embedding " * (number == 0), " output" * (number == len(chunks) - 1)
         replayed = " ".join(map(str, layers_in(chunk, experts).tolist())) or "none"
-        ranks = _compact(rank for rank in range(MESH.world_size) if MESH.coordinates(rank).pipeline == stage)
+        ranks = _ranges(rank for rank in range(MESH.world_size) if MESH.coordinates(rank).pipeline == stage)
         rows.append([str(number), str(stage), ranks, f"{first}{drawn}{last}", replayed])
     return _section(
         "Layers",
@@ -137,7 +138,7 @@ def _data() -> str:
     plan = _plan()
     rows = []
     for data, micro_batches in enumerate(plan):
-        ranks = _compact(rank for rank in range(MESH.world_size) if MESH.data_rank(rank) == data)
+        ranks = _ranges(rank for rank in range(MESH.world_size) if MESH.data_rank(rank) == data)
         drawn = "; ".join(
             " + ".join(f"{_name(s)} ({LENGTHS[s]})" for s in micro_batch.tolist()) for micro_batch in micro_batches
         )
@@ -198,11 +199,8 @@ def _experts() -> str:
     rows = [
         [
             str(expert),
-            _compact(range(expert * local, (expert + 1) * local)),
-            *(
-                _compact(r for r in range(MESH.world_size) if _holds(r, expert, stage))
-                for stage in range(MESH.pipeline)
-            ),
+            _ranges(range(expert * local, (expert + 1) * local)),
+            *(_ranges(r for r in range(MESH.world_size) if _holds(r, expert, stage)) for stage in range(MESH.pipeline)),
         ]
         for expert in range(MESH.expert)
     ]
@@ -260,15 +258,8 @@ def _ct() -> list[tuple[int, int]]:
     return [(context, tensor) for context in range(MESH.context) for tensor in range(MESH.tensor)]
 
 
-def _compact(numbers: Iterable[int]) -> str:
-    """`0–3, 8–11`"""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+def _ranges(numbers: Iterable[int]) -> str:
+    return ranges(numbers, dash="–", separator=", ")
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

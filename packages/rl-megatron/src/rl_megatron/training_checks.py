@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, WorkerSpec
+from rl_core.workers import require_schedule
 from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
 
 LORA_INIT_METHODS = ("kaiming", "gaussian")
@@ -37,7 +38,7 @@ def require_trainable(spec: WorkerSpec) -> None:
     if spec.logprobs_chunk_size < 1:
         raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
     if spec.optimizer is not None:
-        _require_schedule(spec, f"{section}.optimizer_config")
+        require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
 
 
 def _require_sums(options: MegatronOptions, where: str) -> None:
@@ -77,15 +78,4 @@ def _require_lora(lora: LoraConfig, options: MegatronOptions, section: str) -> N
         raise ConfigError(
             f"{section}.megatron_config.lora_config.merge_lora: false was given; adapters are sent merged only: set "
             "it to true"
-        )
-
-
-def _require_schedule(spec: WorkerSpec, where: str) -> None:
-    optimizer = spec.optimizer
-    assert optimizer is not None
-    if optimizer.num_warmup_steps < 0:
-        raise ConfigError(f"{where}.num_warmup_steps: expected 0 or more, got {optimizer.num_warmup_steps}")
-    if optimizer.scheduler != "constant_with_warmup" and spec.total_optimizer_steps is None:
-        raise ConfigError(
-            f"{where}.scheduler: {optimizer.scheduler!r} needs the length of the run; use constant_with_warmup"
         )

@@ -14,11 +14,12 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import Backend, Planner, RankPlan, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import padded_lengths
+from rl_core.layout.ranges import ranges
 
 
 def show_plan(loaded: configuration.Loaded) -> None:
     """Plans every model of the run. Raises ConfigError where one cannot be arranged, or its backend does not plan."""
-    from rl_core.trainer.run import model_shapes, worker_spec
+    from rl_core.trainer.settings import model_shapes, worker_spec
 
     config = loaded.config
     configuration.check_values(config)
@@ -81,17 +82,6 @@ def _table(title: str, ranks: Sequence[RankPlan]) -> Table:
             *(_size(number) for number in (*sizes, sum(sizes))),
         )
     return table
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3 8-11` for consecutive numbers; `-` for none."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return " ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts) or "-"
 
 
 def _size(num_bytes: int) -> str:

@@ -150,7 +150,7 @@ def _check_environments(config: configuration.Config, *, keys: Sequence[str]) ->
 def _check_ranks(config: configuration.Config) -> None:
     """Asks the training backend whether it can train this, and the trainer whether it understands the algorithm."""
     from rl_core.trainer.data import read_rows
-    from rl_core.trainer.run import model_shapes, num_steps, update_settings, worker_spec
+    from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
 
     update_settings(config)
     steps = config.trainer.max_training_steps
@@ -178,7 +178,7 @@ def require_token_budget(config: configuration.Config, mesh: Mesh) -> None:
 
 def _planned_steps(loaded: configuration.Loaded) -> str:
     from rl_core.trainer.data import read_rows
-    from rl_core.trainer.run import num_steps
+    from rl_core.trainer.settings import num_steps
 
     config = loaded.config
     missing = [file for file in config.data.train_data if not Path(file).is_file()]

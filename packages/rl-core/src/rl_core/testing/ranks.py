@@ -11,7 +11,6 @@ Plan, parts and sums are `WorkerGroup`'s own.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -19,130 +18,35 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Protocol
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
-from rl_core.interfaces import (
-    CONTRACT_VERSION,
-    Backend,
-    Inspectable,
-    LossSpec,
-    Manifest,
-    Metrics,
-    Offloadable,
-    OptimizerStep,
-    RankInfo,
-    Rendezvous,
-    Worker,
-    WorkerSpec,
-)
+from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.weights import merge_manifests, require_same, tensor_record, unpack_bucket
+from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
+from rl_core.testing.recording_transport import Published, recording_transport
+from rl_core.weights import merge_manifests, require_same, tensor_record
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
-from rl_core.workers.rank import Abilities, Part, RankHost
+from rl_core.workers.rank import Abilities, Part
 
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
 )
 """Modules that the fork server imports once; a suite adds its backend's. Complete before the first ranks start."""
+ONE_MICRO_BATCH = MicroBatchLimits()
 _SETTLE_S = 3.0
 """After a rank failed the others have so long: a peer that lost it may fail too, or find the same mistake."""
-
-
-# --- at the rank ----------------------------------------------------------------------------------------------------
-
-
-class SuiteHost(RankHost):
-    """A rank that also says what its worker can do."""
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `RankHost.call`."""
-        if method == "abilities":
-            return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
-        return super().call(method, *args, **kwargs)
-
-
-@attrs.frozen(kw_only=True)
-class Failure:
-    """A rank's answer when a call raised, or when none will come."""
-
-    summary: str
-    """Type and message."""
-    traceback: str = ""
-    user_error: RLError | None = None
-    """What was raised, if it is an error that a user can act on."""
-
-
-def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: RankInfo, setting: Setting) -> None:
-    """The main function of a rank's process: builds the worker, answers calls until the other side hangs up."""
-    os.environ.update(
-        {
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": str(rank.local_rank),
-            "WORLD_SIZE": str(rank.world_size),
-            "MASTER_ADDR": rank.master_address,
-            "MASTER_PORT": str(rank.master_port),
-        }
-    )
-    if setting.hides_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    host: SuiteHost | None = None
-    with setting.stack_file(rank.rank).open("w") as stack_file:
-        while True:
-            try:
-                method, args, kwargs = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
-            try:
-                host = host or SuiteHost(backend, spec, rank)
-                answer = pickle.dumps(host.abilities if method == "start" else host.call(method, *args, **kwargs))
-            except Exception as error:
-                answer = pickle.dumps(_failure_of(error))
-            faulthandler.cancel_dump_traceback_later()
-            connection.send_bytes(answer)
-
-
-def _failure_of(error: Exception) -> Failure:
-    summary, text = f"{type(error).__name__}: {error}", traceback.format_exc()
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        # An error whose class takes other arguments than its message; what it says travels.
-        return Failure(summary=summary, traceback=text)
-    return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)
-
-
-@attrs.frozen(kw_only=True)
-class Setting:
-    """What is the same for all processes of a group."""
-
-    directory: str
-    timeout_s: float
-    """Longest wait for the answer to one call."""
-    hides_gpus: bool
-    """The machine has fewer GPUs than the group has ranks, so all run on the CPU."""
-
-    def stack_file(self, rank: int) -> Path:
-        """Where a rank that hangs writes what it is doing."""
-        return Path(self.directory, f"stack-{rank}")
-
-
-# --- at the test ----------------------------------------------------------------------------------------------------
 
 
 class SuiteRanks(Protocol):
@@ -352,64 +256,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-# --- what is published ----------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class RecordingTransport:
-    """A transport without receivers: each rank writes what it was given into the rendezvous' directory."""
-
-    contract_version: int = CONTRACT_VERSION
-    name: str = f"{__name__}:recording_transport"
-
-    def open(self, directory: Path) -> Rendezvous:
-        """`directory` is made."""
-        directory.mkdir()
-        return Rendezvous(transport=self.name, receiver="", data={"directory": str(directory)})
-
-    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> RecordingSender:
-        """See `WeightTransport.sender`."""
-        return RecordingSender(Path(rendezvous.data["directory"], f"{rank}.pt"))
-
-
-recording_transport = RecordingTransport()
-
-
-@attrs.frozen
-class RecordingSender:
-    """A rank's end."""
-
-    path: Path
-
-    def send(self, buckets: Iterator[Any], version: int) -> Manifest:
-        """Drains the buckets."""
-        tensors: dict[str, Tensor] = {}
-        bucket_bytes = []
-        for bucket in buckets:
-            bucket_bytes.append(bucket.data.numel())
-            for name, tensor in unpack_bucket(bucket):
-                if name in tensors:
-                    raise AssertionError(f"{name} was sent twice by one rank")
-                tensors[name] = tensor.detach().cpu().clone()
-        torch.save({"tensors": tensors, "bucket_bytes": bucket_bytes}, self.path)
-        return Manifest(version=version, tensors={name: tensor_record(t) for name, t in tensors.items()})
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Published:
-    """What all ranks sent, together."""
-
-    manifest: Manifest
-    tensors: dict[str, Tensor]
-    bucket_bytes: list[list[int]]
-    """Sizes of the buckets, by rank."""
-
-
-# --- the handle -----------------------------------------------------------------------------------------------------
-
-ONE_MICRO_BATCH = MicroBatchLimits()
 
 
 class _ShuffledGroup(WorkerGroup):

@@ -1,4 +1,6 @@
-"""Ranks as Ray actors, one per rank, in a placement group. The only module that knows Ray.
+"""Ranks as Ray actors, one per rank, in a placement group: what the controller does. `ray_rank.py` is the other side.
+
+Of rl_core only these two modules know Ray.
 
 Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
 the first rank that fails, or by the deadline. After an error other than a mistake that all ranks agree on, the ranks
@@ -15,26 +17,15 @@ import asyncio
 import logging
 import os
 import pickle
-import socket
-import sys
-import threading
-import time
-import traceback
-import warnings
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
-import attrs
-import numpy as np
-import torch
-
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, DeadlineError, RLError, WorkerError
-from rl_core.interfaces import Backend, Plan, RankInfo, WorkerSpec
+from rl_core.errors import ConfigError, DeadlineError, WorkerError
+from rl_core.interfaces import Backend, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.workers.rank import Abilities, Part, RankHost
-from rl_core.workers.wire import from_arrays, to_arrays
+from rl_core.workers.rank import Abilities, Part
+from rl_core.workers.wire import to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
     # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
@@ -53,7 +44,7 @@ except ModuleNotFoundError as error:
         "pip install 'rl-core[ray]'"
     ) from error
 
-logger = logging.getLogger(__name__)
+from rl_core.workers.ray_rank import Failure, Place, rank_actor  # it imports Ray, so what Ray reads is set by now
 
 _CPUS = 1 / 16
 """CPU resource of a rank; a machine of two cores takes 32 ranks."""
@@ -61,142 +52,6 @@ _SETTLE_S = 3.0
 """After a failure the others have so long: a rank that lost its peer may say so before Ray says that the peer died."""
 _ASK_S = 2.0
 """How long a rank that missed the deadline has to say what it is doing."""
-
-
-# --- in the rank's process ------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class Place:
-    """Where a rank runs."""
-
-    node: str
-    """Its address."""
-    pid: int
-    free_port: int
-    """Nothing listened there when it was asked for."""
-    gpus: str | None
-    """CUDA_VISIBLE_DEVICES as Ray set it: this rank's own."""
-
-    def __str__(self) -> str:
-        return f"node {self.node}, pid {self.pid}"
-
-
-@attrs.frozen(kw_only=True)
-class Failure:
-    """A rank's answer when a call raised, or when it will never answer."""
-
-    summary: str
-    """Type and message."""
-    traceback: str = ""
-    user_error: bytes | None = None
-    """The pickled RLError, if it was one."""
-    died: bool = False
-
-
-class RayRank:
-    """The actor. Calls of the default group come from one thread; `doing` answers on another while they run."""
-
-    def __init__(self) -> None:
-        self._host: RankHost | None = None
-        self._call = ("nothing", 0.0, 0)
-
-    def place(self) -> Place:
-        """Where it runs."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        node_id = ray.get_runtime_context().get_node_id()
-        return Place(
-            node=_address_of(node_id),
-            pid=os.getpid(),
-            free_port=port,
-            gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        )
-
-    def start(
-        self, backend: Backend, spec: WorkerSpec, rank: RankInfo, environment: Mapping[str, str]
-    ) -> Abilities | Failure:
-        """Builds the worker; what it can do."""
-
-        def build() -> Abilities:
-            os.environ.update(environment)
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-            # A batch lies in shared memory, read-only, and no worker writes to one.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
-            self._host = RankHost(backend, spec, rank)
-            return self._host.abilities
-
-        return self._answer("start", build)
-
-    def call(
-        self,
-        method: str,
-        arrays: Mapping[str, np.ndarray] | None,
-        plan: Plan | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        returns: bool,
-    ) -> Any:
-        """Calls the worker's method; tensors of its result come back as numpy."""
-        host = self._host
-        assert host is not None
-
-        def run() -> Any:
-            part = () if arrays is None else (from_arrays(arrays), plan)
-            result = host.call(method, *part, *args, **kwargs)
-            return _with_arrays(result) if returns else None
-
-        return self._answer(method, run)
-
-    @ray.method(concurrency_group="status")
-    def doing(self) -> str:
-        """What its thread is at: the method, for how long, and the innermost frames."""
-        method, started, thread = self._call
-        frame = sys._current_frames().get(thread)
-        frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
-        stack = " ← ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames)
-        return f"{method} for {time.monotonic() - started:.0f} s, in {stack}" if stack else method
-
-    def _answer(self, method: str, function: Any) -> Any:
-        self._call = (method, time.monotonic(), threading.get_ident())
-        try:
-            return function()
-        except Exception as error:
-            text = traceback.format_exc()
-            return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
-        finally:
-            self._call = ("nothing", 0.0, 0)
-
-
-def _address_of(node_id: str) -> str:
-    """As Ray was told: a machine may have another address on the network."""
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
-
-
-def _with_arrays(result: Any) -> Any:
-    if isinstance(result, dict):
-        return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in result.items()}
-    return result
-
-
-def _pickled(error: Exception) -> bytes | None:
-    """The RLError, if it is one and survives the way."""
-    if not isinstance(error, RLError):
-        return None
-    try:
-        data = pickle.dumps(error)
-        return data if type(pickle.loads(data)) is type(error) else None
-    except Exception as fault:
-        logger.warning("%s does not pickle (%s): it is reported as a WorkerError", type(error).__name__, fault)
-        return None
-
-
-_remote: Any = ray.remote
-_ACTOR = _remote(concurrency_groups={"status": 1}, max_restarts=0, max_task_retries=0)(RayRank)
-
-
-# --- the controller -------------------------------------------------------------------------------------------------
 
 
 class _Session:
@@ -406,7 +261,7 @@ class RayRanks:
         for rank in range(self._mesh.world_size):
             bundle = rank // self.placement.shape[1]
             where = PlacementGroupSchedulingStrategy(self.placement.group, placement_group_bundle_index=bundle)
-            options = _ACTOR.options(
+            options = rank_actor.options(
                 scheduling_strategy=where,
                 num_cpus=_CPUS if takes_devices else 0,
                 num_gpus=1 if takes_devices and self.placement.has_gpus else 0,

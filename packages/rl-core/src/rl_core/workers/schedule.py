@@ -1,10 +1,27 @@
-"""Learning rate of each optimizer step."""
+"""Learning rate of each optimizer step, and which schedules can be followed."""
 
 from __future__ import annotations
 
 import math
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import OptimizerConfig
+
+
+def require_schedule(config: OptimizerConfig, total_steps: int | None, where: str) -> None:
+    """Raises ConfigError where `learning_rate` cannot follow the schedule.
+
+    Args:
+        config: warm-up and shape.
+        total_steps: optimizer steps of the run, if they are known.
+        where: the section's key, for the message.
+    """
+    if config.num_warmup_steps < 0:
+        raise ConfigError(f"{where}.num_warmup_steps: expected 0 or more, got {config.num_warmup_steps}")
+    if config.scheduler != "constant_with_warmup" and total_steps is None:
+        raise ConfigError(
+            f"{where}.scheduler: {config.scheduler!r} needs the length of the run; use constant_with_warmup"
+        )
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -> float:

@@ -8,11 +8,9 @@ unblocked by the other side; by `close` of the transport; by a participant that 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +21,18 @@ from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records, draining, with_checksums
+from rl_core.weights import bucket_records
 from rl_rollout.transports.channel import Channel
-
-_CPU = "cpu"
+from rl_rollout.transports.sync_log import (
+    CPU,
+    described_bucket,
+    description,
+    device_name,
+    end_message,
+    follow,
+    require_version,
+    sending,
+)
 
 
 class BroadcastSender:
@@ -43,13 +49,8 @@ class BroadcastSender:
             WeightSyncError: a receiver or the controller left, or the sync was closed.
             DeadlineError: a receiver did not join.
         """
-        with draining(buckets):
-            channel = Channel(self._rendezvous.data)
-            try:
-                tensors = self._send(channel, buckets, version)
-            except Exception as error:
-                give_up(channel, self._rank, error)
-                raise
+        with sending(self._rendezvous, self._rank, buckets) as channel:
+            tensors = self._send(channel, buckets, version)
         return Manifest(version=version, tensors=tensors)
 
     def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:
@@ -74,7 +75,7 @@ class BroadcastSender:
         receivers = channel.receivers()
         require_version(receivers, version)
         devices = [device_name(data), *(receiver["device"] for receiver in receivers)]
-        has_gpus = _CPU not in devices and len(set(devices)) == len(devices)
+        has_gpus = CPU not in devices and len(set(devices)) == len(devices)
         backend = "nccl" if has_gpus else "gloo"
         channel.append({"kind": "group", "rank": self._rank, "backend": backend})
         return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
@@ -98,11 +99,11 @@ class BroadcastReceiver:
             DeadlineError: a rank stopped sending.
             WeightSyncError: another version, damaged or missing tensors, a rank that failed, or a closed sync.
         """
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(_CPU)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device(CPU)
         arrived: queue.Queue[WeightBucket | BaseException | None] = queue.Queue(maxsize=1)
         stopped = threading.Event()
 
-        def follow() -> None:
+        def run() -> None:
             try:
                 for bucket in self._follow(version, device):
                     if not _put(arrived, bucket, stopped):
@@ -111,7 +112,7 @@ class BroadcastReceiver:
             except BaseException as error:
                 _put(arrived, error, stopped)
 
-        follower = threading.Thread(target=follow, name="rl-rollout-broadcast-receiver", daemon=True)
+        follower = threading.Thread(target=run, name="rl-rollout-broadcast-receiver", daemon=True)
         follower.start()
         try:
             while (item := arrived.get()) is not None:
@@ -140,70 +141,6 @@ class BroadcastReceiver:
         yield from follow(channel, version, take)
 
 
-def follow(
-    channel: Channel, version: int, take: Callable[[Mapping[str, Any], int], WeightBucket | None]
-) -> Iterator[WeightBucket]:
-    """Reads the log until every rank has sent its last bucket; at the end of each, its checksums must be right.
-
-    Args:
-        channel: of the sync.
-        version: that must be sent.
-        take: gets a message of any kind of the transport's own and its place; the bucket that it brought, if it did.
-    """
-    records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
-    for place in itertools.count():
-        if not records:
-            return
-        message = channel.read(place)
-        rank = message["rank"]
-        if message["kind"] == "failed":
-            raise WeightSyncError(f"rank {rank} could not send weight version {version}: {message['error']}")
-        if message["kind"] == "end":
-            if message["version"] != version:
-                raise WeightSyncError(
-                    f"rank {rank} sent weight version {message['version']}, the engine was told {version}"
-                )
-            _require_checksums(records.pop(rank), message["checksums"], rank)
-        elif (taken := take(message, place)) is not None:
-            bucket = with_checksums(taken)
-            records[rank] |= bucket_records(bucket)
-            yield bucket
-
-
-def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
-    """The log's message about a bucket."""
-    return {
-        "kind": "bucket",
-        "rank": rank,
-        "names": bucket.names,
-        "dtypes": bucket.dtypes,
-        "shapes": bucket.shapes,
-        "num_bytes": bucket.data.numel(),
-    }
-
-
-def described_bucket(message: Mapping[str, Any], data: Tensor) -> WeightBucket:
-    """The bucket of `description`, with its bytes."""
-    return WeightBucket(
-        names=tuple(message["names"]),
-        dtypes=tuple(message["dtypes"]),
-        shapes=tuple(map(tuple, message["shapes"])),
-        data=data,
-    )
-
-
-def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
-    """The log's message that a rank has sent all it has."""
-    checksums = {name: record.checksum for name, record in tensors.items()}
-    return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
-
-
-def give_up(channel: Channel, rank: int, error: Exception) -> None:
-    """Tells the receivers that a rank cannot go on."""
-    with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
-        channel.append({"kind": "failed", "rank": rank, "error": f"{type(error).__name__}: {error}"})
-
-
 class Group:
     """One sending rank (member 0) and all receivers. Dropped with its last reference, which breaks its connections."""
 
@@ -220,7 +157,7 @@ class Group:
                 self._group = dist.ProcessGroupGloo(store, member, size, _gloo_options(data["host"], timeout))
         except RuntimeError as error:
             raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
-        self.device = torch.device(_CPU) if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device(CPU) if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
     def broadcast(self, data: Tensor) -> Broadcast:
         """Starts a broadcast from the sender; receivers give the memory to fill. On the group's device."""
@@ -258,13 +195,6 @@ def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.devi
     return described_bucket(message, data)
 
 
-def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[str, int], rank: int) -> None:
-    arrived = {name: record.checksum for name, record in records.items()}
-    wrong = sorted(name for name in arrived.keys() | checksums.keys() if arrived.get(name) != checksums.get(name))
-    if wrong:
-        raise WeightSyncError(f"weights of rank {rank}: {len(wrong)} tensors differ from what was sent: {wrong[:3]}")
-
-
 def _put(items: queue.Queue[Any], item: object, stopped: threading.Event) -> bool:
     """False where nobody takes it any more."""
     while not stopped.is_set():
@@ -283,15 +213,3 @@ def _gloo_options(host: str, timeout: timedelta) -> Any:
     is_local = host in ("127.0.0.1", "localhost")
     options._devices = [gloo.create_device(hostname=host) if is_local else gloo.create_default_device()]
     return options
-
-
-def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:
-    """All receivers were told the version that is sent, or nobody connects."""
-    others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
-    if others:
-        raise WeightSyncError(f"weight version {version} is sent, an engine was told {others[0]}")
-
-
-def device_name(tensor: Tensor) -> str:
-    """The GPU it lies on, as no other GPU is called; `cpu` for the rest."""
-    return f"cuda:{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else _CPU

@@ -18,17 +18,17 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records, draining
-from rl_rollout.transports.broadcast_ends import (
+from rl_core.weights import bucket_records
+from rl_rollout.transports.channel import Channel
+from rl_rollout.transports.sync_log import (
     described_bucket,
     description,
     device_name,
     end_message,
     follow,
-    give_up,
     require_version,
+    sending,
 )
-from rl_rollout.transports.channel import Channel
 
 _BUCKETS_UNDER_WAY = 2
 
@@ -47,13 +47,8 @@ class CudaIpcSender:
             WeightSyncError: the weights do not lie on a GPU, a receiver does not see it, or the sync was closed.
             DeadlineError: a receiver did not join, or did not take a bucket.
         """
-        with draining(buckets):
-            channel = Channel(self._rendezvous.data)
-            try:
-                tensors = self._send(channel, buckets, version)
-            except Exception as error:
-                give_up(channel, self._rank, error)
-                raise
+        with sending(self._rendezvous, self._rank, buckets) as channel:
+            tensors = self._send(channel, buckets, version)
         return Manifest(version=version, tensors=tensors)
 
     def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:

@@ -1,0 +1,99 @@
+"""One rank of a backend under test: the host of its worker, and the process that it has where there are several.
+
+Consumes calls from the test's process (`ranks.py`); produces results, or a `Failure`. Waits for the next call;
+unblocked by it, by the test's process hanging up, or killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from rl_core.errors import RLError
+from rl_core.interfaces import Backend, Inspectable, Offloadable, RankInfo, Worker, WorkerSpec
+from rl_core.workers.rank import RankHost
+
+
+class SuiteHost(RankHost):
+    """A rank that also says what its worker can do."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See `RankHost.call`."""
+        if method == "abilities":
+            return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
+        return super().call(method, *args, **kwargs)
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A rank's answer when a call raised, or when none will come."""
+
+    summary: str
+    """Type and message."""
+    traceback: str = ""
+    user_error: RLError | None = None
+    """What was raised, if it is an error that a user can act on."""
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """What is the same for all processes of a group."""
+
+    directory: str
+    timeout_s: float
+    """Longest wait for the answer to one call."""
+    hides_gpus: bool
+    """The machine has fewer GPUs than the group has ranks, so all run on the CPU."""
+
+    def stack_file(self, rank: int) -> Path:
+        """Where a rank that hangs writes what it is doing."""
+        return Path(self.directory, f"stack-{rank}")
+
+
+def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: RankInfo, setting: Setting) -> None:
+    """The main function of a rank's process: builds the worker, answers calls until the other side hangs up."""
+    os.environ.update(
+        {
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.local_rank),
+            "WORLD_SIZE": str(rank.world_size),
+            "MASTER_ADDR": rank.master_address,
+            "MASTER_PORT": str(rank.master_port),
+        }
+    )
+    if setting.hides_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    host: SuiteHost | None = None
+    with setting.stack_file(rank.rank).open("w") as stack_file:
+        while True:
+            try:
+                method, args, kwargs = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
+            try:
+                host = host or SuiteHost(backend, spec, rank)
+                answer = pickle.dumps(host.abilities if method == "start" else host.call(method, *args, **kwargs))
+            except Exception as error:
+                answer = pickle.dumps(_failure_of(error))
+            faulthandler.cancel_dump_traceback_later()
+            connection.send_bytes(answer)
+
+
+def _failure_of(error: Exception) -> Failure:
+    summary, text = f"{type(error).__name__}: {error}", traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        # An error whose class takes other arguments than its message; what it says travels.
+        return Failure(summary=summary, traceback=text)
+    return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)

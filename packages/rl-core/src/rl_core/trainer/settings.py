@@ -1,0 +1,201 @@
+"""What a resolved configuration says to each part of a run. Nothing is started, and no file is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config import Config, advantage_params, correction_params, loss_params, needs_critic
+from rl_core.errors import DataError
+from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
+from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.loop import LoopSettings
+from rl_core.trainer.model_update import ModelUpdateSettings
+from rl_core.trainer.rollouts import RolloutSettings
+from rl_core.trainer.update import UpdateSettings
+from rl_core.trainer.verification import LIMITS, VerificationSettings
+from rl_core.workers import MicroBatchLimits
+
+
+def num_steps(config: Config, num_rows: int) -> int:
+    """Steps of a run: `max_training_steps`, or as many whole batches as the epochs give.
+
+    Raises:
+        DataError: the rows do not fill one batch.
+    """
+    trainer = config.trainer
+    available = trainer.epochs * num_rows // trainer.train_batch_size
+    if trainer.max_training_steps is not None:
+        return trainer.max_training_steps
+    if available == 0:
+        raise DataError(
+            f"data.train_data: {trainer.epochs} epochs of {num_rows} rows do not fill one batch of "
+            f"{trainer.train_batch_size} prompts: lower trainer.train_batch_size or raise trainer.epochs"
+        )
+    return available
+
+
+def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
+    """The models of the run, each with its nodes and ranks per node."""
+    placement = config.trainer.placement
+    shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
+    if config.trainer.algorithm.needs_reference:
+        shapes["reference"] = placement.ref_shape
+    if needs_critic(config):
+        shapes["critic"] = placement.critic_shape
+    return shapes
+
+
+def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -> tuple[Backend, WorkerSpec]:
+    """The backend and what its ranks are told for one of the models; schedules end with the last of the steps."""
+    trainer = config.trainer
+    backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
+    if role == "reference":
+        section, model, optimizer = trainer.ref, ModelConfig(path=trainer.ref.model.path), None
+    else:
+        section = trainer.policy if role == "policy" else trainer.critic
+        model, optimizer = section.model, section.optimizer_config
+    spec = WorkerSpec(
+        role=role,
+        model=model,
+        optimizer=optimizer,
+        options=section.options(backend.config_section),
+        bf16=trainer.bf16,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        use_sample_packing=trainer.use_sample_packing,
+        logprobs_chunk_size=trainer.logprobs_chunk_size,
+        total_optimizer_steps=_num_optimizer_steps(config, role, num_training_steps),
+        seed=trainer.seed,
+        num_threads=trainer.num_threads,
+    )
+    return backend, spec
+
+
+def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | None) -> int | None:
+    trainer = config.trainer
+    if num_training_steps is None or role == "reference":
+        return None
+    mini_batch_size = trainer.policy_mini_batch_size if role == "policy" else trainer.critic_mini_batch_size
+    return num_training_steps * -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
+
+
+def loop_settings(config: Config, total_steps: int) -> LoopSettings:
+    """When the loop evaluates, saves and verifies, where it writes, and how long it waits."""
+    trainer = config.trainer
+    return LoopSettings(
+        last_step=total_steps,
+        eval_interval=trainer.eval_interval,
+        eval_before_train=trainer.eval_before_train,
+        eval_batch_size=trainer.eval_batch_size,
+        ckpt_interval=trainer.ckpt_interval,
+        max_ckpts_to_keep=trainer.max_ckpts_to_keep,
+        hf_save_interval=trainer.hf_save_interval,
+        checkpoint_root=Path(trainer.ckpt_path or ""),
+        export_root=Path(trainer.export_path or ""),
+        max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
+        num_engines=config.generator.inference_engine.num_engines,
+        pause_mode=config.generator.inference_engine.weight_sync_pause_mode,
+        verification=_verification(config),
+        generation_timeout_s=trainer.generation_timeout_s,
+        worker_timeout_s=trainer.worker_timeout_s,
+        saves_in_background=trainer.async_save,
+        merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
+    )
+
+
+def _verification(config: Config) -> VerificationSettings:
+    verification = config.generator.inference_engine.weight_verification
+    dtypes = (config.engine_dtype, "bfloat16" if config.trainer.bf16 else "float32")
+    return VerificationSettings(
+        prove_at_start=verification.prove_at_start,
+        interval=verification.interval,
+        num_tokens=verification.num_tokens,
+        limit=verification.limit if verification.limit is not None else max(LIMITS[dtype] for dtype in dtypes),
+        seed=config.trainer.seed,
+        limits=_limits(config, config.trainer.micro_forward_batch_size_per_gpu),
+    )
+
+
+def train_rollouts(config: Config) -> RolloutSettings:
+    """How training prompts are played."""
+    dynamic = config.trainer.algorithm.dynamic_sampling
+    filters = dynamic.type == "filter"
+    batches = dynamic.max_sample_batches if dynamic.type is not None else 1
+    rule = "one batch of trainer.train_batch_size"
+    if dynamic.type is not None:
+        rule = "trainer.algorithm.dynamic_sampling.max_sample_batches × trainer.train_batch_size"
+    return RolloutSettings(
+        num_samples=config.generator.n_samples_per_prompt,
+        params=config.generator.sampling_params.to_params(),
+        seed=config.trainer.seed,
+        drop_zero_variance=filters,
+        max_dropped_groups=batches * config.trainer.train_batch_size,
+        limit_rule=rule,
+    )
+
+
+def eval_rollouts(config: Config) -> RolloutSettings:
+    """How held-out prompts are played."""
+    params = config.generator.eval_sampling_params
+    assert params is not None, "resolve() gives the evaluation's sampling"
+    return attrs.evolve(
+        train_rollouts(config),
+        num_samples=config.generator.eval_n_samples_per_prompt,
+        params=params.to_params(),
+        drop_zero_variance=False,
+    )
+
+
+def update_settings(config: Config) -> UpdateSettings:
+    """What a step does with a batch."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    params = advantage_params(config)
+    uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
+    control = algorithm.kl_ctrl
+    adaptive = {"kl_target": control.kl_target, "horizon": float(control.horizon)}
+    policy = ModelUpdateSettings(
+        name="policy",
+        loss=LossSpec(
+            name=algorithm.policy_loss_type,
+            params=loss_params(config),
+            kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+            kl_estimator=algorithm.kl_estimator_type,
+            entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        ),
+        reduction=algorithm.loss_reduction,
+        reduction_params={"max_seq_len": algorithm.max_seq_len} if uses_max_seq_len else {},
+        groups_per_mini_batch=trainer.policy_mini_batch_size,
+        epochs=trainer.update_epochs_per_batch,
+        temperature=config.temperature,
+        limits=_limits(config, trainer.micro_train_batch_size_per_gpu),
+        max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
+        seed=trainer.seed,
+    )
+    # Whatever weighs the policy's tokens: the critic's error counts alike at each.
+    critic = attrs.evolve(
+        policy,
+        name="critic",
+        loss=LossSpec(name="value_clip", params={"value_clip": algorithm.value_clip}),
+        reduction="token_mean",
+        reduction_params={},
+        groups_per_mini_batch=trainer.critic_mini_batch_size,
+    )
+    return UpdateSettings(
+        policy=policy,
+        critic=critic if needs_critic(config) else None,
+        estimator=load_estimator(algorithm.advantage_estimator, params),
+        estimator_params=params,
+        correction_params=correction_params(config),
+        kl_in_reward=algorithm.kl_estimator_type if algorithm.use_kl_in_reward else None,
+        adaptive_kl=adaptive if control.type == "adaptive" else None,
+        normalize_advantages=algorithm.advantage_batch_normalize,
+        temperature=config.temperature,
+        forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
+    )
+
+
+def _limits(config: Config, max_sequences: int) -> MicroBatchLimits:
+    budget = config.trainer.max_tokens_per_microbatch
+    return MicroBatchLimits(max_tokens=budget) if budget > 0 else MicroBatchLimits(max_sequences=max_sequences)
