@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -46,6 +47,26 @@ def nothing_left() -> Iterator[None]:
     before = left()
     yield
     require_left(before)
+
+
+async def use(
+    launching: Awaitable[WorkerGroup], calls: Callable[[WorkerGroup], Iterable[Callable[[], Awaitable[Any]]]]
+) -> None:
+    """Makes the calls one after another and closes the group. Writes into an error how long after its call it came."""
+    group, started, before = None, time.monotonic(), left()
+    try:
+        group = await launching
+        for call in calls(group):
+            started = time.monotonic()
+            await call()
+    except Exception as error:
+        error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
+        # Before the group is closed: the failed call itself has ended all ranks.
+        require_left(before)
+        raise
+    finally:
+        if group is not None:
+            await group.close()
 
 
 def left() -> tuple[list[int], list[int], list[str]]:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from tests.ray.conftest import SLEEP_S, children_running, left, ranks_running, require_left
+from tests.ray.conftest import SLEEP_S, children_running, ranks_running, use
 from tests.ray.gloo_backend import GlooBackend, spec_of
 from tests.ray.test_dispatch import batch_of
 
@@ -27,32 +28,20 @@ METHOD = {"backward": "forward_backward"}
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 
-async def use(directory: Path, *, timeout_s: float = 60, **options: Any) -> None:
-    """One step with everything in it. Writes into an error how long after the call that failed it came."""
-    group, started, before = None, time.monotonic(), left()
-    try:
-        group = await WorkerGroup.launch(
-            GlooBackend(), spec_of(children=SLEEP_S, **options), ranks_per_node=2, timeout_s=60
-        )
+async def step(directory: Path, *, timeout_s: float = 60, **options: Any) -> None:
+    """One step with everything in it."""
+    spec = spec_of(children=SLEEP_S, **options)
+
+    def calls(group: WorkerGroup) -> Iterator[Callable[[], Awaitable[Any]]]:
         # A start takes long on a busy machine, so only the calls after it have the short deadline.
         group._ranks._timeout_s = timeout_s
         batch = batch_of([3, 4, 5])
-        for call in (
-            lambda: group.forward(batch, LIMITS, temperature=1.0),
-            lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0),
-            lambda: group.optim_step(),
-            lambda: group.save_state(directory),
-        ):
-            started = time.monotonic()
-            await call()
-    except Exception as error:
-        error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
-        # Before the group is closed: the failed call itself has ended all ranks.
-        require_left(before)
-        raise
-    finally:
-        if group is not None:
-            await group.close()
+        yield lambda: group.forward(batch, LIMITS, temperature=1.0)
+        yield lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)
+        yield group.optim_step
+        yield lambda: group.save_state(directory)
+
+    await use(WorkerGroup.launch(GlooBackend(), spec, ranks_per_node=2, timeout_s=60), calls)
 
 
 def faults(seed: int) -> tuple[str, int]:
@@ -71,14 +60,14 @@ async def test_a_rank_killed_in_any_phase_ends_the_call_with_one_error_that_name
     with pytest.raises(
         WorkerError, match=rf"^policy rank {rank} of 2 \(node [0-9.]+, pid \d+\) died in {method}: "
     ) as raised:
-        await use(tmp_path, phase=phase, rank=rank, fault="kill")
+        await step(tmp_path, phase=phase, rank=rank, fault="kill")
     if phase != "start":
         assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_wait_for_it(tmp_path):
     with pytest.raises(WorkerError) as raised:
-        await use(tmp_path, phase="backward", rank=1, fault="raise")
+        await step(tmp_path, phase="backward", rank=1, fault="raise")
     message = str(raised.value)
     assert message.startswith("policy rank 1 of 2 (node 127.0.0.1, pid ")
     assert "failed in forward_backward: ValueError: told to fail in backward" in message
@@ -90,7 +79,7 @@ async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_w
 @pytest.mark.parametrize("fault", ["hang", pytest.param("stop", marks=pytest.mark.soak)])
 async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_what_it_does(tmp_path, fault):
     with pytest.raises(DeadlineError) as raised:
-        await use(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=3)
+        await step(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=3)
     message = str(raised.value)
     assert "2 of 2 ranks did not finish optim_step within 3 s (trainer.worker_timeout_s)" in message
     assert "policy rank 0 of 2 (node 127.0.0.1, pid " in message
@@ -105,7 +94,7 @@ async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_
 async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
     expected = CheckpointError if fault == "user" else WorkerError
     with pytest.raises(expected) as raised:
-        await use(tmp_path, phase=phase, rank=1, fault=fault)
+        await step(tmp_path, phase=phase, rank=1, fault=fault)
     assert "policy rank 1 of 2" in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 

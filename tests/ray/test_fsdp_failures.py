@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_core.interfaces import LossSpec
 from rl_core.testing.models import make_checkpoint
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.fsdp.conftest import random_batch, spec_of
-from tests.ray.conftest import left, require_left
+from tests.ray.conftest import use
 from tests.ray.faulty_fsdp import METHODS, PHASES, FaultyOptions, faulty_fsdp
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -38,33 +38,21 @@ async def save_in_background(group: WorkerGroup, directory: Path) -> None:
         await asyncio.sleep(0.02)
 
 
-async def use(model: Path, directory: Path, options: FaultyOptions) -> None:
-    """Two steps with everything in them. Writes into an error how long after its call it came."""
-    group, started, before = None, time.monotonic(), left()
+async def two_steps(model: Path, directory: Path, options: FaultyOptions) -> None:
+    """With everything in them."""
+    spec = spec_of(model, options=options, num_threads=1)
     batch = random_batch([6, 4, 5, 7])
     batch = batch.with_columns(loss_weights=batch["loss_mask"] / batch["loss_mask"].sum())
-    try:
-        group = await WorkerGroup.launch(
-            faulty_fsdp, spec_of(model, options=options, num_threads=1), ranks_per_node=2, timeout_s=120
-        )
+
+    def calls(group: WorkerGroup) -> Iterator[Callable[[], Awaitable[Any]]]:
         for step in ("first", "second"):
-            for call in (
-                lambda: group.forward(batch, LIMITS, temperature=1.0),
-                lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0),
-                lambda: group.optim_step(),
-                lambda step=step: group.save_state(directory / step),
-                lambda step=step: save_in_background(group, directory / f"{step} in background"),
-            ):
-                started = time.monotonic()
-                await call()
-    except Exception as error:
-        error.seconds = time.monotonic() - started  # pyright: ignore[reportAttributeAccessIssue]
-        # Before the group is closed: the failed call itself has ended all ranks.
-        require_left(before)
-        raise
-    finally:
-        if group is not None:
-            await group.close()
+            yield lambda: group.forward(batch, LIMITS, temperature=1.0)
+            yield lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)
+            yield group.optim_step
+            yield lambda step=step: group.save_state(directory / step)
+            yield lambda step=step: save_in_background(group, directory / f"{step} in background")
+
+    await use(WorkerGroup.launch(faulty_fsdp, spec, ranks_per_node=2, timeout_s=120), calls)
 
 
 def fault(seed: int) -> dict[str, Any]:
@@ -92,12 +80,12 @@ async def test_a_rank_killed_at_a_random_place_ends_the_call_with_one_error_that
     methods = "|".join(METHODS[options["fault_phase"]])
     pattern = rf"^policy rank {options['fault_rank']} of 2 \(node [0-9.]+, pid \d+\) died in ({methods}): "
     with pytest.raises(WorkerError, match=pattern) as raised:
-        await use(model, tmp_path, FaultyOptions(**options))
+        await two_steps(model, tmp_path, FaultyOptions(**options))
     assert raised.value.seconds < WITHIN_S  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def test_without_a_fault_both_ways_of_saving_write_the_same(model, tmp_path):
     """Negative control: what the faults are put into works, and gets through all of it."""
-    await use(model, tmp_path, FaultyOptions())
+    await two_steps(model, tmp_path, FaultyOptions())
     for directory in (tmp_path / "second", tmp_path / "second in background"):
         assert {path.name for path in directory.iterdir()} >= {"state.json", ".metadata"}

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from rl_core.batch import Batch
-from rl_core.interfaces import Completion, GenerateRequest, ModelConfig, WorkerSpec
+from rl_core.interfaces import Completion, GenerateRequest
 from rl_core.testing.backend import PRELOADED
 from rl_core.testing.ranks import RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
 from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, start_servers, stop_servers
+from tests.rollout.vllm.trainers import policy_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PRELOADED["rl_megatron.worker"] = None
@@ -94,19 +95,7 @@ def sequence(asked: GenerateRequest, answer: Completion) -> dict[str, Any]:
 def scored(
     batch: Batch, server: RunningServer, options: MegatronOptions, directory: Path, *, bf16: bool
 ) -> Differences:
-    spec = WorkerSpec(
-        role="policy",
-        model=ModelConfig(path=server.model_path),
-        optimizer=None,
-        options=options,
-        bf16=bf16,
-        gradient_checkpointing=False,
-        use_sample_packing=True,
-        logprobs_chunk_size=1024,
-        total_optimizer_steps=None,
-        seed=0,
-        num_threads=1,
-    )
+    spec = policy_spec(server.model_path, options, optimizer=None, bf16=bf16)
     group = RankGroup(megatron, spec, 1, directory=directory, timeout_s=300)
     logprobs_T = group.forward(batch, MicroBatchLimits(max_sequences=16), temperature=1.0)["logprobs"]
     group.close()

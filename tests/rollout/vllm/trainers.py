@@ -17,16 +17,14 @@ BUCKET_BYTES = 1 << 15
 """Small: many buckets, and tensors larger than one."""
 
 
-@asynccontextmanager
-async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
-    """The model on one rank, in float32."""
-    backend = plugins.load("rl_core.backends", "fsdp")
-    spec = WorkerSpec(
+def policy_spec(model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool) -> WorkerSpec:
+    """The model with a backend's options."""
+    return WorkerSpec(
         role="policy",
         model=ModelConfig(path=str(model_path)),
-        optimizer=OptimizerConfig(),
-        options=backend.options_class(),
-        bf16=False,
+        optimizer=optimizer,
+        options=options,
+        bf16=bf16,
         gradient_checkpointing=False,
         use_sample_packing=True,
         logprobs_chunk_size=1024,
@@ -34,6 +32,13 @@ async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
         seed=0,
         num_threads=1,
     )
+
+
+@asynccontextmanager
+async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
+    """The model on one rank, in float32."""
+    backend = plugins.load("rl_core.backends", "fsdp")
+    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=False)
     group = await WorkerGroup.launch(backend, spec)
     try:
         yield group
