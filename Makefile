@@ -62,8 +62,10 @@ quickstart: $(QUICKSTART_READY)  ## teach a small model to add, in minutes, into
 
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
 ifeq ($(ARGS),)
-	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ONE_AFTER_ANOTHER))
-	$(RUN)python -m pytest $(ONE_AFTER_ANOTHER)
+	@status=0; \
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ONE_AFTER_ANOTHER)) || status=$$?; \
+	$(RUN)python -m pytest $(ONE_AFTER_ANOTHER) || status=$$?; \
+	exit $$status
 else
 	$(RUN)python -m pytest $(ARGS)
 endif
