@@ -94,8 +94,13 @@ def draw(seed: int) -> Drawn:
     )
 
 
-def run(drawn: Drawn, directory) -> bool:
-    """Whether it ran; raises AssertionError for wrong numbers, and whatever a crash raises."""
+SOAKED = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(NUM_QUICK, NUM_ALL)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [*range(NUM_QUICK), *SOAKED])
+def test_a_random_configuration_is_refused_or_right(seed, tmp_path):
+    drawn = draw(seed)
     options = MegatronOptions(**drawn.options, transformer_config_kwargs=drawn.passed)
     variant = Variant(
         world_size=drawn.world_size,
@@ -104,11 +109,9 @@ def run(drawn: Drawn, directory) -> bool:
         checkpoint=drawn.checkpoint,
         forced_routes=drawn.has_experts,
     )
-    with open_case(megatron, MegatronOptions(), variant, directory, timeout_s=240.0) as case:
-        complaint = complaint_about(case)
-        if complaint is None:
+    with open_case(megatron, MegatronOptions(), variant, tmp_path, timeout_s=240.0) as case:
+        if complaint_about(case) is None:
             require_a_step_of_the_reference(case)
-        return complaint is None
 
 
 def complaint_about(case: Case) -> str | None:
@@ -134,12 +137,6 @@ def require_a_step_of_the_reference(case: Case) -> None:
     assert not group.optim_step().skipped
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_QUICK))
-def test_a_random_configuration_is_refused_or_right(seed, tmp_path):
-    run(draw(seed), tmp_path)
-
-
 def test_the_drawn_configurations_are_of_both_kinds(tmp_path):
     """Without starting any: the sweep is no sweep if all are refused, or none."""
     refused = [seed for seed in range(NUM_QUICK) if is_refused(draw(seed), tmp_path / str(seed))]
@@ -152,18 +149,3 @@ def is_refused(drawn: Drawn, directory) -> bool:
     variant = Variant(world_size=drawn.world_size, options=options, spec=drawn.spec, checkpoint=drawn.checkpoint)
     with open_case(megatron, MegatronOptions(), variant, directory) as case:
         return complaint_about(case) is not None
-
-
-@pytest.mark.soak
-def test_two_hundred_random_configurations_are_refused_or_right(tmp_path):
-    ran = 0
-    for seed in range(NUM_QUICK, NUM_ALL):
-        directory = tmp_path / str(seed)
-        directory.mkdir()
-        drawn = draw(seed)
-        try:
-            ran += run(drawn, directory)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {drawn}")
-            raise
-    assert NUM_ALL // 5 < ran < NUM_ALL * 4 // 5

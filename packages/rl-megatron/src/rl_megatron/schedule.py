@@ -57,7 +57,8 @@ def run_schedule(
                 None,
                 packed_seq_params=micro_batch.segments,
             )
-        return output, partial(_finished, finish, micro_batch)
+        # A recomputed chunk may answer with a transposed view, which cannot be sent to the next stage.
+        return output.contiguous(), partial(_finished, finish, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
     first = micro_batches[0].tokens_BS
