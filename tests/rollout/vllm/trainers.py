@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rl_core import plugins
-from rl_core.interfaces import ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
+from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
 from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits, WorkerGroup
@@ -18,12 +18,12 @@ BUCKET_BYTES = 1 << 15
 
 
 @asynccontextmanager
-async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
-    """The model on one rank, in float32."""
+async def policy_of(model_path: Any, lora: LoraConfig | None = None) -> AsyncIterator[WorkerGroup]:
+    """The model on one rank, in float32; trained whole, or by an adapter."""
     backend = plugins.load("rl_core.backends", "fsdp")
     spec = WorkerSpec(
         role="policy",
-        model=ModelConfig(path=str(model_path)),
+        model=ModelConfig(path=str(model_path), lora=lora or LoraConfig()),
         optimizer=OptimizerConfig(),
         options=backend.options_class(),
         bf16=False,
@@ -85,11 +85,11 @@ class Trainer:
 
     def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
         """What `part` makes of the buckets is sent in their place; all of them again, for None."""
-        worker = self.worker
-        worker.__dict__.pop("export_weights", None)
+        worker, method = self.worker, "export_weights" if self.policy.adapter is None else "export_adapter"
+        worker.__dict__.pop(method, None)
         if part is not None:
-            export = worker.export_weights
-            worker.export_weights = lambda max_bucket_bytes: part(export(max_bucket_bytes))
+            export = getattr(worker, method)
+            setattr(worker, method, lambda max_bucket_bytes: part(export(max_bucket_bytes)))
 
     @property
     def worker(self) -> Any:

@@ -16,6 +16,7 @@ from rl_core import plugins
 from rl_core.config import Config, advantage_params, loss_params, needs_critic
 from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import (
+    AdapterServing,
     Backend,
     Generator,
     InferenceClient,
@@ -317,6 +318,11 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
     create = plugins.load("rl_core.generators", config.generator.type, key="generator.type")
     client = await engine.create(config)
     try:
+        if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
+            raise ConfigError(
+                f"trainer.policy.model.lora.merge_lora: false is given, and the engine {engine.name!r} takes whole "
+                "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
+            )
         yield client, create(config, client)
     finally:
         await _closed(client.close, "the inference engine")

@@ -1,1 +1,2 @@
-"""Weights inside a vLLM worker: `worker_extension` receives and loads them, `fixes` repairs what vLLM gets wrong."""
+"""Weights inside a vLLM worker: `worker_extension` receives and loads them, an adapter that comes alone by `adapters`;
+`fixes` repairs what vLLM gets wrong."""
