@@ -122,6 +122,14 @@ def test_the_defaults_pass():
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
             "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave those two out, or",
         ),
+        ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send: set .*lora\.rank above 0"),
+        ("trainer.policy.model.lora.rank=4 trainer.policy.model.lora.max_loras=2", "max_loras: 2 .*merge_lora=false"),
+        (
+            "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.merge_lora=false "
+            "trainer.policy.model.lora.max_loras=3 trainer.policy.model.lora.max_cpu_loras=2",
+            "max_cpu_loras: 2 is less than max_loras=3",
+        ),
+        ("trainer.critic.model.lora.merge_lora=false", r"critic\.model\.lora\.merge_lora: a critic is not sent"),
         ("trainer.max_tokens_per_microbatch=100", "cannot hold the longest sequence.*give at least 1536, or -1"),
         ("trainer.max_tokens_per_microbatch=0", "cannot hold the longest sequence"),
         ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "switch one off"),

@@ -66,6 +66,10 @@ def test_other_spellings_of_values_are_accepted():
         ("deepspeed_config.train.zero_optimization.offload_param.device=cpu", r"there is no DeepSpeed backend yet"),
         ("generator.use_conversation_multi_turn=false", r"what was said is never written anew"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
+        (
+            "trainer.policy.model.lora.lora_sync_path=adapters",
+            r"with trainer\.policy\.model\.lora\.merge_lora=false, alone",
+        ),
     ],
 )
 def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):
@@ -85,6 +89,11 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
 def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(override: str):
     with pytest.warns(ConfigWarning, match="has no effect and can go"):
         assert from_mapping({}, [override]) == from_mapping({})
+
+
+def test_megatrons_switch_for_adapters_is_everyones():
+    config = from_mapping({}, ["trainer.policy.megatron_config.lora_config.merge_lora=false"])
+    assert not config.trainer.policy.model.lora.merge_lora
 
 
 def test_a_harmless_value_is_compared_with_its_type():

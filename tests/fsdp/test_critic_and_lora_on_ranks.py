@@ -98,6 +98,18 @@ def test_what_two_ranks_save_one_continues(kind: str, case: Case):
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
+def test_two_ranks_send_adapters_alone_as_one(case: Case):
+    model = attrs.evolve(case.spec.model, lora=attrs.evolve(LORA, merge_lora=False))
+    groups = [start(case, attrs.evolve(case.spec, model=model), size) for size in (1, 2)]
+    for group in groups:
+        steps(group, case, "adapters", 1)
+    expected, found = (group.weights() for group in groups)
+    assert set(found) == set(expected)
+    assert all(name.startswith("base_model.model.model.layers.") for name in expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
 def test_two_ranks_save_merged_weights_adapters_and_head(case: Case):
     adapted = start(case, spec_of_kind(case, "adapters"), 2)
     steps(adapted, case, "adapters")

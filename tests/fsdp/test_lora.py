@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import peft
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, OptimizerConfig, RankInfo
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
 from rl_core.weights import unpack_bucket
 from rl_fsdp import FsdpWorker, fsdp
 from tests.fsdp.conftest import random_batch, spec_of
@@ -124,6 +126,32 @@ def test_exported_weights_are_the_merged_ones_under_the_names_of_the_base(checkp
     layer = worker.scorer.model.get_submodule("model.layers.0.self_attn.q_proj")
     expected = layer.base_layer.weight + 2.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
     torch.testing.assert_close(sent["model.layers.0.self_attn.q_proj.weight"], expected, rtol=0, atol=1e-7)
+
+
+def test_adapters_that_are_sent_alone_are_those_of_pefts_file(checkpoint: Path, tmp_path: Path):
+    alone = attrs.evolve(LORA, merge_lora=False)
+    worker = trained(adapted(checkpoint, alone), batch_with_weights())
+    worker.save_model(tmp_path)
+    kept = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    sent = sent_by(worker)
+    assert set(sent) == set(kept)
+    assert all(tensor.equal(kept[name]) for name, tensor in sent.items())
+    written = peft.LoraConfig.from_pretrained(tmp_path / "adapter").to_dict()
+    told = alone.peft_config()
+    assert [written[name] for name in ("r", "lora_alpha")] == [told["r"], told["lora_alpha"]] == [4, 8]
+    assert not any(".lora_" in name for name in sent_by(adapted(checkpoint)))
+    in_bfloat16 = adapted(checkpoint, alone, bf16=True)
+    assert {tensor.dtype for tensor in sent_by(in_bfloat16).values()} == {torch.bfloat16}
+
+
+def sent_by(worker: FsdpWorker) -> dict[str, Tensor]:
+    """What a sync sends."""
+    transport = MemoryTransport()
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    worker.publish(transport.sender(rendezvous, 0, 1), 1, 4096)
+    buckets = list(MemoryReceiver(rendezvous).receive(1))
+    transport.close(rendezvous)
+    return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
 def test_a_saved_model_runs_without_peft_and_its_adapters_load_with_peft(checkpoint: Path, tmp_path: Path):

@@ -14,10 +14,11 @@ import pytest
 from rl_core.cli.runs import require_token_budget
 from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
 from rl_megatron.options import MegatronOptions
 from rl_megatron.refusals import refuse, refuse_setup, setup_of
+from rl_megatron.training_checks import require_trainable
 
 DENSE = {
     "model_type": "qwen3",
@@ -222,6 +223,14 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
         require_token_budget(config_of(15), mesh)
     require_token_budget(config_of(16), mesh)
     require_token_budget(config_of(-1), mesh)
+
+
+def test_adapters_are_sent_merged_only(spec_of):
+    spec = spec_of(DENSE, {})
+    alone = attrs.evolve(spec.model, lora=LoraConfig(rank=4, merge_lora=False))
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.lora\.merge_lora: false was given; .*merged only"):
+        require_trainable(attrs.evolve(spec, model=alone))
+    require_trainable(attrs.evolve(spec, model=attrs.evolve(alone, lora=LoraConfig(rank=4))))
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

@@ -40,3 +40,13 @@ def moe_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) 
     running = start_servers(config)
     yield running[0]
     stop_servers(running)
+
+
+@pytest.fixture(scope="session")
+def adapter_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Serves adapters, two of them in a batch, over the frozen weights of a tiny Qwen3 in float32."""
+    directory = tmp_path_factory.mktemp("adapters")
+    lora = {"rank": 4, "merge_lora": False, "max_loras": 2}
+    running = start_servers(engine_config(write_model(directory / "model"), directory, lora=lora))
+    yield running[0]
+    stop_servers(running)

@@ -39,7 +39,7 @@ class EngineInProcess:
     def forgetful(self) -> EngineInProcess:
         """The engine, as if it had not seen a version yet."""
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        worker.__dict__.pop("rl_names", None)
+        worker.__dict__.pop("rl_held", None)
         return self
 
     async def pause(self, mode: str) -> None:
@@ -51,7 +51,7 @@ class EngineInProcess:
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         from rl_rollout.vllm.wire import manifest_of
 
-        arguments = (rendezvous.receiver, dict(rendezvous.data), version)
+        arguments = (rendezvous.receiver, dict(rendezvous.data), rendezvous.adapter, version)
         (answer,) = await asyncio.to_thread(self.llm.collective_rpc, "rl_receive_weights", args=arguments)
         if answer["error"]:
             raise WeightSyncError(answer["error"])

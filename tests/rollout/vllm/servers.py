@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,9 @@ def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path
     return directory
 
 
-def engine_config(model_path: Path, run_dir: Path, **engine: Any) -> Config:
-    """A resolved configuration for small float32 engines; `engine`: keys of generator.inference_engine."""
+def engine_config(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, **engine: Any) -> Config:
+    """A resolved configuration for small float32 engines; `lora`: keys of trainer.policy.model.lora, `engine`: of
+    generator.inference_engine."""
     values = {
         "backend": "vllm",
         "max_num_seqs": 256,
@@ -72,6 +73,7 @@ def engine_config(model_path: Path, run_dir: Path, **engine: Any) -> Config:
             "trainer.run_dir": str(run_dir),
             "trainer.bf16": False,
             "trainer.generation_timeout_s": 300.0,
+            **{f"trainer.policy.model.lora.{key}": value for key, value in (lora or {}).items()},
             **{f"generator.inference_engine.{key}": value for key, value in values.items()},
         }
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from typing import get_args
 
 import attrs
 import numpy as np
 import pytest
 
+from rl_core import plugins
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.calls import Calls
-from rl_rollout.vllm.engine_arguments import engine_arguments, known_arguments
+from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.plugin import vllm
 from rl_rollout.vllm.pool import Member, Pool
 from tests.rollout.vllm.servers import engine_config
@@ -185,6 +188,50 @@ def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
     assert (on_gpus["enforce_eager"], on_cpus["enforce_eager"]) == (False, True)
     assert on_gpus.keys() <= known_arguments()
     assert on_cpus.keys() <= known_arguments()
+
+
+def test_an_engine_has_places_for_adapters_that_are_sent_alone_and_for_them_only(tmp_path: Path):
+    def arguments(**lora: object) -> dict[str, object]:
+        chosen = engine_arguments(engine_config(tmp_path, tmp_path, lora=lora), has_gpus=False)
+        names = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras")
+        return {name: chosen[name] for name in names if name in chosen}
+
+    alone = arguments(rank=9, merge_lora=False)
+    assert alone.keys() <= known_arguments()
+    assert list(alone.values()) == [True, 16, 1, 2, False]
+    assert list(arguments(rank=1, merge_lora=False, max_loras=3, max_cpu_loras=5).values()) == [True, 1, 3, 6, False]
+    assert arguments(rank=9) == {}
+
+
+def test_the_ranks_of_adapters_are_vllms():
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == MAX_LORA_RANKS
+
+
+def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    config = engine_config(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    with pytest.raises(ConfigError, match=r"merge_lora: false is given, and vLLM computes a Mixture of Experts"):
+        engine_arguments(config, has_gpus=False)
+    assert engine_arguments(config, has_gpus=True)["enable_lora"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "engine", "message"),
+    [
+        ({"rank": 513}, {}, "rank: 513 is given, and vLLM serves adapters up to rank 512"),
+        ({"rank": 4}, {"backend": "local"}, "merge_lora: false is given, and the local engine takes whole weights"),
+        ({"rank": 4}, {"engine_init_kwargs": {"max_lora_rank": 8}}, r"set it with trainer\.policy\.model\.lora\.rank"),
+    ],
+)
+def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts(
+    lora: dict[str, object], engine: dict[str, object], message: str, tmp_path: Path
+):
+    config = engine_config(tmp_path, tmp_path, lora={**lora, "merge_lora": False}, **engine)
+    plugin = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
+    with pytest.raises(ConfigError, match=message):
+        plugin.validate(config)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rl_core import plugins
-from rl_core.interfaces import ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
+from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
 from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits, WorkerGroup
@@ -17,11 +17,13 @@ BUCKET_BYTES = 1 << 15
 """Small: many buckets, and tensors larger than one."""
 
 
-def policy_spec(model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool) -> WorkerSpec:
-    """The model with a backend's options."""
+def policy_spec(
+    model_path: Any, options: Any, *, optimizer: OptimizerConfig | None, bf16: bool, lora: LoraConfig | None = None
+) -> WorkerSpec:
+    """The model with a backend's options, trained whole or by an adapter."""
     return WorkerSpec(
         role="policy",
-        model=ModelConfig(path=str(model_path)),
+        model=ModelConfig(path=str(model_path), lora=lora or LoraConfig()),
         optimizer=optimizer,
         options=options,
         bf16=bf16,
@@ -35,10 +37,10 @@ def policy_spec(model_path: Any, options: Any, *, optimizer: OptimizerConfig | N
 
 
 @asynccontextmanager
-async def policy_of(model_path: Any) -> AsyncIterator[WorkerGroup]:
+async def policy_of(model_path: Any, lora: LoraConfig | None = None) -> AsyncIterator[WorkerGroup]:
     """The model on one rank, in float32."""
     backend = plugins.load("rl_core.backends", "fsdp")
-    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=False)
+    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=False, lora=lora)
     group = await WorkerGroup.launch(backend, spec)
     try:
         yield group
@@ -90,11 +92,11 @@ class Trainer:
 
     def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
         """What `part` makes of the buckets is sent in their place; all of them again, for None."""
-        worker = self.worker
-        worker.__dict__.pop("export_weights", None)
+        worker, method = self.worker, "export_weights" if self.policy.adapter is None else "export_adapter"
+        worker.__dict__.pop(method, None)
         if part is not None:
-            export = worker.export_weights
-            worker.export_weights = lambda max_bucket_bytes: part(export(max_bucket_bytes))
+            export = getattr(worker, method)
+            setattr(worker, method, lambda max_bucket_bytes: part(export(max_bucket_bytes)))
 
     @property
     def worker(self) -> Any:

@@ -16,6 +16,9 @@ import numpy as np
 
 from rl_core.errors import ConfigError
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Fields of a `config.json` that say how many experts a layer has; a dense model has none of them above 0."""
+
 
 @attrs.frozen(kw_only=True)
 class LatentAttention:
@@ -139,7 +142,7 @@ def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    counts = [config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts")]
+    counts = [config.get(name) for name in EXPERT_COUNTS]
     num_experts = next((count for count in counts if count), 0)
     layers = _moe_layers(config) if num_experts else ()
     if not layers:

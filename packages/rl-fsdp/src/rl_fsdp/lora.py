@@ -98,12 +98,15 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(".base_layer.", "."), weight.detach()
 
 
+def adapter_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """The adapters under peft's names, gathered one at a time on all ranks; None: in the dtype they are trained in."""
+    for name, weight in adapter_weights(model):
+        yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", whole(weight.detach().to(dtype or weight.dtype))
+
+
 def save_adapters(model: PreTrainedModel, directory: Path, *, is_first: bool) -> None:
     """Gathers the adapters on all ranks; rank 0 writes them alone, in peft's format."""
-    tensors = {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": whole(weight.detach())
-        for name, weight in adapter_weights(model)
-    }
+    tensors = dict(adapter_tensors(model, None))
     if is_first:
         peft_config: Any = model.peft_config
         peft_config[_NAME].save_pretrained(directory)

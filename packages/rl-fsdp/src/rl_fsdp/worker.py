@@ -33,7 +33,7 @@ from rl_core.workers.schedule import learning_rate
 from rl_fsdp.attention import scatter_rows
 from rl_fsdp.backend import replay_key
 from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
-from rl_fsdp.lora import ADAPTER_FOLDER, has_adapters, save_adapters
+from rl_fsdp.lora import ADAPTER_FOLDER, adapter_tensors, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
 from rl_fsdp.perturbation import Perturbation
@@ -149,15 +149,16 @@ class FsdpWorker:
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        if self._is_first:
-            yield from pack_buckets(self.shards.exported(), max_bucket_bytes)
-        else:
-            for _ in self.shards.exported():
-                pass
+        return self._packed(self.shards.exported(), max_bucket_bytes)
+
+    def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The adapter alone, as `export_weights`; in the same dtype, which is the engine's too."""
+        return self._packed(adapter_tensors(self.scorer.model, self.scorer.compute_dtype), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`."""
-        return sender.send(self.export_weights(max_bucket_bytes), version)
+        """Sends `export_weights`, or `export_adapter` where the configuration says so."""
+        export = self.export_adapter if self.spec.model.lora.is_sent_alone else self.export_weights
+        return sender.send(export(max_bucket_bytes), version)
 
     def perturb(self, seed: int, scale: float) -> None:
         """Noise on every trained parameter, until `restore`."""
@@ -251,6 +252,14 @@ class FsdpWorker:
                 shortest = batch.select([int(batch.lengths.argmin())])
                 untrained_T = torch.zeros(shortest.num_tokens, dtype=torch.bool)
                 yield [], shortest.with_columns(loss_mask=untrained_T) if "loss_mask" in shortest else shortest
+
+    def _packed(self, tensors: Iterator[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """On rank 0; the others take part in gathering."""
+        if self._is_first:
+            yield from pack_buckets(tensors, max_bucket_bytes)
+        else:
+            for _ in tensors:
+                pass
 
     @property
     def _is_first(self) -> bool:

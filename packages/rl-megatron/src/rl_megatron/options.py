@@ -35,8 +35,6 @@ class LoraOptions:
 
     lora_type: Literal["lora", "canonical_lora"] = "lora"
     """One adapter for each fused matrix (query-key-value, gate-up), or one for each of its parts."""
-    merge_lora: bool = True
-    """Send whole weights with the adapters added. Adapters alone are refused."""
 
 
 @attrs.frozen(kw_only=True)

@@ -34,7 +34,7 @@ def require_trainable(spec: WorkerSpec) -> None:
     _require_sums(spec.options, where)
     _require_optimizer_fields(spec.options, where, section)
     if spec.model.lora.rank > 0:
-        _require_lora(spec.model.lora, spec.options, section)
+        _require_lora(spec.model.lora, section)
     if spec.logprobs_chunk_size < 1:
         raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
     if spec.optimizer is not None:
@@ -61,7 +61,7 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
             raise ConfigError(f"{key}: {value!r} was given, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
 
 
-def _require_lora(lora: LoraConfig, options: MegatronOptions, section: str) -> None:
+def _require_lora(lora: LoraConfig, section: str) -> None:
     where = f"{section}.model.lora"
     if lora.dropout > 0:
         raise ConfigError(
@@ -74,8 +74,8 @@ def _require_lora(lora: LoraConfig, options: MegatronOptions, section: str) -> N
         )
     if lora.alpha <= 0:
         raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
-    if not options.lora_config.merge_lora:
+    if not lora.merge_lora:
         raise ConfigError(
-            f"{section}.megatron_config.lora_config.merge_lora: false was given; adapters are sent merged only: set "
-            "it to true"
+            f"{where}.merge_lora: false was given; this backend sends adapters merged only: set it to true, or choose "
+            "trainer.strategy=fsdp"
         )

@@ -18,7 +18,7 @@ from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import InferencePlugin, LossSpec, RouteFollowing
+from rl_core.interfaces import InferencePlugin, LoraConfig, LossSpec, RouteFollowing
 
 # key → the least and the largest value it may have; None: no bound.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -37,6 +37,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
             "optimizer_config.num_warmup_steps": (0, None),
             "model.lora.rank": (0, None),
             "model.lora.dropout": (0, 1),
+            "model.lora.max_loras": (1, None),
+            "model.lora.max_cpu_loras": (1, None),
         }.items()
     },
     "trainer.algorithm.gamma": (0, 1),
@@ -297,6 +299,32 @@ def _sampling(config: Config) -> None:
         warnings.warn(message, ConfigWarning, stacklevel=2)
 
 
+def _lora(config: Config) -> None:
+    """What only an adapter that is sent alone makes use of."""
+    policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
+    served = LoraConfig()
+    for key in ("merge_lora", "max_loras", "max_cpu_loras"):
+        if getattr(critic, key) != getattr(served, key):
+            raise ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; leave it out")
+    where = "trainer.policy.model.lora"
+    if not policy.merge_lora and policy.rank == 0:
+        raise ConfigError(
+            f"{where}.merge_lora: false is given, and there is no adapter to send: set {where}.rank above 0, or "
+            "merge_lora=true"
+        )
+    for key in ("max_loras", "max_cpu_loras"):
+        if policy.merge_lora and getattr(policy, key) != getattr(served, key):
+            raise ConfigError(
+                f"{where}.{key}: {getattr(policy, key)} is given, but an engine with merged weights serves no "
+                f"adapters; leave it out, or set {where}.merge_lora=false"
+            )
+    if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
+        raise ConfigError(
+            f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, which are in "
+            "one batch; give at least as many, or leave it out"
+        )
+
+
 def _placement(config: Config) -> None:
     placement = config.trainer.placement
     policy, reference = placement.policy_shape, placement.ref_shape
@@ -397,6 +425,7 @@ _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
     _bounds,
     _optimizers,
     _sampling,
+    _lora,
     _placement,
     _batch_sizes,
     _groups,

@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError
 ALIASES = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
     "trainer.policy.megatron_config.async_dist_ckpt_save": "trainer.async_save",
+    "trainer.policy.megatron_config.lora_config.merge_lora": "trainer.policy.model.lora.merge_lora",
     "trainer.policy.sequence_parallel_size": "trainer.policy.fsdp_config.sequence_parallel_size",
     "trainer.ref.sequence_parallel_size": "trainer.ref.fsdp_config.sequence_parallel_size",
     "trainer.critic.sequence_parallel_size": "trainer.critic.fsdp_config.sequence_parallel_size",
@@ -75,12 +76,11 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.policy.language_model_only": Unsupported("models of text only", (False, True)),
     "trainer.policy.inference_only_init": Unsupported("a policy is trained", (False,)),
     "trainer.policy.model.fake_int4_qat": Unsupported("there is no quantisation-aware training"),
-    "trainer.policy.model.lora.lora_sync_path": Unsupported("adapters are merged when weights are sent"),
-    "trainer.critic.model.lora.lora_sync_path": Unsupported("adapters are merged when weights are sent"),
-    "trainer.policy.model.lora.max_loras": Unsupported("there is one adapter", (1,)),
-    "trainer.critic.model.lora.max_loras": Unsupported("there is one adapter", (1,)),
-    "trainer.policy.model.lora.max_cpu_loras": Unsupported("there is one adapter", (None,)),
-    "trainer.critic.model.lora.max_cpu_loras": Unsupported("there is one adapter", (None,)),
+    "trainer.policy.model.lora.lora_sync_path": Unsupported(
+        "an adapter needs no folder: it goes the way of the weights, merged into them or, with "
+        "trainer.policy.model.lora.merge_lora=false, alone"
+    ),
+    "trainer.critic.model.lora.lora_sync_path": Unsupported("a critic is not sent to the engines"),
     "trainer.ref.model.lora": Unsupported("the reference has no adapters"),
     "trainer.mtp": Unsupported("there is no multi-token prediction", (None,)),
     "trainer.mtp.enabled": Unsupported("there is no multi-token prediction", (False,)),
@@ -125,7 +125,6 @@ for _model in ("policy", "ref", "critic"):
 _AS_ARGUMENT = "give it to vLLM in generator.inference_engine.engine_init_kwargs"
 for _name, _unsupported in {
     "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
-    "fully_sharded_loras": Unsupported(_AS_ARGUMENT, (False,)),
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
     "use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),

@@ -498,6 +498,8 @@ class InferenceEngineConfig:
     """vLLM: part of a GPU's memory that an engine takes."""
     served_model_name: str | None = None
     """vLLM: the model's name in the OpenAI API; None: `trainer.policy.model.path`."""
+    fully_sharded_loras: bool = False
+    """vLLM: adapters that are sent alone are split over the tensor-parallel ranks as a whole, not only half of each."""
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
     """vLLM: how an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
     external_server_urls: tuple[str, ...] | None = None

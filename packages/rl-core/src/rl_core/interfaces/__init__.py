@@ -18,6 +18,7 @@ All names are imported from here, whichever of these modules defines them.
 from __future__ import annotations
 
 from rl_core.interfaces.inference import (
+    AdapterServing,
     Completion,
     EngineHealth,
     GenerateRequest,
@@ -126,6 +127,7 @@ __all__ = [
     "Recovering",
     "WeightReceivers",
     "Scoring",
+    "AdapterServing",
     "InferencePlugin",
     "Action",
     "StepResult",

@@ -10,6 +10,8 @@ import attrs
 from rl_core.interfaces.weights import Manifest, Rendezvous
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
 
     from rl_core.config import Config
@@ -146,6 +148,26 @@ class Scoring(Protocol):
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
         """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
         0.0 for the first token."""
+        ...
+
+
+@runtime_checkable
+class AdapterServing(Protocol):
+    """A client whose engines keep their model and serve low-rank adapters over it: the policy's own, which
+    `update_weights` replaces in place, and others by name."""
+
+    async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
+        """Every engine serves the adapter at `path` as the model `name`, also one that is started again later. A name
+        that is there already is replaced in place: requests under way go on with the new adapter.
+
+        Args:
+            name: that OpenAI clients ask for; no name of the policy.
+            path: a directory in peft's format (`adapter_config.json`, `adapter_model.safetensors`) that the engines
+                see.
+
+        Raises:
+            GenerationError: an engine cannot serve it, and has what it had before; or it does not answer with numbers.
+        """
         ...
 
 

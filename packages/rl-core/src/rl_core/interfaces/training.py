@@ -61,6 +61,32 @@ class LoraConfig:
     """Module names to leave out."""
     init_method: str = "kaiming"
     """Initialisation of the adapter's first matrix."""
+    merge_lora: bool = True
+    """Policy: engines get whole weights with the adapter added. False: they keep the model at `model.path`, and a sync
+    sends the adapter alone, which then is never rounded into the weights."""
+    max_loras: int = 1
+    """Policy, with merge_lora=false: adapters that an engine computes with in one batch, the policy's among them."""
+    max_cpu_loras: int | None = None
+    """Policy, with merge_lora=false: adapters besides the policy's that an engine keeps in memory; others are read
+    again when they are asked for. None: as many as `max_loras`."""
+
+    @property
+    def is_sent_alone(self) -> bool:
+        """A sync sends the adapter's tensors under peft's names, and no weight of the model."""
+        return self.rank > 0 and not self.merge_lora
+
+    def peft_config(self) -> dict[str, Any]:
+        """What the tensors of the adapter do not say, as in peft's `adapter_config.json`."""
+        targets, excluded = (
+            list(names) if isinstance(names, tuple) else names for names in (self.target_modules, self.exclude_modules)
+        )
+        return {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": targets,
+            "exclude_modules": excluded,
+        }
 
 
 @attrs.frozen(kw_only=True)
@@ -167,7 +193,8 @@ class Worker(Protocol):
         ...
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights` through `sender`; returns what this rank sent."""
+        """Sends `export_weights` through `sender` or, where `LoraConfig.is_sent_alone`, the adapter's tensors under
+        peft's names (`base_model.model.<layer>.lora_A.weight`); returns what this rank sent."""
         ...
 
     def save_state(self, directory: Path) -> None:

@@ -62,6 +62,8 @@ class Rendezvous:
     """`package.module:Class`, loaded in the engine's process."""
     data: Mapping[str, Any]
     """Whatever sender and receiver agreed upon: a directory, an address, a group size."""
+    adapter: Mapping[str, Any] | None = None
+    """Of a sync that sends a low-rank adapter alone: its `LoraConfig.peft_config`. No transport reads it."""
 
 
 class WeightSender(Protocol):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Literal
 
+import attrs
+
 from rl_core.interfaces import InferenceClient, Manifest, WeightReceivers, WeightTransport
 from rl_core.weights import require_same
 from rl_core.workers import WorkerGroup
@@ -39,7 +41,8 @@ async def publish_weights(
         sync.
     """
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
-    rendezvous = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
+    opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
+    rendezvous = attrs.evolve(opened, adapter=group.adapter)
     try:
         await client.pause(pause_mode)
         sending = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))

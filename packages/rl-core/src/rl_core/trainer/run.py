@@ -15,7 +15,7 @@ import attrs
 from rl_core import plugins
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import Generator, InferenceClient, InferencePlugin, Role
+from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
@@ -194,6 +194,11 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
     create = plugins.load("rl_core.generators", config.generator.type, key="generator.type")
     client = await engine.create(config)
     try:
+        if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
+            raise ConfigError(
+                f"trainer.policy.model.lora.merge_lora: false is given, and the engine {engine.name!r} takes whole "
+                "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
+            )
         yield client, create(config, client)
     finally:
         await _closed(client.close, "the inference engine")

@@ -6,7 +6,7 @@ each a list of sequences. A sequence is never split over micro-batches or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -41,7 +41,18 @@ class MicroBatchLimits:
 class WorkerGroup:
     """Handle of the ranks of one model. Made by `launch`."""
 
-    def __init__(self, ranks: Ranks, mesh: Mesh, shape: tuple[int, int], devices: SharedDevices, tenant: Tenant):
+    def __init__(
+        self,
+        ranks: Ranks,
+        mesh: Mesh,
+        shape: tuple[int, int],
+        devices: SharedDevices,
+        tenant: Tenant,
+        *,
+        adapter: Mapping[str, Any] | None = None,
+    ):
+        self.adapter = adapter
+        """Of a model whose adapter is sent alone: see `Rendezvous.adapter`."""
         self._ranks = ranks
         self._shape = shape
         self._devices = devices
@@ -100,7 +111,8 @@ class WorkerGroup:
         keeps_optimizer = spec.optimizer is not None and not spec.optimizer.offload_after_step
         tenant = Tenant(ranks, keeps_optimizer=keeps_optimizer)
         devices.add(tenant)
-        return cls(ranks, mesh, shape, devices, tenant)
+        lora = spec.model.lora
+        return cls(ranks, mesh, shape, devices, tenant, adapter=lora.peft_config() if lora.is_sent_alone else None)
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
         """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]; and the routes that
@@ -135,7 +147,7 @@ class WorkerGroup:
             return (await self._ranks.call("optim_step"))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """All ranks send their weights; what was sent, over all ranks."""
+        """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
         async with self._turn():
             return merge_manifests(await self._ranks.call("publish", rendezvous, version, max_bucket_bytes))
 

@@ -35,6 +35,11 @@ class LocalEnginePlugin:
             raise ConfigError(
                 f"{_SECTION}.num_engines: {engine.num_engines}, but the local engine is always one; set it to 1{remedy}"
             )
+        if config.trainer.policy.model.lora.is_sent_alone:
+            raise ConfigError(
+                "trainer.policy.model.lora.merge_lora: false is given, and the local engine takes whole weights only; "
+                f"set it to true, or choose {_SECTION}.backend=vllm"
+            )
         if engine.max_num_seqs < 1:
             raise ConfigError(f"{_SECTION}.max_num_seqs: {engine.max_num_seqs}, expected at least 1")
 

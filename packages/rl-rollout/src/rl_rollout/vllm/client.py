@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import DeadlineError, GenerationError, RLError, WeightSyncError
@@ -27,6 +29,8 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
 """Deadline of calls that compute nothing."""
 _TOKENIZE_CONCURRENCY = 32
+_PROBE = (0, 1, 2, 3)
+"""Token ids that every vocabulary has."""
 
 
 class RemoteInferenceClient:
@@ -102,7 +106,8 @@ class RemoteInferenceClient:
 
         Args:
             messages: chat messages.
-            options: fields of the API's request, such as `max_tokens`; `session_id` keeps a conversation on a server.
+            options: fields of the API's request, such as `max_tokens`, or `model` for an adapter; `session_id` keeps a
+                conversation on a server.
         """
         session_id = options.pop("session_id", None)
         arguments = {"model": self._model, "messages": [dict(message) for message in messages], **options}
@@ -112,9 +117,12 @@ class RemoteInferenceClient:
 
         return await self._on_some_server(ask, "a chat completion", session_id=session_id)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """See `Scoring`."""
-        answers = await self._on_all("score", wire.sequences_record(sequences), timeout_s=self._timeout_s)
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> Mapping[str, Sequence[Sequence[float]]]:
+        """See `Scoring`; with the policy, or with the adapter of this name."""
+        arguments = {"sequences": wire.sequences_record(sequences), "adapter": adapter}
+        answers = await self._on_all("score", arguments, timeout_s=self._timeout_s)
         serving = [member for member in self._pool.serving if member in answers]
         return {str(member): wire.float_lists(answers[member]) for member in serving}
 
@@ -150,6 +158,7 @@ class RemoteInferenceClient:
         arguments = {
             "receiver": rendezvous.receiver,
             "data": dict(rendezvous.data),
+            "adapter": None if rendezvous.adapter is None else dict(rendezvous.adapter),
             "version": version,
             "timeout_s": self._timeout_s,
         }
@@ -165,6 +174,22 @@ class RemoteInferenceClient:
                 raise WeightSyncError(f"weight version {version}: the servers received different weights")
             await self._pool.changed_version(version, list(manifests))
         return first
+
+    async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
+        """See `AdapterServing`. Waits for servers that are paused."""
+        known, adapters = self._pool.adapters.get(name), self._pool.adapters
+        adapters[name] = str(Path(path).absolute())
+        try:
+            await self._on_all("load_adapter", {"name": name, "path": adapters[name]}, timeout_s=self._timeout_s)
+        except RLError:
+            if known is None:
+                del adapters[name]
+            else:
+                adapters[name] = known
+            raise
+        for engine, scores in (await self.score([_PROBE], adapter=name)).items():
+            if not all(math.isfinite(value) for value in scores[0]):
+                raise GenerationError(f"adapter {name!r} at {path}: {engine} answers with {scores[0]}, no log-probs")
 
     @property
     def lacks_weights(self) -> bool:

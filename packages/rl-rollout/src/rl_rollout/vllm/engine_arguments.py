@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, nearest
+from rl_core.model_shape import EXPERT_COUNTS, read_config
 
 if TYPE_CHECKING:
     from rl_core.config import Config
 
 _SECTION = "generator.inference_engine"
+_LORA = "trainer.policy.model.lora"
 _CPU_KV_CACHE_BYTES = 512 * 2**20
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM has buffers for (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank lies in the next
+larger one."""
 WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"
 
 _OWN_KEYS = {
@@ -34,6 +39,11 @@ _OWN_KEYS = {
     "served_model_name": f"{_SECTION}.served_model_name",
     "enable_return_routed_experts": f"{_SECTION}.enable_return_routed_experts",
     "distributed_executor_backend": f"{_SECTION}.distributed_executor_backend",
+    "fully_sharded_loras": f"{_SECTION}.fully_sharded_loras",
+    "enable_lora": f"{_LORA}.merge_lora (false switches it on)",
+    "max_lora_rank": f"{_LORA}.rank",
+    "max_loras": f"{_LORA}.max_loras",
+    "max_cpu_loras": f"{_LORA}.max_cpu_loras",
     "worker_extension_cls": "nothing: it is how weights arrive",
     "logprobs_mode": "nothing: training needs the log-probs of the distribution that was sampled from",
 }
@@ -53,9 +63,10 @@ def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
         config: resolved.
         has_gpus: the servers run on GPUs, else on vLLM's CPU build.
 
-    Raises ConfigError for what vLLM's CPU build cannot do.
+    Raises:
+        ConfigError: vLLM's CPU build cannot do it.
     """
-    engine = config.generator.inference_engine
+    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     if not has_gpus:
         _require_possible_on_cpus(config)
     arguments: dict[str, Any] = {
@@ -87,6 +98,17 @@ def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
     else:
         # Otherwise vLLM takes a share of what is free, and refuses to start where others use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    if lora.is_sent_alone:
+        if not has_gpus:
+            _require_no_experts(config.policy_model_path)
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(size for size in MAX_LORA_RANKS if size >= lora.rank),
+            "max_loras": lora.max_loras,
+            # The policy's adapter stays there whatever else is asked for.
+            "max_cpu_loras": (lora.max_cpu_loras or lora.max_loras) + 1,
+            "fully_sharded_loras": engine.fully_sharded_loras,
+        }
     return arguments | dict(engine.engine_init_kwargs)
 
 
@@ -95,6 +117,15 @@ def _require_possible_on_cpus(config: Config) -> None:
         value = getattr(config.generator.inference_engine, name)
         if value > 1:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
+
+
+def _require_no_experts(model_path: str) -> None:
+    config = read_config(model_path)
+    if config is not None and any(config.get(name) for name in EXPERT_COUNTS):
+        raise ConfigError(
+            f"{_LORA}.merge_lora: false is given, and vLLM computes a Mixture of Experts with adapters on GPUs only, "
+            f"even if they are in other layers; {model_path} has experts: set it to true"
+        )
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM gets wrong about loading weights again, and about seeds on CPUs, repaired.
+"""What vLLM gets wrong about loading weights again, about seeds on CPUs and about adapters, repaired.
 
 Imported in every worker, before it loads its model. Each fix names version and fault, says when it can go, and fails
 loudly where vLLM no longer has what it wraps.
@@ -18,6 +18,7 @@ def apply() -> None:
     """Applies all fixes; a second call does nothing."""
     repack_moe_experts_on_cpu()
     rewind_generators_on_cpu()
+    keep_adapters_off_vocabularies()
 
 
 def repack_moe_experts_on_cpu() -> None:
@@ -114,6 +115,35 @@ def rewind_generators_on_cpu() -> None:
     setattr(sample_and_rewind, _MARK, True)
     CPUModelRunner._sample = sample_and_rewind
     CPUModelRunner._bookkeeping_sync = keep_books_without_rewinding
+
+
+def keep_adapters_off_vocabularies() -> None:
+    """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters that scores two prompts in a step ends.
+
+    Its output layer has places for adapters too, which take one row per sampled token, and for the log-probs of prompts
+    get one per token. No adapter of a trainer here is on an output layer or an embedding, so those get no places; on
+    GPUs, where nothing breaks, that saves their memory and two matrix products per token.
+    Shown by tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when it passes without.
+    """
+    from vllm.lora import model_manager
+
+    name = "get_supported_lora_modules"
+    original = getattr(model_manager, name, None)
+    if original is None:
+        raise WeightSyncError(
+            "this version of vLLM has no lora.model_manager.get_supported_lora_modules: whether its output layer with "
+            "adapters scores prompts is not known; use vllm 0.30"
+        )
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def supported_modules(model: Any) -> list[str]:
+        vocabularies = [getattr(module, "embedding_modules", None) or () for module in model.modules()]
+        return [name for name in original(model) if not any(name in names for names in vocabularies)]
+
+    setattr(supported_modules, _MARK, True)
+    setattr(model_manager, name, supported_modules)
 
 
 def undo_repack_moe_experts_on_cpu() -> None:

@@ -9,7 +9,7 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, InferenceClient
-from rl_rollout.vllm.engine_arguments import require_known
+from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, require_known
 
 if TYPE_CHECKING:
     from rl_core.config import Config
@@ -45,6 +45,13 @@ class VLLMPlugin:
             raise ConfigError(
                 f"{_SECTION}.expert_parallel_size: {engine.expert_parallel_size}, but vLLM shares experts over all "
                 f"tensor × data parallel ranks of an engine: give 1 or {ranks}"
+            )
+
+        rank = config.trainer.policy.model.lora.rank
+        if config.trainer.policy.model.lora.is_sent_alone and rank > MAX_LORA_RANKS[-1]:
+            raise ConfigError(
+                f"trainer.policy.model.lora.rank: {rank} is given, and vLLM serves adapters up to rank "
+                f"{MAX_LORA_RANKS[-1]}; lower it, or set trainer.policy.model.lora.merge_lora=true"
             )
 
     async def create(self, config: Config) -> InferenceClient:

@@ -53,6 +53,8 @@ class Pool:
         self.facts: EngineFacts
         """Set when the first server has answered."""
         self.version = -1
+        self.adapters: dict[str, str] = {}
+        """Besides the policy's: name → directory. Every server is to have them."""
         self.num_updates = 0
         """Weight updates begun and ended: what was said before a change is not believed after it."""
         self._sessions: OrderedDict[str, int] = OrderedDict()

@@ -52,7 +52,10 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
             return _failed(error)
 
     async def score(asked: Any) -> list[bytes]:
-        return wire.float_lists_record(await engine.score(wire.sequences_of(asked)))
+        return wire.float_lists_record(await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"]))
+
+    async def load_adapter(asked: Any) -> None:
+        await engine.load_adapter(asked["name"], asked["path"])
 
     async def cancel(asked: Any) -> None:
         calls.cancel(asked["sample_ids"])
@@ -68,7 +71,11 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
 
     async def update_weights(asked: Any) -> Any:
         return await engine.update_weights(
-            asked["receiver"], asked["data"], asked["version"], timeout_s=asked["timeout_s"]
+            asked["receiver"],
+            asked["data"],
+            asked["version"],
+            adapter=asked["adapter"],
+            timeout_s=asked["timeout_s"],
         )
 
     async def sleep(asked: Any) -> None:
@@ -90,7 +97,7 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
             "num_waiting": engine.num_waiting,
         }
 
-    for handle in (score, cancel, abort, pause, resume, update_weights, sleep, wake, health):
+    for handle in (score, load_adapter, cancel, abort, pause, resume, update_weights, sleep, wake, health):
         route(f"/{handle.__name__}", handle)
     app.include_router(router)
     served = _OnlyGoodWeights(app, engine)

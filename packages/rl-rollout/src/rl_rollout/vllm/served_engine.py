@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
@@ -22,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError, first_error
 from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_rollout.vllm.adapters import NamedAdapters
 
 PauseMode = Literal["keep", "abort", "wait"]
 _T = TypeVar("_T")
@@ -36,8 +38,14 @@ class Unavailable(Exception):
 class ServedEngine:
     """One engine. All methods belong to the event loop that made it."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None) -> None:
+        """
+        Args:
+            engine: started.
+            named_adapters: of an engine that keeps its model; None: weight versions are whole models.
+        """
         self._engine = engine
+        self._named_adapters = named_adapters
         self._max_model_len: int = engine.model_config.max_model_len
         self.vocab_size: int = engine.model_config.get_vocab_size()
         parallel = engine.vllm_config.parallel_config
@@ -68,10 +76,30 @@ class ServedEngine:
         self._require_possible(request)
         return tuple(await _all_of(self._sample(request, i) for i in range(request.num_samples)))
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log p(token t | tokens before it) of each sequence, 0.0 for its first token."""
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Log p(token t | tokens before it) of each sequence, 0.0 for its first token; with the policy, or with the
+        adapter of this name."""
         self._require_service()
-        return await _all_of(self._score(tokens) for tokens in sequences)
+        lora_request = None if adapter is None else self._adapters[adapter]
+        return await _all_of(self._score(tokens, lora_request) for tokens in sequences)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serves the adapter at `path` under this name, also to requests under way that asked for the name.
+
+        Raises:
+            GenerationError: it cannot be served; what the name stood for before, it still does.
+        """
+        adapters = self._adapters
+        async with self._changing:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await adapters.load(name, path)
+                # Cached under the adapter's name, whatever it was then.
+                if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+                    await self._enter_quarantine("the prefix cache could not be emptied after an adapter was replaced")
+                    raise GenerationError(f"adapter {name!r}: {self.quarantine}")
+            finally:
+                await self._serve_unless_held()
 
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
@@ -97,7 +125,13 @@ class ServedEngine:
         return list(chosen)
 
     async def update_weights(
-        self, receiver: str, data: Mapping[str, Any], version: int, *, timeout_s: float
+        self,
+        receiver: str,
+        data: Mapping[str, Any],
+        version: int,
+        *,
+        adapter: Mapping[str, Any] | None = None,
+        timeout_s: float,
     ) -> Mapping[str, Any]:
         """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data.
 
@@ -112,7 +146,7 @@ class ServedEngine:
             try:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)
                 await self._outputs_processed()
-                manifest = await self._received(receiver, data, version, timeout_s)
+                manifest = await self._received((receiver, dict(data), adapter, version), timeout_s)
                 if not await self._engine.reset_prefix_cache(reset_running_requests=True):
                     await self._enter_quarantine("the prefix cache could not be emptied after an update")
                     raise WeightSyncError(f"weight version {version}: {self.quarantine}")
@@ -171,11 +205,12 @@ class ServedEngine:
         finally:
             del self._spans[request_id]
 
-    async def _score(self, tokens: Sequence[int]) -> list[float]:
+    async def _score(self, tokens: Sequence[int], lora_request: LoRARequest | None) -> list[float]:
         params = EngineSamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        outputs = self._engine.generate(tokens_input(list(tokens)), params, f"score-{uuid.uuid4().hex}")
+        prompt, request_id = tokens_input(list(tokens)), f"score-{uuid.uuid4().hex}"
+        outputs = self._engine.generate(prompt, params, request_id, lora_request=lora_request)
         (output,) = [output async for output in outputs]
         given: Any = output.prompt_logprobs
         return [0.0] + [position[token].logprob for position, token in zip(given[1:], tokens[1:], strict=True)]
@@ -197,6 +232,15 @@ class ServedEngine:
             stop_reason=output.finish_reason,
             routed_experts=output.routed_experts,
         )
+
+    @property
+    def _adapters(self) -> NamedAdapters:
+        if self._named_adapters is None:
+            raise GenerationError(
+                "this server was started for whole weights and serves no adapters; start it with "
+                "trainer.policy.model.lora.merge_lora=false"
+            )
+        return self._named_adapters
 
     def _require_service(self) -> None:
         if self.quarantine is not None:
@@ -222,15 +266,11 @@ class ServedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _received(
-        self, receiver: str, data: Mapping[str, Any], version: int, timeout_s: float
-    ) -> Mapping[str, Any]:
+    async def _received(self, arguments: tuple[Any, ...], timeout_s: float) -> Mapping[str, Any]:
+        version = arguments[-1]
         try:
             answers = await asyncio.wait_for(
-                self._engine.collective_rpc(
-                    "rl_receive_weights", timeout=timeout_s, args=(receiver, dict(data), version)
-                ),
-                timeout_s,
+                self._engine.collective_rpc("rl_receive_weights", timeout=timeout_s, args=arguments), timeout_s
             )
         except Exception as error:
             # The worker answers with data whenever it knows what state it left; here it does not.

@@ -135,17 +135,22 @@ class HTTPServer:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from rl_rollout.vllm.adapters import EngineWithAdapter, NamedAdapters
         from rl_rollout.vllm.routes import with_routes
         from rl_rollout.vllm.served_engine import ServedEngine
 
         args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
         for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
-        self._engine = engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        engine_class = EngineWithAdapter if args.enable_lora else AsyncLLM
+        self._engine = engine = engine_class.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+        if args.enable_lora:
+            await engine.collective_rpc("rl_start_adapter")
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
-        return with_routes(app, ServedEngine(engine), token=self._settings.token)
+        adapters = NamedAdapters(engine, app.state.openai_serving_models) if args.enable_lora else None
+        return with_routes(app, ServedEngine(engine, adapters), token=self._settings.token)
 
 
 def last_lines(path: Path, count: int = _LOG_LINES) -> str:

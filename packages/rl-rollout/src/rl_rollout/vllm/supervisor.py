@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
@@ -31,6 +31,7 @@ _CONFIRM_S = 0.2
 """A server that refused a connection is asked once more after so long: then it is dead, not only busy."""
 _RESTART_PAUSE_S = 1.0
 _MAX_RESTART_PAUSE_S = 60.0
+_LOAD_ADAPTER_S = 120.0
 
 
 class Startable(Protocol):
@@ -96,9 +97,22 @@ class Supervisor:
         address = await server.start()
         connection = Connection(self._session, address.url, str(member))
         try:
-            await self._heard(member, connection)
+            loaded: dict[str, str] | None = None
+            while loaded != self._pool.adapters:
+                loaded = dict(self._pool.adapters)
+                await self._load_adapters(connection, loaded)
+                await self._heard(member, connection)
         except ServerGone as error:
             raise GenerationError(f"{member} started and was gone at once: {error}") from error
+
+    async def _load_adapters(self, connection: Connection, adapters: Mapping[str, str]) -> None:
+        """A server that lacks one still serves the policy; who asks for the adapter is told that it is not there."""
+        for name, path in adapters.items():
+            try:
+                arguments = {"name": name, "path": path}
+                await connection.call("load_adapter", arguments, timeout_s=_LOAD_ADAPTER_S)
+            except (GenerationError, DeadlineError) as error:
+                logger.error("%s serves adapter %r no more: %s", connection.name, name, error)
 
     async def _heard(self, member: Member, connection: Connection) -> None:
         """One heartbeat. What it says is dropped if weights changed while it was under way."""

@@ -1,1 +1,1 @@
-"""Weights inside a vLLM worker: `worker_extension` receives and loads them."""
+"""Weights inside a vLLM worker: `worker_extension` receives them, and loads a model or, by `adapters`, an adapter."""

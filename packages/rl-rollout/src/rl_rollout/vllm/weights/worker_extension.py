@@ -1,12 +1,13 @@
 """What a vLLM worker gets on top (`worker_extension_cls`): it receives a weight version and loads it.
 
-Weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes with: a
-linear layer's weight is packed on the CPU and empty under its name, so nothing can be copied into it directly.
+Whole weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes
+with: a linear layer's weight is packed on the CPU and empty under its name, so nothing can be copied into it directly.
+An adapter that comes alone replaces the policy's adapter (`adapters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -24,14 +25,16 @@ from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
 from rl_core.weights import bucket_records, unpack_bucket
 from rl_rollout.vllm import fixes
+from rl_rollout.vllm.weights import adapters
 from rl_rollout.vllm.wire import manifest_record
 
 fixes.apply()
 _AGREE_S = 600.0
 _IS_INTACT = "rl_is_intact"
 """Attribute of a worker: its model is one version as a whole. Missing before the first update."""
-_NAMES = "rl_names"
-"""Attribute of a worker: the tensors of the last version that it held as a whole. Missing before the first update."""
+_HELD = "rl_held"
+"""Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
+and the names of its tensors. Missing before the first update."""
 
 
 @attrs.frozen(kw_only=True)
@@ -49,40 +52,63 @@ class Outcome:
 class WeightReceiverExtension:
     """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`: vLLM refuses conflicts."""
 
-    def rl_receive_weights(self, receiver: str, rendezvous_data: Mapping[str, Any], version: int) -> dict[str, Any]:
+    def rl_start_adapter(self) -> None:
+        """Once, before the first request, of an engine with adapters."""
+        adapters.start_with_zeros(self)
+
+    def rl_receive_weights(
+        self, receiver: str, rendezvous_data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
+    ) -> dict[str, Any]:
         """Receives `version` and loads it; called on every worker of the engine, through `collective_rpc`.
 
-        A staged transport's version is loaded when all workers have it whole and checked. Another one's is loaded as it
-        comes; if it breaks off, this worker has no version that could be served until an update succeeds.
+        A staged transport's version, and an adapter by any transport, is loaded when all workers have it whole and
+        checked. Other weights are loaded as they come; if that breaks off, this worker has no version that could be
+        served until an update succeeds.
 
         Args:
             receiver: `package.module:Class` of the transport's receiver.
             rendezvous_data: `Rendezvous.data`.
+            adapter: `Rendezvous.adapter`.
             version: that must arrive.
 
         Returns:
             The fields of `Outcome`. Nothing is raised: an exception would not say what the worker holds.
         """
         try:
-            rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data)
+            rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data, adapter=adapter)
+            _require_fitting(self, rendezvous)
             receiving: WeightReceiver = plugins.load("rl_core.weight_transports", receiver)(rendezvous)
             buckets: Iterable[WeightBucket] = receiving.receive(version)
-            tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
+            if adapter is not None:
+                tensors = _load_adapter(self, _agreed(self, buckets, adapter), adapter)
+            else:
+                tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
         except Exception as error:
             message = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
             return attrs.asdict(Outcome(error=message, is_intact=getattr(self, _IS_INTACT, True)))
         return attrs.asdict(Outcome(manifest=manifest_record(Manifest(version=version, tensors=tensors))))
 
 
-def _agreed(worker: Any, arriving: Iterable[WeightBucket]) -> list[WeightBucket]:
+def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
+    if adapters.has_adapters(worker) != (rendezvous.adapter is not None):
+        comes, takes = ("whole weights", "adapters") if rendezvous.adapter is None else ("an adapter", "whole weights")
+        raise WeightSyncError(
+            f"{comes} would come, and this engine was started for {takes}; give trainer and servers the same "
+            "trainer.policy.model.lora.merge_lora"
+        )
+
+
+def _agreed(
+    worker: Any, arriving: Iterable[WeightBucket], adapter: Mapping[str, Any] | None = None
+) -> list[WeightBucket]:
     """All buckets, once every worker of the engine has all of its own; an error on all of them if one has not."""
     buckets, failure = [], None
     try:
         buckets = list(arriving)
-        _require_complete(worker, {name for bucket in buckets for name in bucket.names})
+        _require_complete(worker, {name for bucket in buckets for name in bucket.names}, adapter)
     except Exception as error:
         failure = error
-    num_failed = _sum_over_workers(failure is not None)
+    (num_failed,) = _sums_over_workers([failure is not None])
     if failure is not None:
         raise failure
     if num_failed:
@@ -90,15 +116,45 @@ def _agreed(worker: Any, arriving: Iterable[WeightBucket]) -> list[WeightBucket]
     return buckets
 
 
-def _sum_over_workers(value: int) -> int:
+def _sums_over_workers(values: Sequence[int]) -> list[int]:
     world = get_world_group()
-    if world.world_size == 1:
-        return value
-    total = torch.tensor([value])
-    work = dist.all_reduce(total, group=world.cpu_group, async_op=True)
-    assert work is not None
-    work.wait(timedelta(seconds=_AGREE_S))
-    return int(total)
+    totals = torch.tensor(values, dtype=torch.int64)
+    if world.world_size > 1:
+        work = dist.all_reduce(totals, group=world.cpu_group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=_AGREE_S))
+    return totals.tolist()
+
+
+def _unpacked(bucket: WeightBucket, records: dict[str, TensorRecord]) -> Iterator[tuple[str, Tensor]]:
+    """The bucket's tensors; what they are is added to `records`."""
+    for name, record in bucket_records(bucket).items():
+        if name in records:
+            raise WeightSyncError(f"{name} was sent twice")
+        records[name] = record
+    yield from unpack_bucket(bucket)
+
+
+@torch.no_grad()
+def _load_adapter(worker: Any, buckets: Iterable[WeightBucket], config: Mapping[str, Any]) -> dict[str, TensorRecord]:
+    """Puts the adapter in the place of the one before; what the buckets held. What is wrong with it is found first."""
+    records: dict[str, TensorRecord] = {}
+    # vLLM keeps these: the buckets, which may be mapped from a rank, are let go.
+    tensors = {name: tensor.clone() for bucket in buckets for name, tensor in _unpacked(bucket, records)}
+    adapter = adapters.built(worker, tensors, config)
+    names = sorted(adapter.loras)
+    # A layer may be another pipeline rank's.
+    holders = _sums_over_workers(adapters.known_layers(worker, names))
+    if unknown := [name for name, count in zip(names, holders, strict=True) if count == 0]:
+        raise WeightSyncError(
+            f"vLLM has no layers {unknown[:3]} that could have adapters; leave them out with "
+            "trainer.policy.model.lora.target_modules, or set trainer.policy.model.lora.merge_lora=true"
+        )
+    setattr(worker, _IS_INTACT, False)
+    adapters.replace(worker, adapter)
+    setattr(worker, _HELD, (config, frozenset(records)))
+    setattr(worker, _IS_INTACT, True)
+    return records
 
 
 @torch.no_grad()
@@ -109,11 +165,7 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for bucket in buckets:
             setattr(worker, _IS_INTACT, False)
-            for name, record in bucket_records(bucket).items():
-                if name in records:
-                    raise WeightSyncError(f"{name} was sent twice")
-                records[name] = record
-            yield from unpack_bucket(bucket)
+            yield from _unpacked(bucket, records)
 
     with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
         initialize_layerwise_reload(model)
@@ -123,22 +175,22 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
             # Also after a failure: layers without anything new get their tensors back, for a later update.
             finalize_layerwise_reload(model, worker.model_config)
             fixes.repack_tied_heads_on_cpu(model)
-    # Adapters point at the layers' tensors, and caches of encoders are the old weights'.
-    worker.model_runner.reset_lora_state()
+    # Caches of encoders are the old weights'.
     worker.model_runner.reset_encoder_cache()
     worker.model_runner.reset_mm_cache()
-    _require_complete(worker, records.keys())
-    setattr(worker, _NAMES, frozenset(records))
+    _require_complete(worker, records.keys(), None)
+    setattr(worker, _HELD, (None, frozenset(records)))
     setattr(worker, _IS_INTACT, True)
     return records
 
 
-def _require_complete(worker: Any, names: AbstractSet[str]) -> None:
+def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None) -> None:
     """A version has the tensors of the one before: vLLM leaves one that does not come as it was, or unset, silently.
+    An adapter of another configuration, which another run may send, begins anew.
 
     What the first one lacks shows in its log-probs: see `rl_core.trainer.verification`.
     """
-    before = getattr(worker, _NAMES, names)
-    if names != before:
+    held_adapter, before = getattr(worker, _HELD, (adapter, names))
+    if held_adapter == adapter and names != before:
         missing, new = sorted(before - names), sorted(names - before)
         raise WeightSyncError(f"not the tensors of the version before: {missing[:3]} are missing, {new[:3]} are new")

@@ -1,0 +1,53 @@
+"""Adapters in the server: the policy's own in every request, and others by the name that a request asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rl_core.errors import GenerationError
+from rl_rollout.vllm.weights.adapters import POLICY_ADAPTER
+
+
+class EngineWithAdapter(AsyncLLM):
+    """A request that asks for no adapter gets the policy's, whichever route it came by: nobody is served the bare
+    model."""
+
+    async def add_request(self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> Any:
+        """See `AsyncLLM.add_request`."""
+        return await super().add_request(*args, lora_request=lora_request or POLICY_ADAPTER, **kwargs)
+
+
+class NamedAdapters:
+    """The adapters that OpenAI clients ask for as `model`."""
+
+    def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
+        self._engine = engine
+        self._models = models
+        # Numbers are the engine's names for adapters; the policy's is taken.
+        models.lora_id_counter.inc(POLICY_ADAPTER.lora_int_id)
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        """Raises GenerationError for a name that nothing has."""
+        if name not in self._models.lora_requests:
+            names = ", ".join(self._models.lora_requests) or "none"
+            raise GenerationError(f"this server has no adapter {name!r} (adapters: {names})")
+        return self._models.lora_requests[name]
+
+    async def load(self, name: str, path: str) -> None:
+        """Loads the adapter, or replaces the one of this name. Raises GenerationError; then nothing has changed."""
+        if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
+            raise GenerationError(f"an adapter cannot have the name {name!r}, which is the policy's; choose another")
+        known = self._models.lora_requests.get(name)
+        number = self._models.lora_id_counter.inc(1) if known is None else known.lora_int_id
+        try:
+            await self._engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            raise GenerationError(f"the adapter {name!r} at {path} cannot be served: {error}") from error
+        # Without `load_inplace`: with it, vLLM 0.30 would read the file again in every step of the engine.
+        self._models.lora_requests[name] = LoRARequest(name, number, path)

@@ -1,0 +1,86 @@
+"""The policy's low-rank adapter in a vLLM worker: it takes the place of the one before, and the model stays what it is.
+
+vLLM keeps an adapter twice: as it came, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
+buffers that a batch computes with (`active`, `max_loras` slots). The policy's is pinned in memory, since no file has
+it; its slot may go to other adapters for a batch without it, and is filled again from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from rl_core.errors import WeightSyncError
+
+POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
+"""What requests of the policy carry. The path is never read: the adapter is always registered."""
+
+
+def has_adapters(worker: Any) -> bool:
+    """The engine was started for adapters (`enable_lora`)."""
+    return worker.vllm_config.lora_config is not None
+
+
+def start_with_zeros(worker: Any) -> None:
+    """The policy has an adapter that adds nothing, until the first one comes."""
+    loras = worker.model_runner.lora_manager
+    loras.add_dummy_lora(POLICY_ADAPTER, rank=loras.get_dummy_lora_warmup_rank(1))
+    _activate(loras._adapter_manager)
+
+
+def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoRAModel:
+    """The adapter as vLLM holds it; nothing changes yet.
+
+    Args:
+        worker: of an engine with adapters.
+        tensors: by peft's names; they are the adapter's from now on.
+        config: as in peft's `adapter_config.json`.
+
+    Raises:
+        WeightSyncError: its rank is above the engine's `max_lora_rank`, or a layer lacks one of its two matrices.
+    """
+    loras = worker.model_runner.lora_manager
+    helper = PEFTHelper.from_dict(dict(config))
+    mapper = getattr(worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+    try:
+        helper.validate_legal(loras.lora_config)
+        adapter = LoRAModel.from_lora_tensors(
+            POLICY_ADAPTER.lora_int_id,
+            dict(tensors),
+            helper,
+            device="cpu",
+            dtype=loras.lora_config.lora_dtype,
+            model_vocab_size=loras.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+    except ValueError as error:
+        raise WeightSyncError(f"the adapter cannot be served: {error}") from error
+    half = [name for name, layer in adapter.loras.items() if layer.lora_a is None or layer.lora_b is None]
+    if half or not adapter.loras:
+        raise WeightSyncError(f"of {half[:3] or 'every layer'} the adapter has not both matrices, A and B")
+    return adapter
+
+
+def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:
+    """Which of these this worker's part of the model has as layers with adapters; vLLM passes over the others."""
+    adapters = worker.model_runner.lora_manager._adapter_manager
+    known = {*adapters.modules, *(part for parts in adapters.packed_modules.values() for part in parts)}
+    return [name in known for name in names]
+
+
+def replace(worker: Any, adapter: LoRAModel) -> None:
+    """From the next batch on the policy's requests are computed with `adapter`."""
+    adapters = worker.model_runner.lora_manager._adapter_manager
+    adapters.remove_adapter(POLICY_ADAPTER.lora_int_id)
+    adapters.add_adapter(adapter)
+    _activate(adapters)
+
+
+def _activate(adapters: Any) -> None:
+    adapters.activate_adapter(POLICY_ADAPTER.lora_int_id)
+    adapters._registered_adapters.pin(POLICY_ADAPTER.lora_int_id)

@@ -1,0 +1,306 @@
+"""Adapters that are sent alone, to a real vLLM server: in place, verified, refused whole, and others beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import GenerationError, RLError, WeightSyncError
+from rl_core.interfaces import LoraConfig, WeightBucket
+from rl_core.weights import pack_buckets, unpack_bucket
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_rollout.transports.broadcast import BroadcastTransport
+from rl_rollout.transports.files import FilesTransport
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.launch import create_client
+from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, write_model
+from tests.rollout.vllm.test_weights import REFUSED, TRANSPORTS, cut_off, half
+from tests.rollout.vllm.trainers import BUCKET_BYTES, Trainer, policy_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LORA = LoraConfig(rank=4, alpha=8, merge_lora=False)
+LIMIT = 1e-4
+"""Of one log-prob, in float32 on both sides: 1e-5 seen."""
+SEQUENCE = (5, 1, 9, 2, 7, 7, 3, 11, 4, 8)
+_versions = itertools.count(100, 100)
+_alphas = itertools.count(5)
+
+
+def trained(client: RemoteInferenceClient, policy: WorkerGroup, transport: Any = "files") -> Trainer:
+    trainer = Trainer(policy, client, transport)
+    trainer.version = next(_versions)
+    return trainer
+
+
+def new_configuration() -> LoraConfig:
+    """The server has seen no adapter like it, and cannot miss a tensor of the one before."""
+    return LoraConfig(rank=4, alpha=next(_alphas), merge_lora=False)
+
+
+def without(*names: str) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]]:
+    """All tensors but these."""
+
+    def part(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+        assert set(names) <= set(tensors), f"{names} are not among {list(tensors)}"
+        kept = [(name, tensor) for name, tensor in tensors.items() if name not in names]
+        return pack_buckets(kept, BUCKET_BYTES)
+
+    return part
+
+
+def both_of(layer: str) -> list[str]:
+    return [f"base_model.model.{layer}.lora_{matrix}.weight" for matrix in "AB"]
+
+
+async def scores_of(client: RemoteInferenceClient, adapter: str | None = None) -> list[float]:
+    ((scores,),) = (await client.score([SEQUENCE], adapter=adapter)).values()
+    return list(scores)
+
+
+async def trainers_logprobs(policy: WorkerGroup, tokens: Sequence[int]) -> torch.Tensor:
+    batch = Batch.from_sequences([{"tokens": list(tokens)}])
+    return (await policy.forward(batch, MicroBatchLimits(max_sequences=1), temperature=1.0))["logprobs"]
+
+
+# --- the policy's own -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_found(
+    adapter_server: RunningServer, transport: str
+):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy, transport)
+        await trainer.verification.prove()
+        differences = []
+        for _ in range(5):
+            await trainer.train()
+            with pytest.raises(WeightSyncError, match=REFUSED):
+                await trainer.verification.probe(trainer.version)
+            await trainer.publish()
+            metrics = await trainer.verification.after_sync(trainer.version)
+            differences.append(metrics["weight_sync/logprob_diff_max"])
+        assert (await client.health()).version == trainer.version
+    assert max(differences) < LIMIT
+    await client.close()
+
+
+async def test_requests_under_way_go_on_under_the_new_adapter(adapter_server: RunningServer):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy)
+        await trainer.train()
+        await trainer.publish()
+        first = trainer.version
+        asked = request(f"under-way-{first}", SEQUENCE, max_tokens=400, ignore_eos=True)
+        waiting = asyncio.ensure_future(client.generate(asked))
+        while not (await client.health()).num_running:
+            await asyncio.sleep(0.01)
+        await trainer.train()
+        await trainer.publish()
+        (completion,) = await waiting
+        assert set(completion.policy_versions) == {first, trainer.version}
+        found_T = torch.tensor(completion.logprobs)
+        expected_T = (await trainers_logprobs(policy, (*SEQUENCE, *completion.tokens)))[len(SEQUENCE) :]
+        is_new_T = torch.tensor(completion.policy_versions) == trainer.version
+        assert (found_T - expected_T)[is_new_T].abs().max() < LIMIT
+        assert (found_T - expected_T)[~is_new_T].abs().max() > 100 * LIMIT
+    await client.close()
+
+
+LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+async def test_a_layer_that_is_not_sent_fails_the_proof(adapter_server: RunningServer, layer: str):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, new_configuration()) as policy:
+        trainer = trained(client, policy)
+        trainer.send_only(without(*both_of(layer)))
+        with pytest.raises(WeightSyncError, match=REFUSED):
+            await trainer.verification.prove()
+    await client.close()
+
+
+async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server: RunningServer):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, new_configuration()) as policy:
+        trainer = trained(client, policy)
+        trainer.send_only(without(both_of(LAYERS[0])[1]))
+        with pytest.raises(WeightSyncError, match=r"q_proj'\] the adapter has not both matrices"):
+            await trainer.publish()
+        trainer.send_only(None)
+        await trainer.publish()
+        good = trainer.version
+        trainer.send_only(without(*both_of(LAYERS[0])))
+        with pytest.raises(WeightSyncError, match=r"q_proj.lora_B.weight'\] are missing"):
+            await trainer.publish()
+        await client.resume()
+        assert (await client.health()).version == good
+    await client.close()
+
+
+@pytest.mark.parametrize("spoil", [cut_off, half])
+@pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
+async def test_a_spoiled_update_leaves_the_old_adapter_with_any_transport(
+    adapter_server: RunningServer, transport: Any, spoil: Any
+):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy, transport)
+        await trainer.train()
+        await trainer.publish()
+        good, before = trainer.version, await scores_of(client)
+        await trainer.train()
+        trainer.send_only(spoil)
+        with pytest.raises(RLError):
+            await trainer.publish()
+        await client.resume()
+        assert (await client.health()).version == good
+        assert await scores_of(client) == pytest.approx(before, abs=1e-5)
+        (after,) = await client.generate(request(f"after-{good}", max_tokens=8, ignore_eos=True))
+        assert after.policy_versions == (good,) * 8
+        trainer.send_only(None)
+        await trainer.publish()
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_max"] < LIMIT
+    await client.close()
+
+
+async def test_whole_weights_and_adapters_of_other_layers_are_refused(adapter_server: RunningServer):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path) as policy:
+        with pytest.raises(WeightSyncError, match=r"whole weights would come, .* started for adapters; .*merge_lora"):
+            await trained(client, policy).publish()
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy)
+
+        def renamed(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            tensors = [pair for bucket in buckets for pair in unpack_bucket(bucket)]
+            return pack_buckets([(name.replace("mlp.", "moe."), tensor) for name, tensor in tensors], BUCKET_BYTES)
+
+        policy.adapter = new_configuration().peft_config()
+        trainer.send_only(renamed)
+        with pytest.raises(WeightSyncError, match=r"vLLM has no layers \['model.layers.0.moe.down_proj'"):
+            await trainer.publish()
+        policy.adapter = LoraConfig(rank=16, merge_lora=False).peft_config()
+        with pytest.raises(WeightSyncError, match="rank 16 is greater than max_lora_rank 8"):
+            await trainer.publish()
+        policy.adapter = LORA.peft_config()
+        trainer.send_only(None)
+        await trainer.publish()
+    await client.close()
+
+
+# --- others by name -------------------------------------------------------------------------------------------------
+
+
+def write_adapter(model_path: str, directory: Path, seed: int, rank: int = 4) -> list[float]:
+    """A random adapter in peft's format; the log-probs of SEQUENCE with it, by peft and transformers."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+        model.save_pretrained(directory)
+        logprobs_TV = model(input_ids=torch.tensor([SEQUENCE])).logits[0, :-1].log_softmax(-1)
+    return [0.0, *logprobs_TV[range(len(SEQUENCE) - 1), SEQUENCE[1:]].tolist()]
+
+
+async def completed(client: RemoteInferenceClient, **fields: Any) -> Mapping[str, Any]:
+    """What an OpenAI client gets for SEQUENCE, greedily."""
+    connection = client._pool.members[0].connection
+    assert connection is not None
+    body = {"prompt": list(SEQUENCE), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return await connection.call_json("/v1/completions", body | fields, timeout_s=60)
+
+
+async def greedy(client: RemoteInferenceClient, name: str) -> list[int]:
+    (completion,) = await client.generate(request(name, SEQUENCE, max_tokens=8, temperature=0.0, ignore_eos=True))
+    return list(completion.tokens)
+
+
+async def test_two_adapters_by_name_are_pefts_and_the_policy_stays(adapter_server: RunningServer, tmp_path: Path):
+    client = await connect(adapter_server)
+    expected = {name: write_adapter(adapter_server.model_path, tmp_path / name, i) for i, name in enumerate("abc")}
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy)
+        await trainer.train()
+        await trainer.publish()
+        before = await scores_of(client)
+        for name in "ab":
+            await client.load_lora_from_disk(name, tmp_path / name)
+        for _ in range(2):  # more adapters than fit into a batch, in turns
+            served = await asyncio.gather(*(scores_of(client, name) for name in ("a", "b", None)))
+            for found, of in zip(served, (expected["a"], expected["b"], before), strict=True):
+                assert found == pytest.approx(of, abs=LIMIT)
+        assert max(abs(a - b) for a, b in zip(expected["a"], before, strict=True)) > 100 * LIMIT
+        assert await scores_of(client) == pytest.approx((await trainers_logprobs(policy, SEQUENCE)).tolist(), abs=LIMIT)
+
+        by_name = [(await completed(client, model=name))["choices"][0]["token_ids"] for name in ("policy", "a")]
+        unnamed = (await completed(client))["choices"][0]["token_ids"]
+        assert by_name[0] == unnamed == await greedy(client, f"greedy-{trainer.version}")
+        assert by_name[1] != by_name[0]
+
+        await client.load_lora_from_disk("a", tmp_path / "c")
+        assert await scores_of(client, "a") == pytest.approx(expected["c"], abs=LIMIT)
+        assert await scores_of(client, "b") == pytest.approx(expected["b"], abs=LIMIT)
+    await client.close()
+
+
+async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_server: RunningServer, tmp_path: Path):
+    client = await connect(adapter_server)
+    expected = write_adapter(adapter_server.model_path, tmp_path / "good", seed=7)
+    write_adapter(adapter_server.model_path, tmp_path / "large", seed=8, rank=16)
+    await client.load_lora_from_disk("kept", tmp_path / "good")
+    for path, message in (("nowhere", "nowhere"), ("large", "rank 16 is greater than max_lora_rank 8")):
+        with pytest.raises(GenerationError, match=message):
+            await client.load_lora_from_disk("kept", tmp_path / path)
+    assert await scores_of(client, "kept") == pytest.approx(expected, abs=LIMIT)
+    assert client._pool.adapters == {"kept": str(tmp_path / "good")}
+    with pytest.raises(GenerationError, match="'policy', which is the policy's"):
+        await client.load_lora_from_disk("policy", tmp_path / "good")
+    with pytest.raises(GenerationError, match="no adapter 'unknown'"):
+        await client.score([SEQUENCE], adapter="unknown")
+    await client.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+async def test_a_killed_server_gets_the_policys_adapter_and_the_others_again(ray_for_servers: None, tmp_path: Path):
+    model_path = write_model(tmp_path / "model")
+    config = engine_config(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    client = await create_client(config)
+    expected = write_adapter(str(model_path), tmp_path / "a", seed=1)
+    async with policy_of(model_path, LORA) as policy:
+        trainer = trained(client, policy)
+        await trainer.train()
+        await trainer.publish()
+        await client.load_lora_from_disk("a", tmp_path / "a")
+        connection = client._pool.members[0].connection
+        assert connection is not None
+        os.kill((await connection.call("health", timeout_s=60))["pid"], signal.SIGKILL)
+        async with asyncio.timeout(900):
+            await client.needs_weights()
+        assert not client._pool.serving
+        await trainer.publish()
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_max"] < LIMIT
+        assert await scores_of(client, "a") == pytest.approx(expected, abs=LIMIT)
+    await client.close()
