@@ -33,7 +33,8 @@ def show_plan(loaded: configuration.Loaded) -> None:
         tokens, count = micro_batch_size(config, role, mesh)
         ranks = backend.plan(spec, mesh.world_size, micro_batch_tokens=tokens, num_micro_batches=count)
         has_experts = any(rank.experts for rank in ranks)
-        console.print(_table(_title(backend, spec, mesh, tokens, count, has_experts=has_experts), ranks))
+        console.print(_title(backend, spec, mesh, tokens, count, has_experts=has_experts), soft_wrap=True)
+        console.print(_table(ranks))
 
 
 def micro_batch_size(config: Config, role: Role, mesh: Mesh) -> tuple[int, int]:
@@ -64,8 +65,8 @@ def _title(backend: Backend, spec: WorkerSpec, mesh: Mesh, tokens: int, count: i
     return f"{model}, {arranged}; {count} micro-batches of {tokens} tokens"
 
 
-def _table(title: str, ranks: Sequence[RankPlan]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(ranks: Sequence[RankPlan]) -> Table:
+    table = Table()
     for name in ("rank", "data", "place", "layers", "experts"):
         table.add_column(name)
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
