@@ -65,6 +65,23 @@ def test_a_signal_outside_the_loop_ends_the_work_at_once():
     assert time.monotonic() - started < 30
 
 
+def test_a_signal_that_another_thread_gets_is_answered_while_the_loop_waits():
+    started = time.monotonic()
+
+    def press_here() -> None:
+        time.sleep(0.5)  # the loop waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    async def work() -> None:
+        thread = threading.Thread(target=press_here)
+        thread.start()
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupts().run(work)
+    assert time.monotonic() - started < 30
+
+
 def test_a_clean_up_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
 

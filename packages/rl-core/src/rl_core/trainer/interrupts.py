@@ -52,6 +52,7 @@ class Interrupts:
 
         async def main() -> _Result:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            _wake_by_signals(self._loop)
             try:
                 return await work()
             finally:
@@ -105,6 +106,17 @@ def _handling(handler: Callable[..., None]) -> Iterator[None]:
         for number, earlier in before.items():
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Has each signal wake the waiting event loop: the kernel may hand one to any thread, and its handler then runs
+    only when the main thread runs on."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        loop.add_signal_handler(number, lambda: None)  # as a side effect the signals' numbers go to the loop's pipe
+        signal.signal(number, handler)
 
 
 def _require_no_loop() -> None:
