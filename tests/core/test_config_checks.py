@@ -20,8 +20,8 @@ from rl_core.config import (
     from_mapping,
     loss_params,
 )
-from rl_core.config.checks import ABOVE_ZERO, BOUNDS
 from rl_core.config.loading import known_paths
+from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, PluginError
 from rl_core.trainer.advantages import load_estimator
 from tests.core.fake_plugins import install

@@ -23,8 +23,8 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, write_model
-from tests.rollout.vllm.test_weights import REFUSED, TRANSPORTS, cut_off, half
-from tests.rollout.vllm.trainers import BUCKET_BYTES, Trainer, policy_of
+from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half
+from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -83,15 +83,7 @@ async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy, transport)
-        await trainer.verification.prove()
-        differences = []
-        for _ in range(5):
-            await trainer.train()
-            with pytest.raises(WeightSyncError, match=REFUSED):
-                await trainer.verification.probe(trainer.version)
-            await trainer.publish()
-            metrics = await trainer.verification.after_sync(trainer.version)
-            differences.append(metrics["weight_sync/logprob_diff_max"])
+        differences = await trainer.sync_five_times()
         assert (await client.health()).version == trainer.version
     assert max(differences) < LIMIT
     await client.close()

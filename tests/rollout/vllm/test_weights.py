@@ -16,7 +16,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from tests.rollout.vllm.engine_in_process import EngineInProcess, run_in_engine
 from tests.rollout.vllm.servers import connect, request, write_model
-from tests.rollout.vllm.trainers import Trainer, policy_of
+from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -126,20 +126,12 @@ async def _proof(engine: EngineInProcess, transport: str, *, leave_out: str | No
 
 
 async def _five_syncs(engine: EngineInProcess) -> dict[str, list[float]]:
-    """By transport, the largest |difference| of a log-prob after each of five syncs; before each the probe fails."""
+    """By transport."""
     found = {}
     for transport in TRANSPORTS:
         async with policy_of(engine.model_path) as policy:
             trainer = Trainer(policy, engine, transport)
-            await trainer.verification.prove()
-            found[transport] = []
-            for _ in range(5):
-                await trainer.train()
-                with pytest.raises(WeightSyncError, match=REFUSED):
-                    await trainer.verification.probe(trainer.version)
-                await trainer.publish()
-                metrics = await trainer.verification.after_sync(trainer.version)
-                found[transport].append(metrics["weight_sync/logprob_diff_max"])
+            found[transport] = await trainer.sync_five_times()
     return found
 
 
@@ -162,7 +154,6 @@ async def _dense(engine: EngineInProcess) -> dict[str, Any]:
     return {**found, "syncs": await _five_syncs(engine.forgetful())}
 
 
-REFUSED = "does not compute with the trainer's weights"
 DENSE_TENSORS = [
     "model.embed_tokens.weight",
     "model.layers.1.self_attn.k_norm.weight",

@@ -7,7 +7,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import pytest
+
 from rl_core import plugins
+from rl_core.errors import WeightSyncError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
 from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
@@ -15,6 +18,7 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 BUCKET_BYTES = 1 << 15
 """Small: many buckets, and tensors larger than one."""
+REFUSED = "does not compute with the trainer's weights"
 
 
 def policy_spec(
@@ -84,6 +88,20 @@ class Trainer:
     async def train(self) -> None:
         """Other weights, all of them: a step that no optimizer would make."""
         await self.policy.perturb(self.version, 0.2)
+
+    async def sync_five_times(self) -> list[float]:
+        """Proves the way, then syncs other weights five times, before each of which the probe must fail; the largest
+        |difference| of a log-prob after each."""
+        await self.verification.prove()
+        differences = []
+        for _ in range(5):
+            await self.train()
+            with pytest.raises(WeightSyncError, match=REFUSED):
+                await self.verification.probe(self.version)
+            await self.publish()
+            metrics = await self.verification.after_sync(self.version)
+            differences.append(metrics["weight_sync/logprob_diff_max"])
+        return differences
 
     def leave_out(self, name: str) -> None:
         """This tensor is sent no more."""

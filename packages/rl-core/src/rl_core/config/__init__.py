@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.config.checks import check, check_files, check_playing, check_plugins, check_values
+    from rl_core.config.checks import check, check_playing, check_plugins
+    from rl_core.config.file_checks import check_files
     from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         SamplingConfig,
         TrainerConfig,
     )
+    from rl_core.config.value_checks import check_values
 
 _MODULES = {
     "Config": "tree",
@@ -65,8 +67,8 @@ _MODULES = {
     "advantage_params": "function_params",
     "needs_critic": "function_params",
     "check": "checks",
-    "check_values": "checks",
-    "check_files": "checks",
+    "check_values": "value_checks",
+    "check_files": "file_checks",
     "check_plugins": "checks",
     "check_playing": "checks",
     "reference_page": "reference",

@@ -122,13 +122,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 for _model in ("policy", "ref", "critic"):
     UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported("every decoder layer is a unit", ({}, None))
-_AS_ARGUMENT = "give it to vLLM in generator.inference_engine.engine_init_kwargs"
 for _name, _unsupported in {
     "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
     "use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
-    "speculative_config": Unsupported(_AS_ARGUMENT, (None,)),
+    "speculative_config": Unsupported("give it to vLLM in generator.inference_engine.engine_init_kwargs", (None,)),
     "external_proxy_url": Unsupported("give the servers themselves in external_server_urls", (None,)),
     "router_init_kwargs": Unsupported("the router has no options", ({},)),
 }.items():

@@ -146,7 +146,7 @@ class ServedEngine:
             try:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)
                 await self._outputs_processed()
-                manifest = await self._received((receiver, dict(data), adapter, version), timeout_s)
+                manifest = await self._received(receiver, data, adapter, version, timeout_s)
                 if not await self._engine.reset_prefix_cache(reset_running_requests=True):
                     await self._enter_quarantine("the prefix cache could not be emptied after an update")
                     raise WeightSyncError(f"weight version {version}: {self.quarantine}")
@@ -266,8 +266,15 @@ class ServedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _received(self, arguments: tuple[Any, ...], timeout_s: float) -> Mapping[str, Any]:
-        version = arguments[-1]
+    async def _received(
+        self,
+        receiver: str,
+        data: Mapping[str, Any],
+        adapter: Mapping[str, Any] | None,
+        version: int,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        arguments = (receiver, dict(data), adapter, version)
         try:
             answers = await asyncio.wait_for(
                 self._engine.collective_rpc("rl_receive_weights", timeout=timeout_s, args=arguments), timeout_s

@@ -1,0 +1,283 @@
+"""What the values of a configuration rule out by themselves, before any process, device or file is taken."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+from rl_core.config.layers import ConfigWarning
+from rl_core.config.resolving import value_at
+from rl_core.config.tree import Config
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LoraConfig
+
+# key → the least and the largest value it may have; None: no bound.
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "trainer.placement.policy_num_nodes": (1, None),
+    "trainer.placement.policy_num_gpus_per_node": (1, None),
+    "trainer.placement.ref_num_nodes": (1, None),
+    "trainer.placement.ref_num_gpus_per_node": (1, None),
+    "trainer.placement.critic_num_nodes": (1, None),
+    "trainer.placement.critic_num_gpus_per_node": (1, None),
+    **{
+        f"trainer.{model}.{key}": bounds
+        for model in ("policy", "critic")
+        for key, bounds in {
+            "optimizer_config.weight_decay": (0, None),
+            "optimizer_config.max_grad_norm": (0, None),
+            "optimizer_config.num_warmup_steps": (0, None),
+            "model.lora.rank": (0, None),
+            "model.lora.dropout": (0, 1),
+            "model.lora.max_loras": (1, None),
+            "model.lora.max_cpu_loras": (1, None),
+        }.items()
+    },
+    "trainer.algorithm.gamma": (0, 1),
+    "trainer.algorithm.lambd": (0, 1),
+    "trainer.algorithm.eps_clip_low": (0, 1),
+    "trainer.algorithm.eps_clip_high": (0, None),
+    "trainer.algorithm.clip_ratio_c": (1, None),
+    "trainer.algorithm.value_clip": (0, None),
+    "trainer.algorithm.kl_loss_coef": (0, None),
+    "trainer.algorithm.entropy_loss_coef": (0, None),
+    "trainer.algorithm.kl_ctrl.horizon": (1, None),
+    "trainer.algorithm.dynamic_sampling.max_sample_batches": (1, None),
+    "trainer.algorithm.dynamic_sampling.min_replace_ratio": (0, 1),
+    "trainer.epochs": (1, None),
+    "trainer.max_training_steps": (1, None),
+    "trainer.train_batch_size": (1, None),
+    "trainer.policy_mini_batch_size": (1, None),
+    "trainer.critic_mini_batch_size": (1, None),
+    "trainer.update_epochs_per_batch": (1, None),
+    "trainer.micro_train_batch_size_per_gpu": (1, None),
+    "trainer.micro_forward_batch_size_per_gpu": (1, None),
+    "trainer.logprobs_chunk_size": (1, None),
+    "trainer.num_threads": (1, None),
+    "trainer.max_staleness": (0, None),
+    "trainer.max_consecutive_nonfinite_steps": (1, None),
+    "trainer.max_prompt_length": (1, None),
+    "trainer.eval_batch_size": (1, None),
+    "trainer.num_logged_samples": (0, None),
+    "trainer.seed": (0, None),
+    "generator.n_samples_per_prompt": (1, None),
+    "generator.eval_n_samples_per_prompt": (1, None),
+    "generator.max_concurrency": (1, None),
+    "generator.max_turns": (1, None),
+    "generator.max_input_length": (1, None),
+    "generator.sampling_params.max_generate_length": (1, None),
+    "generator.sampling_params.min_p": (0, 1),
+    "generator.eval_sampling_params.max_generate_length": (1, None),
+    "generator.eval_sampling_params.temperature": (0, None),
+    "generator.eval_sampling_params.min_p": (0, 1),
+    "generator.inference_engine.num_engines": (1, None),
+    "generator.inference_engine.max_num_seqs": (1, None),
+    "generator.inference_engine.weight_bucket_bytes": (1, None),
+    "generator.inference_engine.weight_verification.interval": (0, None),
+    "generator.inference_engine.weight_verification.num_tokens": (256, None),
+    "generator.inference_engine.tensor_parallel_size": (1, None),
+    "generator.inference_engine.pipeline_parallel_size": (1, None),
+    "generator.inference_engine.data_parallel_size": (1, None),
+    "generator.inference_engine.expert_parallel_size": (1, None),
+    "generator.inference_engine.max_num_batched_tokens": (1, None),
+    "generator.inference_engine.gpu_memory_utilization": (0, 1),
+}
+ABOVE_ZERO = (
+    "trainer.policy.optimizer_config.lr",
+    "trainer.critic.optimizer_config.lr",
+    "generator.sampling_params.temperature",
+    "trainer.algorithm.temperature",
+    "trainer.algorithm.kl_ctrl.kl_target",
+    "trainer.generation_timeout_s",
+    "environment.timeout_s",
+    "trainer.worker_timeout_s",
+    "generator.inference_engine.start_timeout_s",
+    "generator.inference_engine.heartbeat_interval_s",
+    "generator.inference_engine.hung_after_s",
+    "generator.sampling_params.top_p",
+    "generator.eval_sampling_params.top_p",
+)
+ESTIMATORS_OF_GROUPS = ("grpo", "rloo")
+"""Estimators whose baseline is the group's other samples."""
+
+
+def check_values(config: Config) -> None:
+    """The checks that need nothing but the values."""
+    for value_check in _VALUE_CHECKS:
+        value_check(config)
+
+
+def require_bounds(config: Config) -> None:
+    for key, (low, high) in BOUNDS.items():
+        value = value_at(config, key)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
+            raise ConfigError(f"{key}: {value} is given; expected {expected}")
+    for key in ABOVE_ZERO:
+        if not value_at(config, key) > 0:
+            remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
+            is_sampling = key == "generator.sampling_params.temperature"
+            raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
+
+
+def _optimizers(config: Config) -> None:
+    for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
+        for name in ("lr", "weight_decay"):
+            value = value_at(config, f"{key}.{name}")
+            if math.isinf(value):
+                raise ConfigError(f"{key}.{name}: {value} is given; expected a finite number")
+        betas = value_at(config, f"{key}.adam_betas")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")
+
+
+def _sampling(config: Config) -> None:
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
+        if top_p > 1:
+            raise ConfigError(f"{key}.top_p: {top_p} is given; expected above 0 and at most 1 (1 takes all tokens)")
+        if top_k != -1 and top_k < 1:
+            raise ConfigError(f"{key}.top_k: {top_k} is given; expected at least 1, or -1 for all tokens")
+    sampled_at, scored_at = config.generator.sampling_params.temperature, config.temperature
+    if sampled_at != scored_at:
+        message = (
+            f"trainer.algorithm.temperature: {scored_at} differs from generator.sampling_params.temperature="
+            f"{sampled_at}: the log-probs of trainer and engine speak of two distributions"
+        )
+        warnings.warn(message, ConfigWarning, stacklevel=2)
+
+
+def _lora(config: Config) -> None:
+    """What only an adapter that is sent alone makes use of."""
+    policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
+    served = LoraConfig()
+    for key in ("merge_lora", "max_loras", "max_cpu_loras"):
+        if getattr(critic, key) != getattr(served, key):
+            raise ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; leave it out")
+    where = "trainer.policy.model.lora"
+    if not policy.merge_lora and policy.rank == 0:
+        raise ConfigError(
+            f"{where}.merge_lora: false is given, and there is no adapter to send: set {where}.rank above 0, or "
+            "merge_lora=true"
+        )
+    for key in ("max_loras", "max_cpu_loras"):
+        if policy.merge_lora and getattr(policy, key) != getattr(served, key):
+            raise ConfigError(
+                f"{where}.{key}: {getattr(policy, key)} is given, but an engine with merged weights serves no "
+                f"adapters; leave it out, or set {where}.merge_lora=false"
+            )
+    if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
+        raise ConfigError(
+            f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, which are in "
+            "one batch; give at least as many, or leave it out"
+        )
+
+
+def _placement(config: Config) -> None:
+    placement = config.trainer.placement
+    policy, reference = placement.policy_shape, placement.ref_shape
+    if config.trainer.algorithm.needs_reference and placement.colocate_policy_ref and policy != reference:
+        raise ConfigError(
+            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
+            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
+            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
+        )
+
+
+def _batch_sizes(config: Config) -> None:
+    require_divides_batch(config, "trainer.policy_mini_batch_size")
+    budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, _longest_prompt(config)
+    response = config.generator.sampling_params.max_generate_length
+    if budget != -1 and budget < prompt + response:
+        raise ConfigError(
+            f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
+            f"{prompt_key}={prompt} + generator.sampling_params.max_generate_length={response}; "
+            f"give at least {prompt + response}, or -1 to count sequences instead"
+        )
+
+
+def _longest_prompt(config: Config) -> tuple[str, int]:
+    first, later = config.trainer.max_prompt_length, config.generator.max_input_length
+    if config.generator.max_turns > 1 and later is not None and later > first:
+        return "generator.max_input_length", later
+    return "trainer.max_prompt_length", first
+
+
+def require_divides_batch(config: Config, key: str) -> None:
+    batch, mini = config.trainer.train_batch_size, value_at(config, key)
+    if mini > batch:
+        raise ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; give {batch} or less")
+    if batch % mini:
+        fitting = max(size for size in range(1, mini) if batch % size == 0)
+        raise ConfigError(
+            f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the nearest that does is {fitting}"
+        )
+
+
+def _groups(config: Config) -> None:
+    algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if num_samples > 1:
+        return
+    needs = None
+    if algorithm.advantage_estimator in ESTIMATORS_OF_GROUPS:
+        needs = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    elif algorithm.dynamic_sampling.type is not None:
+        needs = f"trainer.algorithm.dynamic_sampling.type={algorithm.dynamic_sampling.type}"
+    elif algorithm.zero_variance_filter:
+        needs = "trainer.algorithm.zero_variance_filter"
+    if needs:
+        raise ConfigError(
+            f"generator.n_samples_per_prompt: 1 is given; {needs} compares the samples of a prompt "
+            "and learns nothing from one; give at least 2"
+        )
+
+
+def _kl(config: Config) -> None:
+    algorithm = config.trainer.algorithm
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
+            "the KL belongs into the loss or into the reward: switch one off"
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "trainer.algorithm.kl_ctrl.type: adaptive steers the KL in the reward; set "
+            "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_estimator_type.endswith("+"):
+        raise ConfigError(
+            f"trainer.algorithm.kl_estimator_type: {algorithm.kl_estimator_type} is about the gradient, "
+            f"which the KL in the reward does not have; write {algorithm.kl_estimator_type[:-1]}"
+        )
+
+
+def _reduction(config: Config) -> None:
+    algorithm = config.trainer.algorithm
+    if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
+        raise ConfigError(
+            f"trainer.algorithm.max_seq_len: {algorithm.max_seq_len} is given; loss_reduction=seq_mean_token_sum_norm "
+            "divides by it and needs a number above 0, e.g. that of generator.sampling_params.max_generate_length"
+        )
+
+
+def _resume(config: Config) -> None:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_path
+    if (mode == "from_path") != (path is not None):
+        raise ConfigError(
+            f"trainer.resume_path: {path!r} is given with trainer.resume_mode={mode}; "
+            "a path belongs to from_path, and from_path needs one"
+        )
+
+
+_VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
+    require_bounds,
+    _optimizers,
+    _sampling,
+    _lora,
+    _placement,
+    _batch_sizes,
+    _groups,
+    _kl,
+    _reduction,
+    _resume,
+)
