@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import attrs
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -94,13 +95,19 @@ def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
     assert found["1"]["value_head.weight"].abs().max() >= 1e-3
     for mesh in MESHES:
         assert norms[mesh] == pytest.approx(norms["1"], rel=1e-5)
-        assert set(found[mesh]) == set(found["1"])
-        for name, weight in found["1"].items():
-            torch.testing.assert_close(found[mesh][name], weight, rtol=0, atol=2e-5, msg=f"{mesh}: {name}")
+        assert_close(found[mesh], found["1"], mesh)
+
+
+def merged_by_peft(case: Case, adapter: Path, directory: Path) -> ReferenceWorker:
+    """The base with the adapters of that directory, as peft reads and merges them."""
+    base = AutoModelForCausalLM.from_pretrained(case.spec.model.path, dtype=torch.float32)
+    merged: Any = peft.PeftModel.from_pretrained(base, adapter)
+    merged.merge_and_unload().save_pretrained(directory)
+    return ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(directory))))
 
 
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
-def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged(lora_type: str, case: Case, tmp_path: Path):
+def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_type: str, case: Case, tmp_path: Path):
     model = attrs.evolve(case.spec.model, lora=LORA)
     first = start(case, "1", lora_type=lora_type, model=model)
     base = first.weights()
@@ -110,15 +117,39 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged(lora_type: str, 
     moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
     assert moved >= 1e-3
     assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "what has no adapter is frozen"
-    first.call("save_model", tmp_path / "merged")
-    merged = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "merged"))))
+    first.call("save_model", tmp_path / "1")
     scores = first.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
-    torch.testing.assert_close(scores, expected_scores(merged, case.batch)["logprobs"], rtol=0, atol=1e-5)
     first.close()
+    merge_by_peft(case, tmp_path / "1" / "adapter", tmp_path / "merged by peft")
+    for directory in ("1", "merged by peft"):
+        merged = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / directory))))
+        torch.testing.assert_close(scores, expected_scores(merged, case.batch)["logprobs"], rtol=0, atol=1e-5)
+    expected_adapter = adapter_in(tmp_path / "1")
+    alone = attrs.evolve(model, lora=attrs.evolve(LORA, merge_lora=False))
     for mesh in list(MESHES)[1:]:
-        group = start(case, mesh, lora_type=lora_type, model=model)
+        is_alone = mesh == "pp2"
+        group = start(case, mesh, lora_type=lora_type, model=alone if is_alone else model)
         group.call("load_state", tmp_path / "state")
         assert train(group, case.batch, LOSS, 3) == pytest.approx(expected_norms, rel=1e-5)
-        for name, weight in group.weights().items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=f"{mesh}: {name}")
+        group.call("save_model", tmp_path / mesh)
+        sent = group.weights()
         group.close()
+        assert_close(sent, expected_adapter if is_alone else expected, mesh)
+        assert_close(adapter_in(tmp_path / mesh), expected_adapter, mesh)
+
+
+def merge_by_peft(case: Case, adapter: Path, directory: Path) -> None:
+    """The base with the adapters of that directory, as peft reads and merges them."""
+    base = AutoModelForCausalLM.from_pretrained(case.spec.model.path, dtype=torch.float32)
+    model: Any = peft.PeftModel.from_pretrained(base, adapter)
+    model.merge_and_unload().save_pretrained(directory)
+
+
+def adapter_in(saved_model: Path) -> dict[str, Tensor]:
+    return load_file(saved_model / "adapter" / "adapter_model.safetensors")
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=f"{mesh}: {name}")

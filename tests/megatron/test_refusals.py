@@ -225,12 +225,29 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
     require_token_budget(config_of(-1), mesh)
 
 
-def test_adapters_are_sent_merged_only(spec_of):
-    spec = spec_of(DENSE, {})
-    alone = attrs.evolve(spec.model, lora=LoraConfig(rank=4, merge_lora=False))
-    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.lora\.merge_lora: false was given; .*merged only"):
-        require_trainable(attrs.evolve(spec, model=alone))
-    require_trainable(attrs.evolve(spec, model=attrs.evolve(alone, lora=LoraConfig(rank=4))))
+@pytest.mark.parametrize(
+    ("model", "lora", "message"),
+    [
+        (MOE, {"merge_lora": False}, r"merge_lora: false was given, and down_proj, gate_proj, up_proj of experts"),
+        (MOE, {"merge_lora": False, "target_modules": ("q_proj", "k_proj", "v_proj")}, None),
+        (MOE, {}, None),
+        (DENSE, {"merge_lora": False}, None),
+        (
+            DENSE,
+            {"target_modules": ("q_proj",)},
+            r"target_modules: k_proj, q_proj, v_proj are one matrix",
+        ),
+        (DENSE, {"target_modules": ("lm_head",)}, r"target_modules: 'lm_head' is none of q_proj, "),
+    ],
+)
+def test_adapters_that_cannot_be_had_or_sent_alone_are_refused(spec_of, model, lora, message):
+    spec = spec_of(model, {})
+    spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4, **lora)))
+    if message is None:
+        require_trainable(spec)
+        return
+    with pytest.raises(ConfigError, match=rf"^trainer\.policy\.model\.lora\.{message}"):
+        require_trainable(spec)
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

@@ -89,6 +89,19 @@ async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_
     await client.close()
 
 
+async def test_megatrons_adapters_alone_are_the_trainers(adapter_server: RunningServer):
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, new_configuration(), strategy="megatron") as policy:
+        trainer = trained(client, policy)
+        await trainer.verification.prove()
+        await trainer.train()
+        with pytest.raises(WeightSyncError, match=REFUSED):
+            await trainer.verification.probe(trainer.version)
+        await trainer.publish()
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_max"] < LIMIT
+    await client.close()
+
+
 async def test_requests_under_way_go_on_under_the_new_adapter(adapter_server: RunningServer):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path, LORA) as policy:

@@ -41,9 +41,11 @@ def policy_spec(
 
 
 @asynccontextmanager
-async def policy_of(model_path: Any, lora: LoraConfig | None = None) -> AsyncIterator[WorkerGroup]:
+async def policy_of(
+    model_path: Any, lora: LoraConfig | None = None, *, strategy: str = "fsdp"
+) -> AsyncIterator[WorkerGroup]:
     """The model on one rank, in float32."""
-    backend = plugins.load("rl_core.backends", "fsdp")
+    backend = plugins.load("rl_core.backends", strategy)
     spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=False, lora=lora)
     group = await WorkerGroup.launch(backend, spec)
     try:

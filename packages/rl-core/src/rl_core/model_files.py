@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rl_core.weights import pack_buckets, unpack_bucket
 
+ADAPTER_FOLDER = "adapter"
+"""Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
 _MAX_FILE_BYTES = 2 << 30
 
 

@@ -22,8 +22,6 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig
 from rl_fsdp.ranks import whole
 
-ADAPTER_FOLDER = "adapter"
-"""Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
 _NAME = "default"
 
 

@@ -25,6 +25,7 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
+from rl_core.model_files import ADAPTER_FOLDER
 from rl_core.routes import require_routes
 from rl_core.weights import pack_buckets
 from rl_core.workers.group import INPUT_COLUMNS
@@ -33,7 +34,7 @@ from rl_core.workers.schedule import learning_rate
 from rl_fsdp.attention import scatter_rows
 from rl_fsdp.backend import replay_key
 from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
-from rl_fsdp.lora import ADAPTER_FOLDER, adapter_tensors, has_adapters, save_adapters
+from rl_fsdp.lora import adapter_tensors, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
 from rl_fsdp.perturbation import Perturbation

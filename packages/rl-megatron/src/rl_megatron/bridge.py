@@ -7,13 +7,13 @@ concluded from them is taken back.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,16 +46,15 @@ def _import_bridge() -> Any:
         warnings.simplefilter("ignore")
         for name in _IMPORTED_FIRST:
             importlib.import_module(name)
-        if HAS_TRANSFORMER_ENGINE:
-            return importlib.import_module("megatron.bridge")
-        with _stand_ins():
+        with contextlib.nullcontext() if HAS_TRANSFORMER_ENGINE else _stand_ins():
             bridge = importlib.import_module("megatron.bridge")
             importlib.import_module("megatron.bridge.peft.canonical_lora")
-    _take_conclusions_back()
+    if not HAS_TRANSFORMER_ENGINE:
+        _take_conclusions_back()
     return bridge
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
     modules = _transformer_engine()
     if find_spec("triton") is None:
@@ -123,4 +122,7 @@ def _take_conclusions_back() -> None:
         setattr(matcher, name, False)
 
 
-AutoBridge = _import_bridge().AutoBridge
+_bridge = _import_bridge()
+AutoBridge = _bridge.AutoBridge
+LoRA = _bridge.peft.lora.LoRA
+CanonicalLoRA = _bridge.peft.canonical_lora.CanonicalLoRA

@@ -26,7 +26,7 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
-from rl_core.model_files import write_weights
+from rl_core.model_files import ADAPTER_FOLDER, write_weights
 from rl_core.weights import pack_buckets
 from rl_core.workers.objective import objective_from_spec
 from rl_core.workers.schedule import learning_rate
@@ -34,6 +34,7 @@ from rl_megatron.auxiliary_losses import AuxiliaryLosses
 from rl_megatron.checkpoint import BackgroundWriter, read_state, write_state
 from rl_megatron.export import exported, gradients_as_weights
 from rl_megatron.groups import context_group
+from rl_megatron.lora import adapter_tensors, write_adapter
 from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
 from rl_megatron.model import build_chunks, open_bridge
 from rl_megatron.offloading import HostCopy
@@ -140,16 +141,16 @@ class MegatronWorker:
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        tensors = self._exported()
-        if self.place.rank == 0:
-            yield from pack_buckets(tensors, max_bucket_bytes)
-        else:
-            for _ in tensors:
-                pass
+        return self._packed(self._exported(), max_bucket_bytes)
+
+    def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The adapter alone, as `export_weights`."""
+        return self._packed(adapter_tensors(self.bridge, self.chunks), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`."""
-        return sender.send(self.export_weights(max_bucket_bytes), version)
+        """Sends `export_weights`, or `export_adapter` where the configuration says so."""
+        export = self.export_adapter if self.spec.model.lora.is_sent_alone else self.export_weights
+        return sender.send(export(max_bucket_bytes), version)
 
     def perturb(self, seed: int, scale: float) -> None:
         """Noise on every trained parameter, until `restore`; the same on any mesh."""
@@ -183,7 +184,10 @@ class MegatronWorker:
             self._has_gradients = False
 
     def save_model(self, directory: Path) -> None:
-        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so."""
+        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so.
+
+        Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
+        """
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
         tensors = exported(self.bridge, self.chunks, with_buffers=True)
         if self.place.rank == 0:
@@ -197,6 +201,10 @@ class MegatronWorker:
         else:
             for _ in tensors:
                 pass
+        if self.spec.model.lora.rank > 0:
+            adapters = dict(adapter_tensors(self.bridge, self.chunks))
+            if self.place.rank == 0:
+                write_adapter(adapters, self.spec, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
         """Gives the device's memory back, keeping parameters, gradients and optimizer state in CPU memory; without an
@@ -242,6 +250,13 @@ class MegatronWorker:
         yield from exported(self.bridge, self.chunks, with_buffers=updates_bias)
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
+
+    def _packed(self, tensors: Iterator[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        if self.place.rank == 0:
+            yield from pack_buckets(tensors, max_bucket_bytes)
+        else:
+            for _ in tensors:
+                pass
 
     def _lay_out(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         return micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)

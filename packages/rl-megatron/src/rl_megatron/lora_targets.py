@@ -1,0 +1,68 @@
+"""Which layers have adapters, by Hugging Face's and by Megatron-Bridge's names. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LoraConfig
+
+_PARTS = {
+    "q_proj": "linear_q",
+    "k_proj": "linear_k",
+    "v_proj": "linear_v",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1_gate",
+    "up_proj": "linear_fc1_up",
+    "down_proj": "linear_fc2",
+}
+"""Hugging Face's name of a layer → Bridge's, with an adapter for each."""
+_FUSED = {
+    frozenset({"q_proj", "k_proj", "v_proj"}): "linear_qkv",
+    frozenset({"o_proj"}): "linear_proj",
+    frozenset({"gate_proj", "up_proj"}): "linear_fc1",
+    frozenset({"down_proj"}): "linear_fc2",
+}
+FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Layers that a Mixture of Experts has once for each expert."""
+
+
+def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
+    """Hugging Face's names of the layers that are meant.
+
+    Args:
+        lora: names them, or says `all-linear`.
+        section: of the configuration, for messages.
+
+    Raises:
+        ConfigError: no layer here has such a name.
+    """
+    names = _names(lora.target_modules, list(_PARTS))
+    excluded = _names(lora.exclude_modules or (), [])
+    for key, given in (("target_modules", names), ("exclude_modules", excluded)):
+        for name in given:
+            if name not in _PARTS:
+                raise ConfigError(
+                    f"{section}.model.lora.{key}: {name!r} is none of {', '.join(_PARTS)}, which can have adapters here"
+                )
+    return [name for name in names if name not in excluded]
+
+
+def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
+    """Bridge's names of them. Raises ConfigError for a part of a matrix that has one adapter."""
+    wanted = adapted_layers(lora, section)
+    if lora_type == "canonical_lora":
+        return [_PARTS[name] for name in wanted]
+    for parts, fused in _FUSED.items():
+        if 0 < len(parts & set(wanted)) < len(parts):
+            raise ConfigError(
+                f"{section}.model.lora.target_modules: {', '.join(sorted(parts))} are one matrix ({fused}) with one "
+                f"adapter; name all of them, or set {section}.megatron_config.lora_config.lora_type=canonical_lora"
+            )
+    return [fused for parts, fused in _FUSED.items() if parts <= set(wanted)]
+
+
+def _names(given: str | Sequence[str], of_all: list[str]) -> list[str]:
+    if given == "all-linear":
+        return of_all
+    return [given] if isinstance(given, str) else list(given)
