@@ -138,6 +138,26 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
         assert_close(adapter_in(tmp_path / mesh), expected_adapter, mesh)
 
 
+@pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
+def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Path):
+    variant = Variant(checkpoint={"tie_word_embeddings": False, "family": "qwen3_moe"})
+    with open_case(megatron, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
+        group = start(case, "pp2", lora_type=lora_type, model=attrs.evolve(case.spec.model, lora=LORA))
+        base = group.weights()
+        train(group, case.batch, LOSS, 3)
+        merged = group.weights()
+        group.call("save_model", tmp_path / "saved")
+    adapter, adapted = adapter_in(tmp_path / "saved"), set()
+    for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        added = LORA.alpha / LORA.rank * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+        weight = f"{layer}.weight"
+        torch.testing.assert_close(merged[weight] - base[weight], added, rtol=0, atol=1e-6, msg=weight)
+        adapted.add(weight)
+    assert adapted == {name for name in base if not merged[name].equal(base[name])}
+    assert sum(".experts." in name for name in adapted) > 0
+
+
 def merge_by_peft(case: Case, adapter: Path, directory: Path) -> None:
     """The base with the adapters of that directory, as peft reads and merges them."""
     base = AutoModelForCausalLM.from_pretrained(case.spec.model.path, dtype=torch.float32)

@@ -16,9 +16,9 @@ from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
+from rl_megatron import megatron
 from rl_megatron.options import MegatronOptions
 from rl_megatron.refusals import refuse, refuse_setup, setup_of
-from rl_megatron.training_checks import require_trainable
 
 DENSE = {
     "model_type": "qwen3",
@@ -226,28 +226,25 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
 
 
 @pytest.mark.parametrize(
-    ("model", "lora", "message"),
+    ("model", "mesh", "lora", "message"),
     [
-        (MOE, {"merge_lora": False}, r"merge_lora: false was given, and down_proj, gate_proj, up_proj of experts"),
-        (MOE, {"merge_lora": False, "target_modules": ("q_proj", "k_proj", "v_proj")}, None),
-        (MOE, {}, None),
-        (DENSE, {"merge_lora": False}, None),
-        (
-            DENSE,
-            {"target_modules": ("q_proj",)},
-            r"target_modules: k_proj, q_proj, v_proj are one matrix",
-        ),
-        (DENSE, {"target_modules": ("lm_head",)}, r"target_modules: 'lm_head' is none of q_proj, "),
+        (MOE, {EP: 2}, {}, r"down_proj, gate_proj, up_proj of experts .* with expert_model_parallel_size=2"),
+        (MOE, {TP: 2}, {"target_modules": ("down_proj",)}, r"down_proj of .* with tensor_model_parallel_size=2"),
+        (MOE, {EP: 2}, {"target_modules": ("q_proj", "k_proj", "v_proj")}, None),
+        (MOE, {PP: 2}, {}, None),
+        (DENSE, {TP: 2}, {"merge_lora": False}, None),
+        (DENSE, {}, {"target_modules": ("q_proj",)}, r"k_proj, q_proj, v_proj are one matrix"),
+        (DENSE, {}, {"target_modules": ("lm_head",)}, r"'lm_head' is none of q_proj, "),
     ],
 )
-def test_adapters_that_cannot_be_had_or_sent_alone_are_refused(spec_of, model, lora, message):
-    spec = spec_of(model, {})
+def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora, message):
+    spec = spec_of(model, mesh)
     spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4, **lora)))
     if message is None:
-        require_trainable(spec)
+        megatron.validate(spec, 2)
         return
-    with pytest.raises(ConfigError, match=rf"^trainer\.policy\.model\.lora\.{message}"):
-        require_trainable(spec)
+    with pytest.raises(ConfigError, match=rf"^trainer\.policy\.model\.lora\.target_modules: {message}"):
+        megatron.validate(spec, 2)
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

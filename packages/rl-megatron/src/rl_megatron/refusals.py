@@ -20,6 +20,7 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
 from rl_core.model_shape import ModelShape, model_shape, read_config
+from rl_megatron.lora_targets import FEED_FORWARD, adapted_layers
 from rl_megatron.options import SECTIONS, transformer_fields
 
 SIZES = {
@@ -50,6 +51,8 @@ class Setup:
     """Key path of the backend's section."""
     passed: frozenset[str] = frozenset()
     """Fields that `transformer_config_kwargs` set."""
+    adapted: frozenset[str] = frozenset()
+    """Hugging Face's names of the layers with adapters."""
 
     def size(self, name: str) -> int:
         """A parallel size; 1 where none is set (expert tensor ranks: as many as tensor ranks)."""
@@ -88,7 +91,7 @@ def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
     """What `spec` means. Raises ConfigError for an unknown field, or a model whose config.json cannot be read."""
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
-    config = read_config(spec.model.path)
+    config, lora = read_config(spec.model.path), spec.model.lora
     return Setup(
         fields=transformer_fields(spec.options, where),
         shape=None if config is None else model_shape(config, f"{section}.model.path"),
@@ -97,6 +100,7 @@ def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
         is_packed=spec.use_sample_packing,
         where=where,
         passed=frozenset(spec.options.transformer_config_kwargs),
+        adapted=frozenset(adapted_layers(lora, section) if lora.rank > 0 else ()),
     )
 
 
@@ -453,6 +457,28 @@ def _dispatcher(setup: Setup) -> str | None:
     return None
 
 
+def _adapters_of_experts(setup: Setup) -> str | None:
+    adapted = setup.adapted & FEED_FORWARD
+    if not adapted or setup.shape is None or not setup.shape.is_moe:
+        return None
+    complaint = (
+        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} of experts would "
+        "have adapters"
+    )
+    for name in ("expert_model_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        if setup.size(name) > 1:
+            return (
+                f"{complaint}, whose checkpoints Megatron-Bridge 0.3.1 cannot write with {name}={setup.size(name)}; "
+                "name other layers ([q_proj,k_proj,v_proj,o_proj]), or set it to 1"
+            )
+    if find_spec("transformer_engine") is not None:
+        return (
+            f"{complaint}; with Transformer Engine all experts of a rank would share one: name other layers "
+            "([q_proj,k_proj,v_proj,o_proj])"
+        )
+    return None
+
+
 def _model_is_converted(setup: Setup) -> str | None:
     """Properties of a model that Megatron-Bridge 0.3.1 does not look at: it would build another model, silently."""
     config, where = setup.hf_config, f"{setup.where.rpartition('.')[0]}.model.path: its config.json says"
@@ -483,5 +509,6 @@ _CHECKS: tuple[Check, ...] = (
     _replay,
     _transformer_engine,
     _dispatcher,
+    _adapters_of_experts,
     _model_is_converted,
 )

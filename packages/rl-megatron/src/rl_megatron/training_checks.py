@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import WorkerSpec
-from rl_core.model_shape import model_shape, read_config
+from rl_core.interfaces import LoraConfig, WorkerSpec
 from rl_core.workers import require_schedule
-from rl_megatron.lora_targets import FEED_FORWARD, adapted_layers, bridge_layers
+from rl_megatron.lora_targets import bridge_layers
 from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
 
 LORA_INIT_METHODS = ("kaiming", "gaussian")
@@ -36,7 +35,7 @@ def require_trainable(spec: WorkerSpec) -> None:
     _require_sums(spec.options, where)
     _require_optimizer_fields(spec.options, where, section)
     if spec.model.lora.rank > 0:
-        _require_lora(spec, section)
+        _require_lora(spec.model.lora, spec.options.lora_config.lora_type, section)
     if spec.logprobs_chunk_size < 1:
         raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
     if spec.optimizer is not None:
@@ -63,8 +62,8 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
             raise ConfigError(f"{key}: {value!r} was given, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
 
 
-def _require_lora(spec: WorkerSpec, section: str) -> None:
-    where, lora = f"{section}.model.lora", spec.model.lora
+def _require_lora(lora: LoraConfig, lora_type: str, section: str) -> None:
+    where = f"{section}.model.lora"
     if lora.dropout > 0:
         raise ConfigError(
             f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
@@ -76,12 +75,4 @@ def _require_lora(spec: WorkerSpec, section: str) -> None:
         )
     if lora.alpha <= 0:
         raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
-    bridge_layers(lora, spec.options.lora_config.lora_type, section)
-    experts = FEED_FORWARD.intersection(adapted_layers(lora, section)) if lora.is_sent_alone else ()
-    config = read_config(spec.model.path)
-    if experts and config is not None and model_shape(config, f"{section}.model.path").is_moe:
-        raise ConfigError(
-            f"{where}.merge_lora: false was given, and {', '.join(sorted(experts))} of experts would have adapters, "
-            "which Megatron-Bridge 0.3.1 does not gather over expert ranks: set "
-            f"{where}.target_modules=[q_proj,k_proj,v_proj,o_proj], or merge_lora=true"
-        )
+    bridge_layers(lora, lora_type, section)
