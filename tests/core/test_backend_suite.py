@@ -13,7 +13,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
-from rl_core.testing.cases import LIMITS
+from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
 from rl_core.weights import pack_buckets
 from tests.core import plain_backend as plain
@@ -283,6 +283,7 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (plain.ClipsByItsOwnNorm, TWO, "test_the_gradient_is_clipped_by_its_global_norm"),
     (plain.LosesTheOffloadedOptimizer, ONE, "test_offloading_between_all_phases_changes_nothing"),
     (plain.LosesTheOffloadedWeightsPrecision, TWO, "test_offloading_between_all_phases_changes_nothing"),
+    (plain.LosesTheOffloadedOptimizer, Variant(parity_only=True), "test_three_optimizer_steps"),
     (ExportsOldWeights, ONE, "test_three_optimizer_steps"),
     (ExportsWithAPrefix, ONE, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
     (ExportsOneBucket, ONE, "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"),
@@ -362,3 +363,19 @@ def test_a_worker_that_attends_over_a_whole_micro_batch_differs_by_far_more_than
         wrong = case.start().forward(case.batch, LIMITS, temperature=1.0)
         right = expected_scores(case.reference, case.batch)
     assert (wrong["logprobs"] - right["logprobs"]).abs().max() > 0.1
+
+
+def test_only_ranks_of_the_same_kind_are_taken_from_the_check_before(tmp_path: Path):
+    suite, kept = suite_of(PlainWorker), KeptRanks()
+    with open_case(suite.backend, suite.options, TWO, tmp_path, kept=kept) as case:
+        first = case.start()
+        case.keep(first)
+        assert case.start() is first
+        case.keep(first)
+        other = case.start(attrs.evolve(case.spec, seed=7))
+        assert other is not first
+        assert first.ranks.has_ended
+        case.keep(other)
+    assert not other.ranks.has_ended, "the next case may have them"
+    kept.close()
+    assert other.ranks.has_ended

@@ -37,6 +37,7 @@ from rl_core.testing.cases import (
     TEMPERATURE,
     VARIANTS,
     Case,
+    KeptRanks,
     Variant,
     make_batch,
     open_case,
@@ -88,10 +89,9 @@ PARITY_CHECKS = (
     "test_logprobs_and_entropies_of_the_stream",
     "test_loss_and_every_gradient",
     "test_three_optimizer_steps",
-    "test_offloading_between_all_phases_changes_nothing",
     "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
 )
-"""What a variant with `parity_only` runs."""
+"""What a variant with `parity_only` runs; of offloading one step, after the three."""
 
 
 class BackendConformance:
@@ -125,7 +125,8 @@ class BackendConformance:
             variants = [v for v in self.variants if name in PARITY_CHECKS or not v.parity_only]
             variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
             none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
-            metafunc.parametrize("variant", variants or [none], ids=str)
+            # Of this scope, so that the checks of one variant follow each other.
+            metafunc.parametrize("variant", variants or [none], ids=str, scope="class")
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
             pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
@@ -136,17 +137,29 @@ class BackendConformance:
         if request.function.__name__ in self.left_out:
             pytest.skip(self.left_out[request.function.__name__])
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def kept_ranks(cls) -> Iterator[KeptRanks]:
+        """Ranks that one check leaves to the next."""
+        kept = KeptRanks()
+        yield kept
+        kept.close()
+
     @pytest.fixture
-    def case(self, variant: Variant, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    def case(
+        self, variant: Variant, kept_ranks: KeptRanks, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Case]:
         """A fresh case for each test."""
-        with self._open(variant, tmp_path, tmp_path_factory) as case:
+        with self._open(variant, tmp_path, tmp_path_factory, kept_ranks) as case:
             yield case
 
-    def _open(self, variant: Variant, directory: Path, factory: pytest.TempPathFactory) -> Any:
+    def _open(
+        self, variant: Variant, directory: Path, factory: pytest.TempPathFactory, kept: KeptRanks | None = None
+    ) -> Any:
         directory.mkdir(exist_ok=True)
         checkpoint = _checkpoint_of(variant, factory)
         return open_case(
-            self.backend, self.options, variant, directory, checkpoint=checkpoint, timeout_s=self.timeout_s
+            self.backend, self.options, variant, directory, checkpoint=checkpoint, timeout_s=self.timeout_s, kept=kept
         )
 
     @classmethod
@@ -175,10 +188,11 @@ class BackendConformance:
         with pytest.raises(ConfigError, match="nothing"):
             case.start(spec)
 
-    # --- scores ---
+    # --- what only looks; the ranks are kept from one to the next ---
 
     def test_logprobs_and_entropies_of_the_stream(self, case: Case) -> None:
-        scores = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        group = case.start()
+        scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
         expected = expected_scores(case.reference, case.batch)
         assert set(scores) == {"logprobs", "entropies"}, f"forward returned {sorted(scores)}"
         for name, values_T in scores.items():
@@ -186,11 +200,26 @@ class BackendConformance:
             assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
             quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
             self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)
+        case.keep(group)
+
+    def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
+        group = case.start()
+        published = group.publish(3, 10_000)
+        expected = weights(case.reference)
+        self.require_close(case, "exported", published.tensors, expected, 0.0)
+        assert published.manifest.version == 3, f"version 3 was published as {published.manifest.version}"
+        largest = max(weight.nbytes for weight in expected.values())
+        sizes = [size for of_rank in published.bucket_bytes for size in of_rank]
+        assert max(sizes) <= max(10_000, largest), f"a bucket of {max(sizes)} bytes, allowed were 10000 or one tensor"
+        assert len(sizes) > 1, "everything came in one bucket"
+        require_equal(group.weights(), expected, "exported again")
+        case.keep(group)
 
     def test_scoring_leaves_no_gradient(self, case: Case) -> None:
         group = case.start()
         group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
         require_no_gradient(group.gradients())
+        case.keep(group)
 
     def test_a_reference_model_scores_and_does_not_train(self, case: Case) -> None:
         group = case.start(attrs.evolve(case.spec, role="reference", optimizer=None))
@@ -212,6 +241,7 @@ class BackendConformance:
             self.measure(case, "other routes", difference, MOVED, "the same log-probs", at_least=True)
             found = group.forward(batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
             require_close(found, changed, self.tolerances.logprob, "log-probs of other routes")
+        case.keep(group)
 
     def test_routes_that_do_not_fit_the_model_are_refused(self, case: Case) -> None:
         routes_TLK = case.batch["routed_experts"]
@@ -306,12 +336,18 @@ class BackendConformance:
             halved.optim_step()
         control = largest_difference(weights(halved), expected)
         self.measure(case, "half the batch", control, MOVED, "half the batch gives the same weights", at_least=True)
+        if case.variant.parity_only and group.ranks.abilities.offload:
+            self.check_offloading(case, group, num_steps=1)
 
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
         if not group.ranks.abilities.offload:
             pytest.skip("the worker is not Offloadable, which is an ability that a backend may have or not")
-        for batch in steps_of(case.batch):
+        self.check_offloading(case, group, num_steps=3)
+
+    def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
+        """The ranks stand where the case's reference does."""
+        for batch in steps_of(case.batch)[:num_steps]:
             group.call("offload", parameters=True, optimizer=True)
             group.call("onload", parameters=True, optimizer=False)
             group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
@@ -374,18 +410,6 @@ class BackendConformance:
         require_no_gradient(group.gradients())
 
     # --- weights and state ---
-
-    def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
-        group = case.start()
-        published = group.publish(3, 10_000)
-        expected = weights(case.reference)
-        self.require_close(case, "exported", published.tensors, expected, 0.0)
-        assert published.manifest.version == 3, f"version 3 was published as {published.manifest.version}"
-        largest = max(weight.nbytes for weight in expected.values())
-        sizes = [size for of_rank in published.bucket_bytes for size in of_rank]
-        assert max(sizes) <= max(10_000, largest), f"a bucket of {max(sizes)} bytes, allowed were 10000 or one tensor"
-        assert len(sizes) > 1, "everything came in one bucket"
-        require_equal(group.weights(), expected, "exported again")
 
     def test_saved_state_continues_exactly(self, case: Case) -> None:
         first, second = case.start(), case.start()

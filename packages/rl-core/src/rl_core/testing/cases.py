@@ -77,6 +77,33 @@ VARIANTS = (
 """On one rank."""
 
 
+class KeptRanks:
+    """Ranks that a check left as they had started, for the next check that asks for the same: starting them is most of
+    what a check costs."""
+
+    def __init__(self) -> None:
+        self._kept: RankGroup | None = None
+
+    def take(self, spec: WorkerSpec, world_size: int) -> RankGroup | None:
+        """Those that are kept, if they are of this kind; others are ended."""
+        kept, self._kept = self._kept, None
+        if kept is not None and (kept.spec, kept.mesh.world_size) != (spec, world_size):
+            kept.close()
+            return None
+        return kept
+
+    def keep(self, group: RankGroup) -> None:
+        """In the place of others, which are ended."""
+        self.close()
+        self._kept = group
+
+    def close(self) -> None:
+        """Ends those that are kept."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
     """What one test is given."""
@@ -92,15 +119,22 @@ class Case:
     variant: Variant
     timeout_s: float = 60.0
     """Longest wait for the ranks."""
+    kept: KeptRanks = attrs.field(factory=KeptRanks)
     started: list[RankGroup] = attrs.field(factory=list)
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
-        """New ranks, ended with the case."""
-        group = RankGroup(
-            self.backend, spec or self.spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
+        """Ranks that have done nothing yet, ended with the case."""
+        spec = spec or self.spec
+        group = self.kept.take(spec, self.world_size) or RankGroup(
+            self.backend, spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
         )
         self.started.append(group)
         return group
+
+    def keep(self, group: RankGroup) -> None:
+        """They were only looked at: the next `start` may return them."""
+        self.started.remove(group)
+        self.kept.keep(group)
 
     def new_reference(self) -> ReferenceWorker:
         """Another one, fresh too."""
@@ -116,6 +150,7 @@ def open_case(
     *,
     checkpoint: Path | None = None,
     timeout_s: float = 60.0,
+    kept: KeptRanks | None = None,
 ) -> Iterator[Case]:
     """Batch and reference of a variant; its ranks end with the block.
 
@@ -126,6 +161,7 @@ def open_case(
         directory: exists, for this case alone.
         checkpoint: what `variant.checkpoint` describes, if it was made before; it is only read.
         timeout_s: longest wait for the ranks.
+        kept: of the cases before and after this one; None: the case has its own, which ends with it.
     """
     if checkpoint is None:
         checkpoint = make_checkpoint(directory / "model", **variant.checkpoint)
@@ -155,12 +191,15 @@ def open_case(
         directory=directory / "files",
         variant=variant,
         timeout_s=timeout_s,
+        kept=kept or KeptRanks(),
     )
     try:
         yield case
     finally:
         for group in case.started:
             group.close()
+        if kept is None:
+            case.kept.close()
 
 
 def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Batch:

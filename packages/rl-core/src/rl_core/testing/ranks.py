@@ -279,6 +279,7 @@ class RankGroup:
 
     def __init__(self, backend: Backend, spec: WorkerSpec, world_size: int, *, directory: Path, timeout_s: float):
         backend.validate(spec, world_size)
+        self.spec = spec
         self.mesh = backend.mesh(spec.options, world_size)
         self._directory = directory
         self._num_published = 0
