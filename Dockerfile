@@ -13,6 +13,6 @@ WORKDIR /src
 COPY . .
 RUN pip install wheel setuptools ninja packaging pybind11
 RUN pip wheel --no-deps -w dist packages/rl-core packages/rl-fsdp packages/rl-megatron packages/rl-rollout packages/rl-examples
-RUN pip install --find-links dist -c constraints.txt rl-core[ray] rl-fsdp rl-megatron rl-rollout[vllm] rl-examples
+RUN pip install --find-links dist -c constraints.txt 'rl-core[ray]' rl-fsdp rl-megatron 'rl-rollout[vllm]' rl-examples
 RUN pip install --no-deps megatron-bridge==0.3.1
 RUN pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]>=2.10,<2.12" flash-attn==2.8.3

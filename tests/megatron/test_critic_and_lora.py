@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import LoraOptions, MegatronOptions, megatron
+
+HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 
 PRELOADED["rl_megatron.worker"] = None
 VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
@@ -98,14 +101,6 @@ def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
         assert_close(found[mesh], found["1"], mesh)
 
 
-def merged_by_peft(case: Case, adapter: Path, directory: Path) -> ReferenceWorker:
-    """The base with the adapters of that directory, as peft reads and merges them."""
-    base = AutoModelForCausalLM.from_pretrained(case.spec.model.path, dtype=torch.float32)
-    merged: Any = peft.PeftModel.from_pretrained(base, adapter)
-    merged.merge_and_unload().save_pretrained(directory)
-    return ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(directory))))
-
-
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
 def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_type: str, case: Case, tmp_path: Path):
     model = attrs.evolve(case.spec.model, lora=LORA)
@@ -138,6 +133,7 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
         assert_close(adapter_in(tmp_path / mesh), expected_adapter, mesh)
 
 
+@pytest.mark.skipif(HAS_TRANSFORMER_ENGINE, reason="refused with Transformer Engine: experts would share one adapter")
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
 def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Path):
     variant = Variant(checkpoint={"tie_word_embeddings": False, "family": "qwen3_moe"})
@@ -147,6 +143,10 @@ def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Pat
         train(group, case.batch, LOSS, 3)
         merged = group.weights()
         group.call("save_model", tmp_path / "saved")
+        group.call("save_state", tmp_path / "state")
+        again = start(case, "cp2", lora_type=lora_type, model=attrs.evolve(case.spec.model, lora=LORA))
+        again.call("load_state", tmp_path / "state")
+        assert_close(again.weights(), merged, "cp2")
     adapter, adapted = adapter_in(tmp_path / "saved"), set()
     for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")

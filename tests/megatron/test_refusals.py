@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
 from rl_megatron import megatron
+from rl_megatron.lora_targets import bridge_layers
 from rl_megatron.options import MegatronOptions
 from rl_megatron.refusals import refuse, refuse_setup, setup_of
 
@@ -233,11 +234,20 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
         (MOE, {EP: 2}, {"target_modules": ("q_proj", "k_proj", "v_proj")}, None),
         (MOE, {PP: 2}, {}, None),
         (DENSE, {TP: 2}, {"merge_lora": False}, None),
+        (
+            LATENT,
+            {PP: 2},
+            {"target_modules": ("q_proj", "k_proj", "v_proj")},
+            r"k_proj, q_proj, v_proj are no layers",
+        ),
+        (LATENT, {PP: 2}, {"target_modules": ("o_proj", "gate_proj", "up_proj")}, None),
         (DENSE, {}, {"target_modules": ("q_proj",)}, r"k_proj, q_proj, v_proj are one matrix"),
+        (DENSE, {}, {"target_modules": ("o_proj",), "exclude_modules": ("o_proj",)}, r"no layer is left"),
         (DENSE, {}, {"target_modules": ("lm_head",)}, r"'lm_head' is none of q_proj, "),
     ],
 )
-def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora, message):
+def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora, message, monkeypatch):
+    monkeypatch.setattr("rl_megatron.refusals.find_spec", lambda _: None)
     spec = spec_of(model, mesh)
     spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4, **lora)))
     if message is None:
@@ -245,6 +255,20 @@ def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora
         return
     with pytest.raises(ConfigError, match=rf"^trainer\.policy\.model\.lora\.target_modules: {message}"):
         megatron.validate(spec, 2)
+
+
+@pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
+def test_parts_of_a_matrix_are_adapted_together_or_not(lora_type):
+    lora = LoraConfig(rank=4, target_modules=("gate_proj", "o_proj"))
+    with pytest.raises(ConfigError, match=r"^trainer\.policy\.model\.lora\.target_modules: gate_proj, up_proj are one"):
+        bridge_layers(lora, lora_type, "trainer.policy")
+
+
+def test_experts_that_would_share_an_adapter_are_refused(spec_of, monkeypatch):
+    monkeypatch.setattr("rl_megatron.refusals.find_spec", lambda name: name)
+    spec = spec_of(MOE, {PP: 2})
+    spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4)))
+    assert "with Transformer Engine all experts of a rank would share one" in refusal(spec, 2)
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

@@ -23,6 +23,8 @@ _FUSED = {
     frozenset({"gate_proj", "up_proj"}): "linear_fc1",
     frozenset({"down_proj"}): "linear_fc2",
 }
+QUERY_KEY_VALUE = frozenset({"q_proj", "k_proj", "v_proj"})
+"""Layers that latent attention has not."""
 FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Layers that a Mixture of Experts has once for each expert."""
 
@@ -35,7 +37,7 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
         section: of the configuration, for messages.
 
     Raises:
-        ConfigError: no layer here has such a name.
+        ConfigError: no layer here has such a name, or none is left.
     """
     names = _names(lora.target_modules, list(_PARTS))
     excluded = _names(lora.exclude_modules or (), [])
@@ -45,20 +47,23 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
                 raise ConfigError(
                     f"{section}.model.lora.{key}: {name!r} is none of {', '.join(_PARTS)}, which can have adapters here"
                 )
-    return [name for name in names if name not in excluded]
+    wanted = [name for name in names if name not in excluded]
+    if not wanted:
+        raise ConfigError(f"{section}.model.lora.target_modules: no layer is left; name at least one")
+    return wanted
 
 
 def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
-    """Bridge's names of them. Raises ConfigError for a part of a matrix that has one adapter."""
+    """Bridge's names of them. Raises ConfigError where only some parts of a matrix are named."""
     wanted = adapted_layers(lora, section)
-    if lora_type == "canonical_lora":
-        return [_PARTS[name] for name in wanted]
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):
             raise ConfigError(
-                f"{section}.model.lora.target_modules: {', '.join(sorted(parts))} are one matrix ({fused}) with one "
-                f"adapter; name all of them, or set {section}.megatron_config.lora_config.lora_type=canonical_lora"
+                f"{section}.model.lora.target_modules: {', '.join(sorted(parts))} are one matrix here ({fused}), and "
+                "Megatron-Bridge 0.3.1 adapts all parts of a matrix or none; name all of them, or none"
             )
+    if lora_type == "canonical_lora":
+        return [_PARTS[name] for name in wanted]
     return [fused for parts, fused in _FUSED.items() if parts <= set(wanted)]
 
 

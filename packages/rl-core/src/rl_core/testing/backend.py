@@ -190,18 +190,6 @@ class BackendConformance:
 
     # --- what only looks; the ranks are kept from one to the next ---
 
-    def test_logprobs_and_entropies_of_the_stream(self, case: Case) -> None:
-        group = case.start()
-        scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
-        expected = expected_scores(case.reference, case.batch)
-        assert set(scores) == {"logprobs", "entropies"}, f"forward returned {sorted(scores)}"
-        for name, values_T in scores.items():
-            assert values_T.dtype == torch.float32, f"{name} is {values_T.dtype}"
-            assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
-            quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
-            self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)
-        case.keep(group)
-
     def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
         group = case.start()
         published = group.publish(3, 10_000)
@@ -213,6 +201,18 @@ class BackendConformance:
         assert max(sizes) <= max(10_000, largest), f"a bucket of {max(sizes)} bytes, allowed were 10000 or one tensor"
         assert len(sizes) > 1, "everything came in one bucket"
         require_equal(group.weights(), expected, "exported again")
+        case.keep(group)
+
+    def test_logprobs_and_entropies_of_the_stream(self, case: Case) -> None:
+        group = case.start()
+        scores = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)
+        expected = expected_scores(case.reference, case.batch)
+        assert set(scores) == {"logprobs", "entropies"}, f"forward returned {sorted(scores)}"
+        for name, values_T in scores.items():
+            assert values_T.dtype == torch.float32, f"{name} is {values_T.dtype}"
+            assert bool((values_T[case.batch.offsets[:-1]] == 0).all()), f"{name} of a sequence's first token is not 0"
+            quantity = {"logprobs": "log-probs", "entropies": "entropies"}[name]
+            self.require_close(case, quantity, {name: values_T}, {name: expected[name]}, self.tolerances.logprob)
         case.keep(group)
 
     def test_scoring_leaves_no_gradient(self, case: Case) -> None:

@@ -54,6 +54,10 @@ class Variant:
         routes = ["forced routes"] if self.forced_routes else []
         return ", ".join([size, *(f"{name}={value}" for name, value in changes.items()), *routes])
 
+    def __hash__(self) -> int:
+        """pytest groups checks by variants that it can compare."""
+        return hash(str(self))
+
     @property
     def is_tied(self) -> bool:
         """The output layer shares the input embedding."""
@@ -120,14 +124,16 @@ class Case:
     timeout_s: float = 60.0
     """Longest wait for the ranks."""
     kept: KeptRanks = attrs.field(factory=KeptRanks)
+    """Ranks that a check before this one only looked at."""
     started: list[RankGroup] = attrs.field(factory=list)
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
-        """Ranks that have done nothing yet, ended with the case."""
+        """Ranks with weights and state as they were loaded, ended with the case."""
         spec = spec or self.spec
         group = self.kept.take(spec, self.world_size) or RankGroup(
             self.backend, spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
         )
+        group.directory = self.directory
         self.started.append(group)
         return group
 

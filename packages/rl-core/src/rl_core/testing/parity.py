@@ -23,7 +23,8 @@ QUANTITIES: dict[str, str] = {
     "gradients": "L2 of the difference of all parameters over L2 of the gradient",
     "gradient norm": "relative, worst of three steps",
     "weights": "absolute, any weight, after three AdamW steps of 0.5e-3, 1e-3 and 1e-3",
-    "weights, offloaded": "the same, moved off the device and back around every phase, or those of one more step",
+    "weights, offloaded": "the same, moved off the device and back around every phase; in rows that run only these "
+    "checks, after one more step so moved",
     "exported": "absolute, any weight, as they were loaded",
     "other routes": "the control: log-probs of the reference with every route one token late, or one layer off",
     "half the batch": "the control: `weights` of a reference that saw half of each step's sequences",

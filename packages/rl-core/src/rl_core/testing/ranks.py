@@ -2,7 +2,7 @@
 
 One rank runs in the test's own process, where a debugger works; several run in processes forked from a server that has
 imported torch, transformers and the backend, and computed nothing. Two ranks start in 0.15 s so, where new interpreters
-take 7 s: every test gets ranks of its own and none inherits another's state. Ray is not needed (the extra `testing`
+take 7 s. No test gets ranks that another has changed. Ray is not needed (the extra `testing`
 has none); how ranks run as Ray actors is proved once, for any worker.
 
 Plan, parts and sums are `WorkerGroup`'s own.
@@ -281,7 +281,7 @@ class RankGroup:
         backend.validate(spec, world_size)
         self.spec = spec
         self.mesh = backend.mesh(spec.options, world_size)
-        self._directory = directory
+        self.directory = directory
         self._num_published = 0
         in_process = world_size == 1 and not backend.needs_own_process()
         self.ranks: SuiteRanks = (
@@ -312,7 +312,7 @@ class RankGroup:
     def publish(self, version: int, max_bucket_bytes: int) -> Published:
         """All ranks send; their manifests are merged and compared with what was sent."""
         self._num_published += 1
-        directory = self._directory / f"published-{id(self)}-{self._num_published}"
+        directory = self.directory / f"published-{id(self)}-{self._num_published}"
         rendezvous = recording_transport.open(directory)
         manifest = merge_manifests(self.call("publish", rendezvous, version, max_bucket_bytes))
         sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
