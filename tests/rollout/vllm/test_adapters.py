@@ -16,7 +16,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import GenerationError, RLError, WeightSyncError
 from rl_core.interfaces import LoraConfig, WeightBucket
-from rl_core.weights import pack_buckets, unpack_bucket
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
@@ -76,29 +76,16 @@ async def trainers_logprobs(policy: WorkerGroup, tokens: Sequence[int]) -> torch
 # --- the policy's own -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("strategy", "transport"), [*(("fsdp", name) for name in TRANSPORTS), ("megatron", "files")])
 async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_found(
-    adapter_server: RunningServer, transport: str
+    adapter_server: RunningServer, strategy: str, transport: str
 ):
     client = await connect(adapter_server)
-    async with policy_of(adapter_server.model_path, LORA) as policy:
+    async with policy_of(adapter_server.model_path, LORA, strategy=strategy) as policy:
         trainer = trained(client, policy, transport)
         differences = await trainer.sync_five_times()
         assert (await client.health()).version == trainer.version
     assert max(differences) < LIMIT
-    await client.close()
-
-
-async def test_megatrons_adapters_alone_are_the_trainers(adapter_server: RunningServer):
-    client = await connect(adapter_server)
-    async with policy_of(adapter_server.model_path, new_configuration(), strategy="megatron") as policy:
-        trainer = trained(client, policy)
-        await trainer.verification.prove()
-        await trainer.train()
-        with pytest.raises(WeightSyncError, match=REFUSED):
-            await trainer.verification.probe(trainer.version)
-        await trainer.publish()
-        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_max"] < LIMIT
     await client.close()
 
 

@@ -83,14 +83,11 @@ async def cluster(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactor
     await client.close()
 
 
-def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
-    return [request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60, ignore_eos=True) for i in range(count)]
-
-
-def of_many_lengths(name: str) -> list[GenerateRequest]:
-    """48 requests that do not end together."""
+def batch_of_requests(name: str, count: int, longer_by: int = 0) -> list[GenerateRequest]:
+    """`longer_by`: tokens that each has more than the one before, so that they do not end together."""
     return [
-        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(48)
+        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60 + longer_by * i, ignore_eos=True)
+        for i in range(count)
     ]
 
 
@@ -101,11 +98,11 @@ async def answered(client: RemoteInferenceClient, requests: Sequence[GenerateReq
 async def kill_while_generating(cluster: Cluster, seed: int) -> None:
     """A server dies when some of its requests are done; all come back, with the tokens they have without a kill."""
     dice = random.Random(seed)
-    expected = await answered(cluster.client, of_many_lengths(f"calm-{seed}"))
+    expected = await answered(cluster.client, batch_of_requests(f"calm-{seed}", 48, longer_by=4))
     victim, kill_after = dice.choice(cluster.members), dice.randrange(1, 24)
     pid, is_killed = await cluster.pid(victim), False
     for number in range(20):
-        requests = of_many_lengths(f"k{seed}-{number}")
+        requests = batch_of_requests(f"k{seed}-{number}", 48, longer_by=4)
         waiting = [asyncio.ensure_future(cluster.client.generate(each)) for each in requests]
         while sum(task.done() for task in waiting) < kill_after:
             await asyncio.sleep(0.001)
