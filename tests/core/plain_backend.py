@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.routes import RouteShape, require_routes
+from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
@@ -208,7 +208,7 @@ class ExportsItsShardOnly(PlainWorker):
     """The second half of the parameters lies on another rank, which sends nothing."""
 
     def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
-        from rl_core.weights import pack_buckets
+        from rl_core.rank_kit.weight_buckets import pack_buckets
 
         named = list(self.model.named_parameters())
         return (

@@ -12,10 +12,10 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
 from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
-from rl_core.weights import pack_buckets
 from tests.core import plain_backend as plain
 from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
 

@@ -23,7 +23,7 @@ from rl_core.config import (
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, PluginError
-from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.batch_advantages import load_estimator
 from tests.core.fake_plugins import install
 
 CORRECTION = "trainer.algorithm.off_policy_correction"

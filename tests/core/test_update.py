@@ -13,7 +13,12 @@ from rl_core.algorithms.advantages import grpo_advantages, reinforce_plus_plus_a
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, NonFiniteError
 from rl_core.interfaces import LossSpec, OptimizerStep
-from rl_core.trainer.advantages import load_estimator, with_advantages, with_loss_weights, with_off_policy_correction
+from rl_core.trainer.batch_advantages import (
+    load_estimator,
+    with_advantages,
+    with_loss_weights,
+    with_off_policy_correction,
+)
 from rl_core.trainer.model_update import ModelUpdateSettings, mini_batches
 from rl_core.trainer.models import Models
 from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement

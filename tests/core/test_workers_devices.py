@@ -19,13 +19,13 @@ class RecordedRanks:
         self.events = events
         self.abilities = Abilities(offload=can_offload)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         moved = [what for what, is_moved in kwargs.items() if is_moved]
-        self.events.append(f"{self.name} {method} {' '.join(moved)}")
+        self.events.append(f"{self.name} {method.__name__} {' '.join(moved)}")
         return []
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+        self, method: Any, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
     ) -> list[Any]:
         return []
 

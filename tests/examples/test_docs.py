@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_core.interfaces import Action, Environment, Recipe
-from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.batch_advantages import load_estimator
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.batch import Batch
-from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig
+from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
 from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
@@ -54,7 +54,7 @@ def train(group: RankGroup, batch: Batch, loss: LossSpec, count: int) -> list[fl
     norms = []
     for _ in range(count):
         group.forward_backward(batch, LIMITS, loss, temperature=TEMPERATURE)
-        norms.append(group.call("optim_step")[0].grad_norm)
+        norms.append(group.call(Worker.optim_step)[0].grad_norm)
     return norms
 
 
@@ -84,7 +84,7 @@ def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
         norms[mesh] = train(group, batch, VALUES, 3)
         found[mesh] = group.weights()
         directory = tmp_path / mesh
-        group.call("save_model", directory)
+        group.call(Worker.save_model, directory)
         values_T = group.forward(batch, LIMITS, temperature=TEMPERATURE)["values"]
         torch.testing.assert_close(values_T, values_of(directory, batch), rtol=0, atol=1e-5)
         again = start(case, mesh, role="critic", model=ModelConfig(path=str(directory)))
@@ -104,13 +104,13 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
     model = attrs.evolve(case.spec.model, lora=LORA)
     first = start(case, "1", lora_type=lora_type, model=model)
     base = first.weights()
-    first.call("save_state", tmp_path / "state")
+    first.call(Worker.save_state, tmp_path / "state")
     expected_norms = train(first, case.batch, LOSS, 3)
     expected = first.weights()
     moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
     assert moved >= 1e-3
     assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "what has no adapter is frozen"
-    first.call("save_model", tmp_path / "1")
+    first.call(Worker.save_model, tmp_path / "1")
     scores = first.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
     first.close()
     merge_by_peft(case, tmp_path / "1" / "adapter", tmp_path / "merged by peft")
@@ -122,9 +122,9 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
     for mesh in list(MESHES)[1:]:
         is_alone = mesh == "pp2"
         group = start(case, mesh, lora_type=lora_type, model=alone if is_alone else model)
-        group.call("load_state", tmp_path / "state")
+        group.call(Worker.load_state, tmp_path / "state")
         assert train(group, case.batch, LOSS, 3) == pytest.approx(expected_norms, rel=1e-5)
-        group.call("save_model", tmp_path / mesh)
+        group.call(Worker.save_model, tmp_path / mesh)
         sent = group.weights()
         group.close()
         assert_close(sent, expected_adapter if is_alone else expected, mesh)
@@ -139,10 +139,10 @@ def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Pat
         base = group.weights()
         train(group, case.batch, LOSS, 3)
         merged = group.weights()
-        group.call("save_model", tmp_path / "saved")
-        group.call("save_state", tmp_path / "state")
+        group.call(Worker.save_model, tmp_path / "saved")
+        group.call(Worker.save_state, tmp_path / "state")
         again = start(case, "cp2", lora_type=lora_type, model=attrs.evolve(case.spec.model, lora=LORA))
-        again.call("load_state", tmp_path / "state")
+        again.call(Worker.load_state, tmp_path / "state")
         assert_close(again.weights(), merged, "cp2")
     adapter, adapted = adapter_in(tmp_path / "saved"), set()
     for name in [name for name in adapter if name.endswith(".lora_A.weight")]:

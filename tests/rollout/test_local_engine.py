@@ -15,8 +15,8 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
 from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, ModelConfig, SamplingParams
 from rl_core.plugins import installed, load
+from rl_core.rank_kit.weight_buckets import tensor_record
 from rl_core.testing.models import make_checkpoint
-from rl_core.weights import tensor_record
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
 from rl_rollout.local.rows import Rows, Sample

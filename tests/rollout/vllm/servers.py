@@ -12,8 +12,8 @@ import attrs
 
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import GenerateRequest, Manifest, SamplingParams, WeightTransport
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.models import make_checkpoint
-from rl_core.weights import pack_buckets
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
 from rl_rollout.vllm.placement import reserve_places

@@ -26,8 +26,8 @@ from rl_core.interfaces import (
     WeightSender,
     WorkerSpec,
 )
-from rl_core.weights import pack_buckets
-from rl_core.workers.objective import objective_from_spec
+from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.rank_kit.weight_buckets import pack_buckets
 
 
 class PlainDdpWorker:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.optim import AdamW
 
-from rl_fsdp.backend import FsdpOptions
 from rl_fsdp.micro_batch import ModelInput
 from rl_fsdp.model import Scorer
+from rl_fsdp.options import FsdpOptions
 from rl_fsdp.ranks import Ranks
 from rl_fsdp.sharding import DTYPES, decoder_layers, receive, require_same_structure
 from rl_fsdp.shards import MOMENTS, moments_of

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
-from typing import TypeVar
-
 import attrs
 import torch
 import torch.distributed as dist
@@ -13,14 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rl_core.errors import RLError
 from rl_core.interfaces import RankInfo
 from rl_core.layout.mesh import Mesh
-from rl_fsdp.backend import FsdpOptions
-
-T = TypeVar("T")
-_TIMEOUT = timedelta(minutes=30)
-"""The controller's deadline ends a call sooner, and kills the ranks; this one ends ranks whose controller is gone."""
+from rl_core.rank_kit.process_group import COLLECTIVE_TIMEOUT, join_process_group
+from rl_fsdp.options import FsdpOptions
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -59,14 +51,7 @@ class Ranks:
         # Two models of one rank each may stand in one process; ranks of several have a process of their own.
         is_new = not dist.is_initialized()
         if is_new:
-            dist.init_process_group(
-                # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                init_method=f"tcp://{info.master_address}:{info.master_port}",
-                rank=info.rank,
-                world_size=info.world_size,
-                timeout=_TIMEOUT,
-            )
+            join_process_group(info, device)
         assert dist.get_world_size() == info.world_size
         size = info.world_size if options.fsdp_size == -1 else options.fsdp_size
         num_copies = info.world_size // size
@@ -90,40 +75,6 @@ class Ranks:
         """The controller reads the scores of this rank."""
         return self.mesh.returns_results(self.rank)
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on all ranks; an RLError that it raises there is raised on all of them."""
-        made: list[tuple[T | None, RLError | None]] = [(None, None)]
-        if self.is_first:
-            try:
-                made = [(make(), None)]
-            except RLError as error:
-                made = [(None, error)]
-        dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-        value, error = made[0]
-        if error is not None:
-            raise error
-        return value  # pyright: ignore[reportReturnType]
-
-    def agree(self, act: Callable[[], T]) -> T:
-        """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
-        result, error = None, None
-        try:
-            result = act()
-        except RLError as raised:
-            error = raised
-        errors: list[RLError | None] = [None] * self.mesh.world_size
-        dist.all_gather_object(errors, error)
-        first = next((error for error in errors if error is not None), None)
-        if first is not None:
-            raise first from error
-        return result  # pyright: ignore[reportReturnType]
-
-    def new_cpu_group(self) -> dist.ProcessGroup:
-        """Another process group of all ranks, for what lies on the CPU; all make it together."""
-        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
     def leave(self) -> None:
         """Ends this rank's part of the process group."""
         if self.made_process_group:
@@ -140,7 +91,7 @@ def _ulysses_group(rank: int, mesh: Mesh) -> UlyssesGroup | None:
         return None
     own = None
     for members in mesh.groups("sequence"):  # every rank takes part in making every group, in the same order
-        group = dist.new_group(members, timeout=_TIMEOUT)
+        group = dist.new_group(members, timeout=COLLECTIVE_TIMEOUT)
         if rank in members:
             assert isinstance(group, dist.ProcessGroup)
             own = UlyssesGroup(rank=members.index(rank), size=mesh.sequence, group=group)

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.errors import ConfigError
-from rl_fsdp.backend import FsdpOptions
+from rl_core.rank_kit.process_group import agree, from_first
 from rl_fsdp.model import Scorer
+from rl_fsdp.options import FsdpOptions
 from rl_fsdp.ranks import Ranks
 from rl_fsdp.shards import TensorShards
 
@@ -103,8 +104,8 @@ def require_same_structure(scorer: nn.Module, ranks: Ranks) -> None:
             )
         _require_separate_units(scorer)
 
-    loaded = ranks.from_first(describe)
-    ranks.agree(compare)
+    loaded = from_first(describe)
+    agree(compare)
 
 
 def _require_separate_units(scorer: nn.Module) -> None:

@@ -16,7 +16,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from rl_core.interfaces import OptimizerConfig, WorkerSpec
-from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
+from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_megatron.options import MegatronOptions, optimizer_fields
 
 
 def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:

@@ -20,8 +20,9 @@ from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape, read_config
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
-from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.options import transformer_fields
 
 SIZES = {
     "tensor_model_parallel_size": "tensor",

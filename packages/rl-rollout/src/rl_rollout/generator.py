@@ -6,7 +6,6 @@ What the engine sampled is what the trajectory holds; text is decoded for the en
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import uuid
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from rl_core.interfaces import (
     Sampler,
     Trajectory,
 )
+from rl_core.seeds import seed_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play, within
@@ -169,10 +169,8 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """63 bits that depend on all four, the same on every machine and in every version of Python."""
-    name = f"{seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    """Of one turn of one sample."""
+    return seed_of(seed, group_id, sample_index, *([turn] if turn else []))
 
 
 class _GroupPrompts:

@@ -45,7 +45,7 @@ def _state(plugin: plugins.Plugin) -> str:
     except PluginError as error:
         return f"BROKEN: {error}"
     if plugin.group == "rl_core.advantage_estimators":
-        from rl_core.trainer.advantages import why_not_in_a_run  # imports torch, as the estimators do
+        from rl_core.trainer.batch_advantages import why_not_in_a_run  # imports torch, as the estimators do
 
         reason = why_not_in_a_run(loaded)
         return f"not for training runs: {reason}" if reason else ""

@@ -108,7 +108,7 @@ def _load_rollout_plugins(config: Config) -> InferencePlugin:
 
 
 def _check_loss(config: Config) -> None:
-    from rl_core.workers.objective import objective_from_spec  # imports torch
+    from rl_core.rank_kit.objectives import objective_from_spec  # imports torch
 
     key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
     params = loss_params(config)

@@ -65,7 +65,7 @@ def correction_params(config: Config) -> dict[str, Any] | None:
 def _why_uncorrected(config: Config) -> str | None:
     """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
     from rl_core.interfaces import LossSpec
-    from rl_core.workers.objective import objective_from_spec
+    from rl_core.rank_kit.objectives import objective_from_spec
 
     spec = LossSpec(name=config.trainer.algorithm.policy_loss_type, params=loss_params(config))
     columns = objective_from_spec(spec, key="trainer.algorithm.policy_loss_type").required_columns

@@ -348,7 +348,7 @@ class Backend(Protocol):
 @runtime_checkable
 class RouteFollowing(Protocol):
     """A backend that can send the policy's tokens to the experts that the engine chose (router replay). Its workers
-    then refuse batches without routes, and others batches with routes (`rl_core.routes.require_routes`)."""
+    then refuse batches without routes, and others batches with routes (`rl_core.rank_kit.require_routes`)."""
 
     def follows_routes(self, options: Any) -> bool:
         """Whether these options of the policy ask for it, whichever of them does."""

@@ -21,6 +21,7 @@ from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
+from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
@@ -29,7 +30,6 @@ from rl_core.trainer.reporting import RunReporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
 from rl_core.trainer.samples import SamplesWriter, sample_of
-from rl_core.trainer.selection import Selection
 from rl_core.trainer.settings import (
     eval_rollouts,
     loop_settings,

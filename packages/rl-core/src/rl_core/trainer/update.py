@@ -10,10 +10,10 @@ import attrs
 
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
+from rl_core.columns import ROUTE_COLUMNS
 from rl_core.errors import first_error
 from rl_core.interfaces import Metrics
-from rl_core.routes import ROUTE_COLUMNS
-from rl_core.trainer.advantages import (
+from rl_core.trainer.batch_advantages import (
     Estimator,
     with_advantages,
     with_kl_in_reward,

@@ -17,17 +17,26 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
+from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, Rendezvous, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    BackgroundSaver,
+    LossSpec,
+    Manifest,
+    Metrics,
+    OptimizerStep,
+    Perturbable,
+    Rendezvous,
+    Worker,
+    WorkerSpec,
+)
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches
-from rl_core.weights import merge_manifests
+from rl_core.rank_kit.weight_buckets import merge_manifests
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.inline import InlineRank
-from rl_core.workers.rank import Part, Ranks
-
-INPUT_COLUMNS = ("tokens", "routed_experts", "routed")
-"""What a model reads of a batch; the rest is the loss's."""
+from rl_core.workers.rank import Part, RankHost, Ranks
 
 
 @attrs.frozen(kw_only=True)
@@ -120,7 +129,7 @@ class WorkerGroup:
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
         async with self._turn():
-            results = await self._ranks.call_on_parts("forward", inputs, parts, temperature=temperature)
+            results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature)
         columns: dict[str, np.ndarray] = {}
         for part, result in self._of_results(parts, results):
             positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
@@ -136,7 +145,9 @@ class WorkerGroup:
         """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up."""
         parts = self._parts(batch, limits)
         async with self._turn():
-            results = await self._ranks.call_on_parts("forward_backward", batch, parts, loss, temperature=temperature)
+            results = await self._ranks.call_on_parts(
+                Worker.forward_backward, batch, parts, loss, temperature=temperature
+            )
         metrics = add_metrics(result for _, result in self._of_results(parts, results))
         # The loss is a sum over the mini-batch already: its parts add up and are not averaged.
         return {**metrics, "loss": (metrics["loss"][0], 1.0)}
@@ -144,32 +155,32 @@ class WorkerGroup:
     async def optim_step(self) -> OptimizerStep:
         """One optimizer step on all ranks."""
         async with self._turn(optimizer=True):
-            return (await self._ranks.call("optim_step"))[0]
+            return (await self._ranks.call(Worker.optim_step))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
         async with self._turn():
-            return merge_manifests(await self._ranks.call("publish", rendezvous, version, max_bucket_bytes))
+            return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
     async def is_perturbable(self) -> bool:
         """Every worker is `Perturbable`."""
         async with self._turn():
-            return all(await self._ranks.call("is_perturbable"))
+            return all(await self._ranks.call(RankHost.is_perturbable))
 
     async def perturb(self, seed: int, scale: float) -> None:
         """See `Perturbable.perturb`."""
         async with self._turn():
-            await self._ranks.call("perturb", seed, scale)
+            await self._ranks.call(Perturbable.perturb, seed, scale)
 
     async def restore(self) -> None:
         """See `Perturbable.restore`."""
         async with self._turn():
-            await self._ranks.call("restore")
+            await self._ranks.call(Perturbable.restore)
 
     async def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer and schedule."""
         async with self._turn(optimizer=True):
-            await self._ranks.call("save_state", directory)
+            await self._ranks.call(Worker.save_state, directory)
 
     @property
     def can_save_in_background(self) -> bool:
@@ -180,21 +191,21 @@ class WorkerGroup:
         """As `save_state`, but returns when every rank has copied its state: the files are written in the
         background."""
         async with self._turn(optimizer=True):
-            await self._ranks.call("start_saving", directory)
+            await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
         """What `start_saving` began is complete on all ranks. Raises what went wrong with it."""
-        return all(await self._ranks.call("has_saved"))
+        return all(await self._ranks.call(BackgroundSaver.has_saved))
 
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
         async with self._turn(optimizer=True):
-            await self._ranks.call("load_state", directory)
+            await self._ranks.call(Worker.load_state, directory)
 
     async def save_model(self, directory: Path) -> None:
         """Writes the model in Hugging Face format."""
         async with self._turn():
-            await self._ranks.call("save_model", directory)
+            await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
         """Clears the devices of `Offloadable` workers, also of neighbours; a call brings back what it needs."""

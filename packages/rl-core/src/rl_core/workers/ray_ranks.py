@@ -17,14 +17,14 @@ import asyncio
 import logging
 import os
 import pickle
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Self
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, DeadlineError, WorkerError
-from rl_core.interfaces import Backend, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.workers.rank import Abilities, Part
+from rl_core.workers.rank import Abilities, P, Part, R
 from rl_core.workers.wire import to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
@@ -44,7 +44,12 @@ except ModuleNotFoundError as error:
         "pip install 'rl-core[ray]'"
     ) from error
 
-from rl_core.workers.ray_rank import Failure, Place, rank_actor  # it imports Ray, so what Ray reads is set by now
+from rl_core.workers.ray_rank import (
+    Failure,
+    Place,
+    RankCall,
+    rank_actor,
+)  # it imports Ray, so what Ray reads is set by now
 
 _CPUS = 1 / 16
 """CPU resource of a rank; a machine of two cores takes 32 ranks."""
@@ -222,18 +227,22 @@ class RayRanks:
             raise
         return ranks
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`."""
-        self._require_alive(method)
-        return await self._all(
-            method, [actor.call.remote(method, None, None, args, kwargs, True) for actor in self._actors]
-        )
+        self._require_alive(method.__name__)
+        call = RankCall(method=method, args=args, kwargs=kwargs)
+        return await self._all(method.__name__, [actor.call.remote(call) for actor in self._actors])
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """See `Ranks.call_on_parts`. A part is put into the object store once; all its replica's ranks read that."""
-        self._require_alive(method)
+        self._require_alive(method.__name__)
         try:
             sent = await asyncio.to_thread(_put, batch, parts)
         except RayError as error:
@@ -243,9 +252,15 @@ class RayRanks:
             ) from error
         calls = []
         for rank, actor in enumerate(self._actors):
-            number, returns = self._mesh.data_rank(rank), self._mesh.returns_results(rank)
-            calls.append(actor.call.remote(method, sent[number], parts[number].plan, args, kwargs, returns))
-        return await self._all(method, calls)
+            number = self._mesh.data_rank(rank)
+            call = RankCall(
+                method=method,
+                args=(parts[number].plan, *args),
+                kwargs=kwargs,
+                returns_result=self._mesh.returns_results(rank),
+            )
+            calls.append(actor.call_on_batch.remote(call, sent[number]))
+        return await self._all(method.__name__, calls)
 
     async def close(self) -> None:
         """Lets the workers finish, then ends the actors. Those that are busy or failed are ended at once."""
@@ -253,7 +268,7 @@ class RayRanks:
             return
         try:
             if self._unanswered_calls == 0:
-                await self.call("close")
+                await self.call(Worker.close)
         finally:
             self._end("it was closed")
 

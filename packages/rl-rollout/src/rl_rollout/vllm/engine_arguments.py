@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, nearest
-from rl_core.model_shape import EXPERT_COUNTS, read_config
+from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, read_config
 
 if TYPE_CHECKING:
     from rl_core.config import Config

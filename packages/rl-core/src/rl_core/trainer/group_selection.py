@@ -22,6 +22,7 @@ from rl_core.batch import Batch
 from rl_core.config import Config
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Metrics, Trajectory
+from rl_core.seeds import seed_of
 from rl_core.trainer.buffer import FinishedGroup
 
 
@@ -73,7 +74,7 @@ class Selection:
         if self._min_replace_ratio is None:
             return groups
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        seed = hash((self._seed, groups[0].group_id)) & 0x7FFFFFFF
+        seed = seed_of(self._seed, groups[0].group_id)
         result = dynamic_sampling_replace(
             *_scores_and_groups(trajectories), seed=seed, min_replace_ratio=self._min_replace_ratio
         )

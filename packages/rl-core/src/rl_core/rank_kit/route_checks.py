@@ -12,9 +12,8 @@ import attrs
 import torch
 
 from rl_core.batch import Batch
+from rl_core.columns import ROUTE_COLUMNS
 from rl_core.errors import ConfigError, ShapeError
-
-ROUTE_COLUMNS = ("routed_experts", "routed")
 
 
 @attrs.frozen(kw_only=True)

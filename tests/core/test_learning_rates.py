@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rl_core.interfaces import OptimizerConfig
-from rl_core.workers.schedule import learning_rate
+from rl_core.rank_kit.learning_rates import learning_rate
 
 
 def rates(scheduler: str, *, warmup: int, total: int | None, steps: int) -> list[float]:

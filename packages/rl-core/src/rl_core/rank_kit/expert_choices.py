@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rl_core.errors import ConfigError
-from rl_core.routes import RouteShape
+from rl_core.rank_kit.route_checks import RouteShape
 
 _TOPK = (torch.topk, Tensor.topk)
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch, field_of
+from rl_core.columns import ROUTE_COLUMNS, STEP_COLUMNS
 from rl_core.errors import DataError
 from rl_core.layout.merging import PrefixMerge, merge_prefixes
 
-STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
-_INPUT_COLUMNS = ("routed_experts", "routed")
 _ZERO_IN_PROMPTS = ("loss_mask", "loss_weights", "rewards")
 
 
@@ -22,7 +21,7 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
     sequence made afterwards, or a ratio per sequence (GSPO), sees the merged ones. `step_index` is renumbered.
 
     Args:
-        batch: with `sampled` and the columns of `STEP_COLUMNS`; rows in any order.
+        batch: with `sampled` and the columns of `columns.STEP_COLUMNS`; rows in any order.
 
     Returns:
         The merged batch, and the merge with its `tokens_saved`.
@@ -46,7 +45,7 @@ def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
 def _rows_of(name: str, merge: PrefixMerge) -> Tensor:
     if field_of(name).axes[0] == "N":
         return torch.from_numpy(merge.last_step)
-    return torch.from_numpy(merge.input_index if name in _INPUT_COLUMNS else merge.token_index)
+    return torch.from_numpy(merge.input_index if name in ROUTE_COLUMNS else merge.token_index)
 
 
 def _require_nothing_lost(batch: Batch, merge: PrefixMerge) -> None:

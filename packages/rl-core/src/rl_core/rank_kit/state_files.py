@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from rl_core.errors import CheckpointError
 
 STATE_LIST = "state.json"
@@ -31,3 +33,23 @@ def require_complete_state(directory: Path) -> int:
             state = "is missing" if found is None else f"has {found} bytes"
             raise CheckpointError(f"{path}: {state}, expected {num_bytes} bytes; resume from an earlier checkpoint")
     return listed["steps_done"]
+
+
+def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
+    """A CheckpointError where the storage failed; else, as when a rank is lost, an error of this program.
+
+    Args:
+        directory: of the state.
+        error: what torch's writer raised.
+        how: "in the background", for the message.
+    """
+    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
+    return kind(f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})")
+
+
+def reason_of(error: BaseException) -> str:
+    """In a line, of all ranks; torch tells it with every rank's traceback, in an exception that is no `Exception`."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())

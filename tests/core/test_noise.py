@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.noise import element_index, hash_of, normal_noise
+from rl_core.rank_kit.noise import element_index, hash_of, normal_noise
 
 
 def test_hashes_are_the_published_sequence_of_splitmix64():
