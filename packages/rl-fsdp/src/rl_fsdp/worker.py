@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from rl_core.errors import WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
@@ -27,7 +28,8 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
-from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, total_metrics
+from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
 from rl_core.rank_kit.process_group import own_device
 from rl_core.rank_kit.publishing import pack_on_first, publish
@@ -78,6 +80,7 @@ class FsdpWorker:
                 [parameter for parameter in self.scorer.parameters() if parameter.requires_grad],
                 lr=spec.optimizer.lr,
                 betas=spec.optimizer.adam_betas,
+                eps=spec.optimizer.eps,
                 weight_decay=spec.optimizer.weight_decay,
                 fused=True,
             )
@@ -101,13 +104,16 @@ class FsdpWorker:
         self.shards.let_go()
         return scores if self.ranks.returns_results else {}
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
-        parts = []
-        for _, micro_batch in self._micro_batches(batch, plan):
+        require_scores(returns, self.scorer.score_names, self.spec.role)
+        parts, returned = [], {name: torch.zeros(batch.num_tokens) for name in returns}
+        for sequences, micro_batch in self._micro_batches(batch, plan):
             trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
             scores_S = self._score(micro_batch, trained_S, temperature)
             index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
@@ -118,24 +124,29 @@ class FsdpWorker:
             weighted_sum, metrics = batch_loss(objective, micro_batch, scores, self.device)
             self.shards.backward(weighted_sum)
             parts.append(metrics)
-        return total_metrics(parts)
+            if sequences and returned:
+                stream_index_T = batch.token_index(torch.as_tensor(sequences))
+                for name, values_T in returned.items():
+                    values_T[stream_index_T] = scores[name].detach().float().cpu()
+        return {**total_metrics(parts), **returned}
 
-    def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
         optimizer, config = require_optimizer(self.optimizer, self.spec, "optim_step"), self.spec.optimizer
         assert config is not None
         if all(parameter.grad is None for parameter in self.scorer.parameters()):
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
-        grad_norm = self.shards.clip(config.max_grad_norm)
         rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
+        settings = step_settings(config, update, scheduled_rate=rate)
+        self._scale_gradients(settings.gradient_scale)
+        grad_norm = self.shards.clip(settings.max_grad_norm)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            settings.put_into(optimizer.param_groups)
             optimizer.step()
             self.steps_done += 1
         optimizer.zero_grad()
-        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
@@ -233,6 +244,12 @@ class FsdpWorker:
     def _require_fitting_routes(self, batch: Batch) -> None:
         choices = self.scorer.choices
         require_routes(batch, None if choices is None else choices.shape, key=replay_key(self.spec.role))
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self.scorer.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
         inputs = model_input(

@@ -15,6 +15,7 @@ _CHOSEN_ELSEWHERE = {
     "min_lr": "optimizer_config.scheduler",
     "adam_beta1": "optimizer_config.adam_betas",
     "adam_beta2": "optimizer_config.adam_betas",
+    "adam_eps": "optimizer_config.eps",
     "weight_decay": "optimizer_config.weight_decay",
     "clip_grad": "optimizer_config.max_grad_norm",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from rl_core.errors import WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
@@ -29,7 +29,8 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
-from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, total_metrics
+from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
 from rl_core.rank_kit.publishing import pack_on_first, publish
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
@@ -95,41 +96,44 @@ class MegatronWorker:
         if not self.place.returns_results:
             return {}
         assert self.scorer is not None
-        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
-        for sequences, part in zip(plan, parts, strict=True):
-            index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
-            for values_T, part_T in zip(scores.values(), part, strict=True):
-                values_T[index_T] = part_T
-        return {**scores, **taken}
+        return {**self._on_stream(batch, plan, self.scorer.score_names, parts), **taken}
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self.routing.require(batch)
         objective = objective_from_spec(loss)
+        score_names = ValueScorer.score_names if self.spec.role == "critic" else TokenScorer.score_names
+        require_scores(returns, score_names, self.spec.role)
 
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
-            return self._loss(objective, micro_batch, hidden_BSH, temperature)
+            loss, metrics, scores = self._loss(objective, micro_batch, hidden_BSH, temperature)
+            return loss, (metrics, [scores[name].detach().cpu() for name in returns if scores])
 
         laid_out = self._lay_out(batch, plan)
         with self.auxiliary.weighted(sum(part.num_tokens for part in laid_out)):
             parts = self._run(laid_out, finish, forward_only=False)
         auxiliary = self.auxiliary.metrics(len(laid_out))
         self._has_gradients = True
-        totals = total_metrics(parts)
-        return {**totals, **auxiliary} if totals else {}
+        totals = total_metrics(metrics for metrics, _ in parts)
+        if not totals:
+            return {}
+        return {**totals, **auxiliary, **self._on_stream(batch, plan, returns, [scores for _, scores in parts])}
 
-    def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
         optimizer = require_optimizer(self.optimizer, self.spec, "optim_step")
         if not self._has_gradients:
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
         rate = learning_rate(self.steps_done, optimizer.config, self.spec.total_optimizer_steps)
-        grad_norm = optimizer.step(rate)
+        settings = step_settings(optimizer.config, update, scheduled_rate=rate)
+        grad_norm = optimizer.step(settings)
         self._has_gradients = False
         is_finite = math.isfinite(grad_norm)
         self.steps_done += is_finite
-        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
@@ -250,6 +254,18 @@ class MegatronWorker:
     def _lay_out(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         return micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
 
+    def _on_stream(
+        self, batch: Batch, plan: Plan, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
+    ) -> dict[str, Tensor]:
+        """Scores of the whole stream, from those of each micro-batch's; a micro-batch without sequences has none."""
+        scores = {name: torch.zeros(batch.num_tokens) for name in names}
+        for sequences, part in zip(plan, parts, strict=True):
+            if len(sequences):
+                index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
+                for values_T, part_T in zip(scores.values(), part, strict=True):
+                    values_T[index_T] = part_T
+        return scores
+
     def _run(self, parts: list[MicroBatch], finish: Any, *, forward_only: bool) -> list[Any]:
         return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.routing.around)
 
@@ -268,11 +284,12 @@ class MegatronWorker:
 
     def _loss(
         self, objective: Objective, micro_batch: MicroBatch, hidden_BSH: Tensor, temperature: float
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
         assert self.scorer is not None
         batch = micro_batch.batch
         mask_T = None if batch is None else batch["loss_mask"]
         scores = self._scores(micro_batch, hidden_BSH, mask_T, temperature)
         if batch is None:
-            return zero_of(hidden_BSH), {}
-        return batch_loss(objective, batch, dict(zip(self.scorer.score_names, scores, strict=True)), self.place.device)
+            return zero_of(hidden_BSH), {}, {}
+        named: dict[str, Tensor] = dict(zip(self.scorer.score_names, scores, strict=True))
+        return *batch_loss(objective, batch, named, self.place.device), named

@@ -4,6 +4,7 @@
     process_group      joining the other ranks, and agreeing on one outcome
     objectives         from the name of a loss to its value on a micro-batch
     learning_rates     the rate of each optimizer step
+    optimizer_steps    all numbers of one step: configured, scheduled, or the caller's
     weight_buckets     packing and checking what a weight sync sends
     publishing         `Worker.publish`: whole weights or the adapter alone, from rank 0
     state_files        the list that makes a worker's state on disk whole
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
         write_weights,
     )
     from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
-    from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, total_metrics
+    from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+    from rl_core.rank_kit.optimizer_steps import StepSettings, step_settings
     from rl_core.rank_kit.perturbation import Perturbation, Piece
     from rl_core.rank_kit.process_group import (
         COLLECTIVE_TIMEOUT,
@@ -79,7 +81,10 @@ _MODULES = {
     "COLLECTIVE_TIMEOUT": "process_group",
     "objective_from_spec": "objectives",
     "batch_loss": "objectives",
+    "require_scores": "objectives",
     "total_metrics": "objectives",
+    "StepSettings": "optimizer_steps",
+    "step_settings": "optimizer_steps",
     "learning_rate": "learning_rates",
     "require_schedule": "learning_rates",
     "SECTIONS": "worker_specs",
@@ -132,7 +137,10 @@ __all__ = [
     "COLLECTIVE_TIMEOUT",
     "objective_from_spec",
     "batch_loss",
+    "require_scores",
     "total_metrics",
+    "StepSettings",
+    "step_settings",
     "learning_rate",
     "require_schedule",
     "SECTIONS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_core.algorithms.objective import Objective, sum_metrics
 from rl_core.batch import Batch
+from rl_core.errors import ConfigError
 from rl_core.interfaces import LossSpec, Metrics
 from rl_core.plugins import load_function
 
@@ -59,3 +60,10 @@ def total_metrics(parts: Iterable[Any]) -> Metrics:
     any."""
     totals = sum_metrics(list(parts))
     return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
+
+
+def require_scores(returns: Sequence[str], score_names: Sequence[str], role: str) -> None:
+    """Raises ConfigError where `returns` of `Worker.forward_backward` asks for a score that the model does not have."""
+    for name in returns:
+        if name not in score_names:
+            raise ConfigError(f"{role}: returns={name!r} is no score of this model; it has {', '.join(score_names)}")

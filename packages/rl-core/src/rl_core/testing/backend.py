@@ -36,6 +36,7 @@ from rl_core.interfaces import (
     ModelConfig,
     Offloadable,
     OptimizerStep,
+    OptimizerUpdate,
     Perturbable,
     Worker,
 )
@@ -87,6 +88,15 @@ class Tolerances:
     with other models on two ranks."""
 
 
+OTHER_STEP = OptimizerUpdate(
+    learning_rate=3e-3,
+    adam_betas=(0.7, 0.8),
+    eps=1e-4,
+    weight_decay=0.3,
+    max_grad_norm=0.2,
+    gradient_scale=2.5,
+)
+"""Different in all that a step can be told."""
 MOVED = 1e-3
 """What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
 
@@ -304,6 +314,17 @@ class BackendConformance:
             assert weight == int(mask_T.sum()), f"{name} weighs {weight}, trained are {int(mask_T.sum())} tokens"
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
+    def test_a_training_pass_returns_the_scores_that_it_is_asked_for(self, case: Case) -> None:
+        group, mask_T = case.start(), case.batch["loss_mask"]
+        names = ("entropies", "logprobs")
+        found = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=names)
+        expected = expected_scores(case.reference, case.batch)
+        for name in names:
+            values_T = torch.where(mask_T, expected[name], 0.0)
+            require_close(found[name], values_T, self.tolerances.logprob, f"{name} of the training pass")
+        with pytest.raises(ConfigError, match="'heights'"):
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=("heights",))
+
     def test_micro_batches_and_calls_only_add_up(self, case: Case) -> None:
         whole, parts = case.start(), case.start()
         whole.forward_backward(case.batch, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
@@ -324,6 +345,24 @@ class BackendConformance:
         self.require_same_gradients(case, group.gradients(), case.reference.gradients())
 
     # --- optimizer steps ---
+
+    def test_one_step_can_be_taken_otherwise_than_the_configuration_says(self, case: Case) -> None:
+        """The second of three; the third is taken as the configuration says again."""
+        group, plain = case.start(), case.new_reference()
+        for update, batch in zip((None, OTHER_STEP, None), steps_of(case.batch), strict=True):
+            group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            for reference in (case.reference, plain):
+                backward(reference, batch, LOSS)
+            step, expected, without = group.optim_step(update), case.reference.optim_step(update), plain.optim_step()
+            assert step.learning_rate == pytest.approx(expected.learning_rate)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+            if update is not None:
+                scaled = update.gradient_scale * without.grad_norm
+                assert step.grad_norm == pytest.approx(scaled, rel=self.tolerances.gradient_norm)
+        moved = largest_difference(weights(case.reference), weights(plain))
+        assert moved >= MOVED, f"the other step moved the weights by {moved:.1e} only: this test would see nothing"
+        difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
+        assert difference <= limit, f"weights after another step differ by {difference:.1e}, allowed {limit:g}"
 
     def test_three_optimizer_steps(self, case: Case) -> None:
         group, before = case.start(), weights(case.reference)

@@ -36,8 +36,8 @@ from rl_core.interfaces import (
     Inspectable,
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     Worker,
@@ -321,14 +321,20 @@ class RankGroup:
         return asyncio.run(self._group.forward(batch, limits, temperature=temperature))
 
     def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
-    ) -> Metrics:
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        loss: LossSpec,
+        *,
+        temperature: float,
+        returns: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """See `WorkerGroup.forward_backward`."""
-        return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature))
+        return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature, returns=returns))
 
-    def optim_step(self) -> OptimizerStep:
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """One optimizer step, which all ranks must report alike."""
-        first, *others = self.call(Worker.optim_step)
+        first, *others = self.call(Worker.optim_step, *(() if update is None else (update,)))
         for rank, other in enumerate(others, start=1):
             same_norm = abs(other.grad_norm - first.grad_norm) <= 1e-6 * first.grad_norm or first.skipped
             alike = (other.learning_rate, other.skipped) == (first.learning_rate, first.skipped)

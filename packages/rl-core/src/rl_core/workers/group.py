@@ -26,6 +26,7 @@ from rl_core.interfaces import (
     Manifest,
     Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Perturbable,
     Rendezvous,
     Worker,
@@ -130,32 +131,39 @@ class WorkerGroup:
         parts = self._parts(batch, limits)
         async with self._turn():
             results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature)
-        columns: dict[str, np.ndarray] = {}
-        for part, result in self._of_results(parts, results):
-            positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
-            for name, values in result.items():
-                values = np.asarray(values)
-                column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
-                column[positions] = values[: len(positions)]
-        return {name: torch.from_numpy(column) for name, column in columns.items()}
+        return _on_stream(batch, self._of_results(parts, results))
 
     async def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
-    ) -> Metrics:
-        """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up."""
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        loss: LossSpec,
+        *,
+        temperature: float,
+        returns: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up, and the scores
+        that `returns` names, [T] of the stream. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
+        asked = {"returns": tuple(returns)} if returns else {}
         async with self._turn():
             results = await self._ranks.call_on_parts(
-                Worker.forward_backward, batch, parts, loss, temperature=temperature
+                Worker.forward_backward, batch, parts, loss, temperature=temperature, **asked
             )
-        metrics = add_metrics(result for _, result in self._of_results(parts, results))
+        answers = list(self._of_results(parts, results))
+        scores = _on_stream(batch, [(part, {name: result[name] for name in returns}) for part, result in answers])
+        metrics = add_metrics(
+            {name: value for name, value in result.items() if name not in returns} for _, result in answers
+        )
         # The loss is a sum over the mini-batch already: its parts add up and are not averaged.
-        return {**metrics, "loss": (metrics["loss"][0], 1.0)}
+        return {**metrics, "loss": (metrics["loss"][0], 1.0), **scores}
 
-    async def optim_step(self) -> OptimizerStep:
-        """One optimizer step on all ranks."""
+    async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """One optimizer step on all ranks; `update` says what it does otherwise than the configuration."""
         async with self._turn(optimizer=True):
-            return (await self._ranks.call(Worker.optim_step))[0]
+            # A worker of an earlier contract takes no update.
+            asked = () if update is None else (update,)
+            return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
@@ -239,6 +247,18 @@ class WorkerGroup:
             sequence_multiple=self.mesh.sequence_multiple,
         )
         return [_part(plan, shortest=int(lengths_N.argmin())) for plan in plans]
+
+
+def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) -> dict[str, Tensor]:
+    """Columns of the whole stream, from those of each part's."""
+    columns: dict[str, np.ndarray] = {}
+    for part, result in results:
+        positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
+        for name, values in result.items():
+            values = np.asarray(values)
+            column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
+            column[positions] = values[: len(positions)]
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[int, int]) -> None:
