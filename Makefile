@@ -89,7 +89,7 @@ bench: $(READY)  ## measure: ratios, taken within one run
 docs: $(READY)  ## write the generated pages of docs/ again
 	$(RUN)python -m rl_core.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
-	$(RUN)python -m rl_megatron.layout_page > docs/megatron.md.new
+	$(RUN)python -m tools.megatron_page > docs/megatron.md.new
 	mv docs/megatron.md.new docs/megatron.md
 
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md

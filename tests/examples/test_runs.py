@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
+from rl_core.reports.samples import read_samples
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
-from rl_core.trainer.samples import read_samples
 
 BuildConfig = Callable[..., Config]
 

@@ -22,10 +22,10 @@ from rl_core.batch import Batch
 from rl_core.config import Config
 from rl_core.errors import RLError
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, SamplingParams
+from rl_core.reports.progress import Progress
 from rl_core.trainer.batch_advantages import with_loss_weights
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate
-from rl_core.trainer.progress import Progress
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import RolloutSettings
 from rl_core.trainer.settings import worker_spec

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """Who is told what happened; `rl_core.trainer.reporting` writes it into the run directory."""
+    """Who is told what happened; `rl_core.reports.run_reporter` writes it into the run directory."""
 
     def phase(self, name: str) -> None: ...
 

@@ -16,6 +16,9 @@ from rl_core import plugins
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
+from rl_core.reports.report_page import write_report
+from rl_core.reports.run_reporter import RunReporter
+from rl_core.reports.samples import SamplesWriter, sample_of
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
@@ -25,11 +28,8 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
-from rl_core.trainer.report import write_report
-from rl_core.trainer.reporting import RunReporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
-from rl_core.trainer.samples import SamplesWriter, sample_of
 from rl_core.trainer.settings import (
     eval_rollouts,
     loop_settings,

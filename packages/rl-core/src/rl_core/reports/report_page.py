@@ -17,13 +17,12 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from rl_core.errors import DataError
-from rl_core.trainer.curves import Point, smoothed
-from rl_core.trainer.jsonl import read_rows
-from rl_core.trainer.progress import duration, readable
-from rl_core.trainer.report_charts import Row, is_fraction, percent, points_of, run_charts, values_of
-from rl_core.trainer.samples import FILE_NAME as SAMPLES_FILE_NAME
-from rl_core.trainer.samples import Sample, read_samples
-from rl_core.trainer.trackers import METRICS_FILE_NAME
+from rl_core.reports.jsonl import read_rows
+from rl_core.reports.progress import duration, readable
+from rl_core.reports.report_charts import Row, is_fraction, percent, points_of, run_charts, values_of
+from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
+from rl_core.reports.samples import Sample, read_samples
+from rl_core.reports.trackers import METRICS_FILE_NAME
 
 _MAX_TEXT = 4000
 _PROMPTS_PER_STAGE = 3
@@ -56,41 +55,6 @@ def write_report(run_dir: Path) -> Path:
     unfinished.write_text(page, encoding="utf-8", errors="replace")
     unfinished.replace(path)
     return path
-
-
-def curve_png(run_dir: Path, path: Path) -> None:
-    """Draws reward and held-out accuracy against the step, as a picture for a README.
-
-    Raises:
-        DataError: the run logged neither.
-    """
-    # pyplot is left out: it keeps global state. The import takes a second, which the page need not wait for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = list(read_rows(run_dir / METRICS_FILE_NAME))
-    reward, accuracy = points_of(rows, "reward/mean"), points_of(rows, "eval/accuracy")
-    if not reward and not accuracy:
-        raise DataError(f"{run_dir / METRICS_FILE_NAME}: no row has reward/mean or eval/accuracy: nothing to draw")
-    figure = Figure(figsize=(8, 3.8), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if reward:
-        axes.plot(*_axes_of(reward), color="#d9702a", lw=1, alpha=0.4)
-        axes.plot(*_axes_of(smoothed(reward)), color="#d9702a", lw=2, label="reward (sampled)")
-    if accuracy:
-        axes.plot(*_axes_of(accuracy), color="#2b67d1", lw=2, marker="o", ms=5, label="held-out accuracy")
-    if is_fraction(values_of([*reward, *accuracy])):
-        axes.set_ylim(0, 1.02)
-    axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(frameon=False, loc="best")
-    figure.savefig(path, metadata={"Software": None})
-
-
-def _axes_of(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    return [step for step, _ in points], [float("nan") if value is None else value for _, value in points]
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -291,6 +255,6 @@ def _text(path: Path) -> str:
 
 
 def _template() -> Any:
-    source = files("rl_core.trainer").joinpath("report_template.html").read_text(encoding="utf-8")
+    source = files("rl_core.reports").joinpath("report_template.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(source)

@@ -10,7 +10,7 @@ import attrs
 
 from rl_core.errors import DataError
 from rl_core.interfaces import Trajectory
-from rl_core.trainer.jsonl import StepLog, read_rows
+from rl_core.reports.jsonl import StepLog, read_rows
 
 if TYPE_CHECKING:
     from rl_core.batch import Batch

@@ -9,8 +9,8 @@ from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
 from rl_core.interfaces import PhaseAware, Tracker, Trajectory
-from rl_core.trainer.samples import FILE_NAME, SamplesWriter, sample_of, with_logprobs
-from rl_core.trainer.trackers import JsonlTracker
+from rl_core.reports.samples import FILE_NAME, SamplesWriter, sample_of, with_logprobs
+from rl_core.reports.trackers import JsonlTracker
 
 
 class RunReporter:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import PluginError
-from rl_core.trainer.jsonl import StepLog
-from rl_core.trainer.progress import Progress
+from rl_core.reports.jsonl import StepLog
+from rl_core.reports.progress import Progress
 
 if TYPE_CHECKING:
     from rl_core.config import Config

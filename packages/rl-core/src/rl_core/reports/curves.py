@@ -15,7 +15,7 @@ from html import escape
 
 import attrs
 
-from rl_core.trainer.progress import readable
+from rl_core.reports.progress import readable
 
 Point = tuple[float, float | None]
 """Step and value; None where the value was not finite, which leaves a gap."""

@@ -1,6 +1,6 @@
 """docs/megatron.md: how data, layers, experts and routes lie over sixteen ranks, drawn by `rl_core.layout` itself.
 
-python -m rl_megatron.layout_page > docs/megatron.md
+python -m tools.megatron_page > docs/megatron.md
 """
 
 from __future__ import annotations

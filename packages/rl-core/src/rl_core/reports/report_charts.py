@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from markupsafe import Markup
 
-from rl_core.trainer.curves import Point, Series, line_chart, stacked_chart
-from rl_core.trainer.progress import readable
+from rl_core.reports.curves import Point, Series, line_chart, stacked_chart
+from rl_core.reports.progress import readable
 
 Row = Mapping[str, Any]
 """A row of `metrics.jsonl`; None is a number that was not finite."""
