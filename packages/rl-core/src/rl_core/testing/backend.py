@@ -148,10 +148,10 @@ class BackendConformance:
             variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
             none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
             # Of this scope, so that the checks of one variant follow each other.
-            metafunc.parametrize("variant", variants or [none], ids=str, scope="class")
+            metafunc.parametrize("variant", [_marked(v) for v in variants] or [none], scope="class")
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
-            pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
+            pairs = [_marked(*pair) for pair in self._resumes()]
             metafunc.parametrize("resumed", pairs or [none])
 
     @pytest.fixture(autouse=True)
@@ -627,6 +627,13 @@ class BackendConformance:
 def checks() -> tuple[str, ...]:
     """Names of the suite's tests."""
     return tuple(name for name in vars(BackendConformance) if name.startswith("test_"))
+
+
+def _marked(*variants: Variant) -> Any:
+    """One variant, or a pair, as a parameter of a check."""
+    marks = [getattr(pytest.mark, name) for variant in variants for name in variant.marks]
+    value = variants[0] if len(variants) == 1 else variants
+    return pytest.param(value, id=" to ".join(map(str, variants)), marks=marks)
 
 
 def steps_of(batch: Batch) -> list[Batch]:
