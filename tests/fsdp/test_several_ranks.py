@@ -1,6 +1,6 @@
 """What several ranks do beyond the suite of `test_conformance.py`: states across generations, refusals, adapters.
 
-Ranks are forked from one server per run, so a case costs about a second and not the imports.
+RankMesh are forked from one server per run, so a case costs about a second and not the imports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Megatron passes the suite that every backend must pass, on every kind of mesh that it offers.
 
 Two data-parallel ranks run all checks; one rank, the ways to split a model, and their mixtures, those behind
-`docs/parity.md`. Of each kind of mixture one is in `make test`; `make parity` runs all. Mixture-of-Experts models follow
+`docs/parity.md`. Of each kind of mixture one is in `make test`; `make parity` runs all. Models with experts follow
 given routes, since rounding could tip a router's own choice.
 """
 

@@ -23,12 +23,12 @@ from rl_core.errors import CheckpointError
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.process_group import agree, from_first
 from rl_core.rank_kit.state_files import reason_of, require_complete_state, state_not_written, write_state_list
-from rl_fsdp.ranks import Ranks
+from rl_fsdp.rank_mesh import RankMesh
 
 _INDEX = ".metadata"
 
 
-def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: Ranks | None) -> None:
+def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None) -> None:
     """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
 
     Raises:
@@ -47,7 +47,7 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
 
 
 def start_writing(
-    writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: Ranks | None
+    writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None
 ) -> None:
     """As `write_state`, but returns when the tensors are copied: `writer` knows when all is done."""
 
@@ -69,7 +69,7 @@ def start_writing(
     writer.start(directory, write, finish)
 
 
-def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks | None) -> int:
+def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMesh | None) -> int:
     """Fills `tensors` in place with what was saved under their names; returns the optimizer steps behind them.
 
     Args:

@@ -25,7 +25,7 @@ from rl_fsdp.hidden_states import autocast, predicting_states
 from rl_fsdp.lora import add_adapters
 from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
 from rl_fsdp.options import replay_key
-from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.router_replay import follow, require_followed_routes
 from rl_fsdp.value_head import ValueScorer, load_head
 from rl_fsdp.weights import exported_weights, state_weights

@@ -12,14 +12,14 @@ from rl_core.rank_kit.process_group import agree, from_first
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.attention import PACKED_ATTENTION
 from rl_fsdp.model import load_scorer, require_close, two_sequences
-from rl_fsdp.ranks import Ranks
+from rl_fsdp.rank_mesh import RankMesh
 from rl_fsdp.shards import Shards
 from rl_fsdp.ulysses import require_heads
 
 Generation = Literal["fsdp2", "fsdp1"]
 
 
-def start_shards(spec: WorkerSpec, ranks: Ranks, generation: Generation) -> Shards:
+def start_shards(spec: WorkerSpec, ranks: RankMesh, generation: Generation) -> Shards:
     """Rank 0 reads the model and tries it; the others make its structure without memory and get their shards.
 
     Raises:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rl_core.rank_kit.model_files import read_head
 from rl_fsdp.hidden_states import predicting_states
 from rl_fsdp.micro_batch import ModelInput
-from rl_fsdp.ranks import whole
+from rl_fsdp.rank_mesh import whole
 from rl_fsdp.weights import exported_weights, state_weights
 
 

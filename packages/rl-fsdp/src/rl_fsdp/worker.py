@@ -42,7 +42,7 @@ from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
 from rl_fsdp.options import replay_key
 from rl_fsdp.perturbation import trained_pieces
-from rl_fsdp.ranks import Ranks, whole
+from rl_fsdp.rank_mesh import RankMesh, whole
 from rl_fsdp.shards import Shards, TensorShards
 from rl_fsdp.start import Generation, start_shards
 from rl_fsdp.value_head import ValueScorer, head_tensors
@@ -64,7 +64,7 @@ class FsdpWorker:
         self.spec = spec
         self.device = own_device(rank)
         is_sharded = rank.world_size > 1 or (spec.options.cpu_offload and self.device.type != "cpu")
-        self.ranks = Ranks.join(rank, self.device, spec.options) if is_sharded else None
+        self.ranks = RankMesh.join(rank, self.device, spec.options) if is_sharded else None
         self.shards: Shards = (
             TensorShards(load_scorer(spec, self.device))
             if self.ranks is None

@@ -130,7 +130,7 @@ class BatchUpdate:
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
         own = {self._policy: batch, self._critic: batch.without_columns(*ROUTE_COLUMNS)}
-        if critic.takes_turns_with(policy):
+        if critic.shares_devices_with(policy):
             return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
         try:
             async with asyncio.TaskGroup() as both:

@@ -87,7 +87,7 @@ class WorkerGroup:
             spec: what each rank is told.
             num_nodes: machines.
             ranks_per_node: GPUs on each; on machines without, processes.
-            share_devices_of: a group of as many ranks whose devices this one uses too, in turns: `Offloadable` workers
+            share_devices_of: a group of as many ranks whose devices this one uses too: `Offloadable` workers
                 leave them while the other group computes. None: devices of its own.
             timeout_s: longest wait for this start and for each later call.
 
@@ -129,7 +129,7 @@ class WorkerGroup:
         were taken, where the backend records them."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
-        async with self._turn():
+        async with self._on_devices():
             results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature)
         return _on_stream(batch, self._of_results(parts, results))
 
@@ -146,7 +146,7 @@ class WorkerGroup:
         that `returns` names, [T] of the stream. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
         asked = {"returns": tuple(returns)} if returns else {}
-        async with self._turn():
+        async with self._on_devices():
             results = await self._ranks.call_on_parts(
                 Worker.forward_backward, batch, parts, loss, temperature=temperature, **asked
             )
@@ -160,34 +160,34 @@ class WorkerGroup:
 
     async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """One optimizer step on all ranks; `update` says what it does otherwise than the configuration."""
-        async with self._turn(optimizer=True):
+        async with self._on_devices(optimizer=True):
             # A worker of an earlier contract takes no update.
             asked = () if update is None else (update,)
             return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
-        async with self._turn():
+        async with self._on_devices():
             return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
     async def is_perturbable(self) -> bool:
         """Every worker is `Perturbable`."""
-        async with self._turn():
+        async with self._on_devices():
             return all(await self._ranks.call(RankHost.is_perturbable))
 
     async def perturb(self, seed: int, scale: float) -> None:
         """See `Perturbable.perturb`."""
-        async with self._turn():
+        async with self._on_devices():
             await self._ranks.call(Perturbable.perturb, seed, scale)
 
     async def restore(self) -> None:
         """See `Perturbable.restore`."""
-        async with self._turn():
+        async with self._on_devices():
             await self._ranks.call(Perturbable.restore)
 
     async def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer and schedule."""
-        async with self._turn(optimizer=True):
+        async with self._on_devices(optimizer=True):
             await self._ranks.call(Worker.save_state, directory)
 
     @property
@@ -198,7 +198,7 @@ class WorkerGroup:
     async def start_saving(self, directory: Path) -> None:
         """As `save_state`, but returns when every rank has copied its state: the files are written in the
         background."""
-        async with self._turn(optimizer=True):
+        async with self._on_devices(optimizer=True):
             await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
@@ -207,12 +207,12 @@ class WorkerGroup:
 
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
-        async with self._turn(optimizer=True):
+        async with self._on_devices(optimizer=True):
             await self._ranks.call(Worker.load_state, directory)
 
     async def save_model(self, directory: Path) -> None:
         """Writes the model in Hugging Face format."""
-        async with self._turn():
+        async with self._on_devices():
             await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
@@ -224,12 +224,12 @@ class WorkerGroup:
         self._devices.remove(self._tenant)
         await self._ranks.close()
 
-    def takes_turns_with(self, other: WorkerGroup) -> bool:
-        """The two share devices and move off them for each other: their work in turns is better not mixed."""
+    def shares_devices_with(self, other: WorkerGroup) -> bool:
+        """The two share devices and move off them for each other: their calls are better not mixed."""
         return self._devices is other._devices and self._ranks.abilities.offload and other._ranks.abilities.offload
 
-    def _turn(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
-        return self._devices.turn(self._tenant, optimizer=optimizer)
+    def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._devices.given_to(self._tenant, optimizer=optimizer)
 
     def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
         for rank, result in enumerate(results):

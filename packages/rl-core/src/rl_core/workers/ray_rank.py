@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
-class Place:
+class RankAddress:
     """Where a rank runs."""
 
     node: str
@@ -81,13 +81,13 @@ class RayRank:
         self._host: RankHost | None = None
         self._call = ("nothing", 0.0, 0)
 
-    def place(self) -> Place:
+    def address(self) -> RankAddress:
         """Where it runs."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         node_id = ray.get_runtime_context().get_node_id()
-        return Place(
+        return RankAddress(
             node=_address_of(node_id),
             pid=os.getpid(),
             free_port=port,

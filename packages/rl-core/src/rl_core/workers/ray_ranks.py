@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
 
 from rl_core.workers.ray_rank import (
     Failure,
-    Place,
+    RankAddress,
     RankCall,
     rank_actor,
 )  # it imports Ray, so what Ray reads is set by now
@@ -114,7 +114,7 @@ ray_session = _Session()
 """Also for what else runs on Ray: inference servers."""
 
 
-class _Placement:
+class _Reservation:
     """A placement group: one bundle per node. Removed when its last group leaves."""
 
     def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
@@ -174,12 +174,12 @@ def _described(resources: Mapping[str, float]) -> str:
 class RayRanks:
     """All ranks of a group as Ray actors. Fulfils `Ranks`."""
 
-    def __init__(self, role: str, mesh: Mesh, placement: _Placement, timeout_s: float):
+    def __init__(self, role: str, mesh: Mesh, placement: _Reservation, timeout_s: float):
         self._role = role
         self._mesh = mesh
         self._timeout_s = timeout_s
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._addresses: list[RankAddress] = []
         self._unanswered_calls = 0
         self._ended: str | None = None
         self.placement = placement
@@ -211,7 +211,7 @@ class RayRanks:
         ray_session.enter()
         try:
             if beside is None:
-                placement = await _Placement.reserve(spec.role, shape, timeout_s)
+                placement = await _Reservation.reserve(spec.role, shape, timeout_s)
             else:
                 placement = beside.placement
             ranks = cls(spec.role, mesh, placement, timeout_s)
@@ -219,9 +219,9 @@ class RayRanks:
             ray_session.leave()
         try:
             ranks._create_actors(takes_devices=beside is None)
-            ranks._places = await ranks._all("start", [actor.place.remote() for actor in ranks._actors])
-            visible = ranks._places if beside is None else beside._places
-            await ranks._build(backend, spec, [place.gpus for place in visible])
+            ranks._addresses = await ranks._all("start", [actor.address.remote() for actor in ranks._actors])
+            visible = ranks._addresses if beside is None else beside._addresses
+            await ranks._build(backend, spec, [address.gpus for address in visible])
         except BaseException:
             ranks._end("it did not start")
             raise
@@ -292,8 +292,8 @@ class RayRanks:
                 rank=rank,
                 world_size=num_nodes * per_node,
                 local_rank=rank % per_node,
-                master_address=self._places[0].node,
-                master_port=self._places[0].free_port,
+                master_address=self._addresses[0].node,
+                master_port=self._addresses[0].free_port,
             )
             starts.append(
                 actor.start.remote(backend, spec, info, _environment(info, spec, gpus[first : first + per_node]))
@@ -356,8 +356,10 @@ class RayRanks:
         lines = [f"{where}: {failure.summary}", failure.traceback.rstrip()]
         if others:
             lines.append("Other ranks: " + "; ".join(others))
-        if self._places and failure.died:
-            lines.append(f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._places[rank].pid}.err on its node")
+        if self._addresses and failure.died:
+            lines.append(
+                f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._addresses[rank].pid}.err on its node"
+            )
         return WorkerError("\n".join(line for line in lines if line))
 
     async def _missed_deadline(self, phase: str, silent: Sequence[int]) -> DeadlineError:
@@ -376,8 +378,8 @@ class RayRanks:
         )
 
     def _name(self, rank: int) -> str:
-        place = f" ({self._places[rank]})" if self._places else ""
-        return f"{self._role} rank {rank} of {self._mesh.world_size}{place}"
+        address = f" ({self._addresses[rank]})" if self._addresses else ""
+        return f"{self._role} rank {rank} of {self._mesh.world_size}{address}"
 
     def _require_alive(self, method: str) -> None:
         if self._ended is not None:

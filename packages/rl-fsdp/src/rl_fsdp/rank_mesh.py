@@ -25,7 +25,7 @@ class UlyssesGroup:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Ranks:
+class RankMesh:
     """What one of several ranks knows of all of them."""
 
     rank: int
@@ -39,7 +39,7 @@ class Ranks:
     """False where another model's ranks made it, and end it."""
 
     @classmethod
-    def join(cls, info: RankInfo, device: torch.device, options: FsdpOptions) -> Ranks:
+    def join(cls, info: RankInfo, device: torch.device, options: FsdpOptions) -> RankMesh:
         """Waits for all ranks.
 
         Args:
