@@ -20,6 +20,7 @@ from rl_core.config import dump_yaml, from_mapping
 from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.run_directory import RunSummary
+from rl_core.trainer.run_lock import held_directories
 from tests.core.fake_plugins import install, install_backend
 
 Run = Callable[..., tuple[int, str, str]]
@@ -119,8 +120,10 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
     """Replaces the trainer by one that ends so; the configurations that it was given."""
     seen: list[object] = []
 
-    def run_training(config: object, *, started: float | None = None) -> RunSummary:
+    def run_training(config: object, *, started: float | None, prepare: Callable[[object], None] | None) -> RunSummary:
         seen.append(config)
+        if prepare is not None:
+            prepare(config)
         if isinstance(result, BaseException):
             raise result
         return result
@@ -184,6 +187,19 @@ def test_help_answers_at_once_and_imports_nothing_heavy():
         (["train", "site/cli_recipes.py"], "is a file whose name does not end in .yaml"),
         (["train", "small", "trainer.callbacks=[json:dumps]"], "error: trainer.callbacks: 'json:dumps' is no callback"),
         (["train", "small", "trainer.callbacks=[cli_recipes:WantsArguments]"], "missing a required argument: 'folder'"),
+        (["train", "small", "--dry-run", "trainer.run_name="], "error: trainer.run_name: '' is given; expected a name"),
+        (["eval", "small", "trainer.run_name=../x"], "error: trainer.run_name: '../x' is given; expected a name"),
+        (
+            ["train", "small", "--dry-run", "trainer.max_staleness=2", "trainer.algorithm.policy_loss_type=clip_cov"],
+            "error: trainer.algorithm.off_policy_correction.tis_ratio_type: 'token' is the default with",
+        ),
+        (
+            [
+                *("train", "small", "--dry-run", "trainer.algorithm.use_kl_in_reward=true"),
+                "trainer.algorithm.advantage_estimator=rl_core.algorithms.advantages:maxrl_advantages",
+            ],
+            "error: trainer.algorithm.use_kl_in_reward: true is given",
+        ),
         (["eval", "small", "data.val_data=[]"], "error: data.val_data: no file is given; give e.g. data.val_data="),
     ],
 )
@@ -267,6 +283,16 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+
+
+def test_nothing_is_prepared_for_a_directory_that_another_run_has(rl: Run):
+    with held_directories(from_mapping({"trainer.run_dir": "mine"})):
+        for more in ([], ["--dry-run"]):
+            code, _, err = rl("train", "small", "trainer.run_dir=mine", *more)
+            assert code == 2
+            assert err.startswith(f"error: trainer.run_dir: mine is in use: process {os.getpid()} on ")
+            assert err.count("\n") == 1
+    assert not Path("prepared").exists()
 
 
 PLAYING = [["eval"], ["generate", "--output", "samples.jsonl"]]

@@ -76,8 +76,13 @@ class Objective:
     @cached_property
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
-        read = [*self.call_columns, *(column_of(name) for name in self._prepare_parameters)]
+        read = [*self.call_columns, *self.prepare_columns]
         return tuple(dict.fromkeys(name for name in read if name != "sequence" and not name.startswith("x_")))
+
+    @cached_property
+    def prepare_columns(self) -> tuple[str, ...]:
+        """Columns that `prepare` reads of the whole mini-batch; none for most losses."""
+        return tuple(column_of(name) for name in self._prepare_parameters)
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from rl_core.config.function_params import correction_params, loss_params, needs
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
-from rl_core.config.value_checks import check_values, require_bounds, require_divides_batch
+from rl_core.config.value_checks import check_values, require_bounds, require_divides_batch, require_run_name
 from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces import InferencePlugin, LossSpec, RouteFollowing
 
@@ -38,6 +38,7 @@ def check_playing(config: Config, *, reads: str, makes: Container[str] = ()) -> 
 
     Raises ConfigError or PluginError.
     """
+    require_run_name(config)
     require_bounds(config)
     if not value_at(config, reads):
         raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")

@@ -161,7 +161,7 @@ class OffPolicyCorrectionConfig:
 
     tis_ratio_type: Literal["token", "sequence", "off"] | None = None
     """Truncated importance sampling per token or per sequence; None: per token where `trainer.max_staleness` is above 0
-    and the policy loss does not correct by itself."""
+    and the policy loss does not correct by itself. `clip_cov` and `kl_cov` go with `off` only."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of the per-token ratio."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -244,7 +244,8 @@ class AlgorithmConfig:
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"); the suffix `+` takes the gradient-correct
     straight-through form."""
     use_kl_in_reward: bool = False
-    """Subtract the KL from the token rewards instead."""
+    """Subtract the KL from the token rewards instead. Not with `pass_at_k` and `maxrl`, which read success from the
+    score."""
     kl_ctrl: KLControlConfig = attrs.field(factory=KLControlConfig)
     """The coefficient of the KL in the reward over time."""
     use_entropy_loss: bool = False
@@ -345,9 +346,10 @@ class TrainerConfig:
     project_name: str = "rl"
     """The project under which trackers file the run."""
     run_name: str = "run"
-    """The run's name."""
+    """The run's name: not empty, no dot at its beginning, no slash."""
     run_dir: str | None = None
-    """Where everything a run leaves goes; None: `runs/<run_name>`."""
+    """Where everything a run leaves goes; None: `runs/<run_name>`. No two runs at a time may write into it, or into
+    `ckpt_path` or `export_path`."""
     ckpt_path: str | None = None
     """Checkpoints; None: `<run_dir>/checkpoints`."""
     export_path: str | None = None

@@ -120,6 +120,16 @@ def require_bounds(config: Config) -> None:
             raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
 
 
+def require_run_name(config: Config) -> None:
+    """A directory below `runs` can have the run's name; with an empty one the run would take `runs` for its own."""
+    name = config.trainer.run_name
+    if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
+        raise ConfigError(
+            f"trainer.run_name: {name!r} is given; expected a name that is not empty, does not begin with a dot and "
+            "has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into trainer.run_dir"
+        )
+
+
 def _optimizers(config: Config) -> None:
     for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
         for name in ("lr", "weight_decay"):
@@ -270,6 +280,7 @@ def _resume(config: Config) -> None:
 
 
 _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
+    require_run_name,
     require_bounds,
     _optimizers,
     _sampling,

@@ -91,6 +91,7 @@ def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple
     the loss.
 
     Every loss that uses advantages is linear in them for non-negative factors, so scaling them scales the token's loss.
+    One that also chooses tokens by them gets no weights (`rl_core.config.correction_params`).
     """
     result = off_policy_correction(
         batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.sequence_index, **params

@@ -14,6 +14,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config import Config
+from rl_core.config.value_checks import require_run_name
 from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
 from rl_core.reports.report_page import write_report
@@ -30,6 +31,7 @@ from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
+from rl_core.trainer.run_lock import held_directories
 from rl_core.trainer.settings import (
     eval_rollouts,
     loop_settings,
@@ -39,27 +41,39 @@ from rl_core.trainer.settings import (
     update_settings,
     worker_spec,
 )
-from rl_core.trainer.update import BatchUpdate
+from rl_core.trainer.update import BatchUpdate, UpdateSettings
 from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: Config, *, started: float | None = None) -> RunSummary:
+def run_training(
+    config: Config, *, started: float | None = None, prepare: Callable[[Config], None] | None = None
+) -> RunSummary:
     """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was stopped.
 
     In the main thread SIGINT and SIGTERM stop it at the next step boundary, with a checkpoint; a second one ends it at
     once. In a notebook, whose event loop has that thread: `await asyncio.to_thread(run_training, config)`.
 
+    Until it returns, no other run can have its directories (`trainer.run_lock`).
+
     Args:
         started: `time.perf_counter()` at which the process began its work; now, when not given.
+        prepare: makes what the run reads and is missing, as a recipe does; called once the directories are the run's.
 
     Raises:
+        ConfigError: for one, another run has one of the directories; nothing was changed.
         RLError: everything that input, data or machine can cause.
         KeyboardInterrupt: it was ended at once.
     """
-    interrupts = Interrupts()
-    return interrupts.run(lambda: _train(config, time.perf_counter() if started is None else started, interrupts))
+    begun = time.perf_counter() if started is None else started
+    require_run_name(config)
+    update = update_settings(config)
+    with held_directories(config):
+        if prepare is not None:
+            prepare(config)
+        interrupts = Interrupts()
+        return interrupts.run(lambda: _train(config, update, begun, interrupts))
 
 
 def run_evaluation(config: Config) -> dict[str, float]:
@@ -82,7 +96,7 @@ def run_generation(config: Config, output: Path, *, limit: int | None = None) ->
     return Interrupts().run(lambda: _generate(config, output, limit))
 
 
-async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
+async def _train(config: Config, update: UpdateSettings, started: float, interrupts: Interrupts) -> RunSummary:
     trainer = config.trainer
     train_rows = read_rows(config.data.train_data, key="data.train_data")
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
@@ -122,7 +136,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             loop_settings(config, total_steps),
             models=models,
             update=BatchUpdate(
-                update_settings(config),
+                update,
                 models,
                 kl_coef=state.kl_coef,
                 nonfinite_steps=state.nonfinite_steps,
