@@ -74,11 +74,10 @@ def advantages(scores_N, group_N):
 
 
 class Engine:
-    contract_version = 1
+    contract_version = 2
     name = "none"
-    num_engines_key = None
 
-    def validate(self, config):
+    def validate(self, spec):
         pass
 
 

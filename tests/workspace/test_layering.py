@@ -120,6 +120,18 @@ def contract_violations(imports: list[Import]) -> list[str]:
     ]
 
 
+def upward_types(imports: list[Import]) -> list[str]:
+    """A plug-in's author reads the contracts alone: whatever they name stands there or below."""
+    contracts = FLOORS.index(floor(CONTRACTS))
+    return [
+        str(found)
+        for found in imports
+        if found.importer.startswith(CONTRACTS)
+        and top(found.imported) == "rl_core"
+        and FLOORS.index(floor(found.imported)) > contracts
+    ]
+
+
 def extras_of(module: str) -> set[str]:
     """What an rl_core module may import because it stands behind an extra."""
     found = [extras for prefix, extras in BEHIND_AN_EXTRA.items() if f"{module}.".startswith(f"{prefix}.")]
@@ -155,6 +167,10 @@ def test_floors_of_rl_core_import_only_what_stands_below_them():
 def test_rl_core_imports_no_engine_and_its_lower_floors_stand_alone():
     wrong = foreign_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
+
+
+def test_contracts_name_nothing_that_stands_above_them_not_even_for_types():
+    assert upward_types(imports_of(source_root("rl_core"))) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -218,6 +234,14 @@ def test_made_up_imports_past_the_contracts_package_are_caught(tmp_path):
         "imports rl_core.interfaces.training: import the name from rl_core.interfaces",
         "imports rl_core.interfaces.inference.Completion: import the name from rl_core.interfaces",
     ]
+
+
+def test_a_made_up_contract_that_names_a_type_from_above_is_caught(tmp_path):
+    tree = source_tree(
+        tmp_path,
+        {"rl_core/interfaces/inference.py": f"{TYPING_ONLY}from rl_core.config import Config\nimport rl_core.layout\n"},
+    )
+    assert upward_types(imports_of(tree)) == ["rl_core/interfaces/inference.py:3 imports rl_core.config.Config"]
 
 
 def test_made_up_foreign_imports_are_caught(tmp_path):
