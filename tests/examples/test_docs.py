@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from rl_core.config import engine_spec, from_mapping
 from rl_core.errors import ConfigError
@@ -71,3 +72,7 @@ def test_the_engine_has_keys_of_its_own(shown: dict[str, Any], monkeypatch: pyte
         from_mapping({**values, f"{section}.patience": 0})
     with pytest.raises(ConfigError, match=rf"{section}\.log_file: /no/such/file is in no directory"):
         plugin.validate(engine_spec(from_mapping({**values, f"{section}.log_file": "/no/such/file"}))[1])
+
+
+def test_the_command_is_one(shown: dict[str, Any]):
+    assert CliRunner().invoke(shown["weigh"], ["runs/x"]).output == "runs/x: heavy\n"

@@ -27,6 +27,7 @@ GROUPS = {
     "rl_core.policy_losses": "policy losses",
     "rl_core.trackers": "trackers",
     "rl_core.recipes": "recipes",
+    "rl_core.commands": "commands",
 }
 _ACCEPTED_CONTRACTS = {
     "rl_core.inference": (1, ENGINE_CONTRACT_VERSION),
