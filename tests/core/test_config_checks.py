@@ -91,12 +91,11 @@ def advantages(scores_N, group_N, *, gamma=1.0, grpo_norm_by_std=True):
 
 
 class Engine:
-    contract_version = 1
+    contract_version = 2
     name = "fussy"
-    num_engines_key = None
 
-    def validate(self, config):
-        if config.generator.sampling_params.is_truncated:
+    def validate(self, spec):
+        if spec.sampling.top_p < 1:
             from rl_core.errors import ConfigError
 
             raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
@@ -112,6 +111,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     """A configuration whose plug-ins are all this file's own."""
     install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
     yield {
+        "trainer.policy.model.path": "model",
         "trainer.algorithm.policy_loss_type": "own_functions:loss",
         "trainer.algorithm.advantage_estimator": "own_functions:advantages",
         "trainer.logger": "own_functions:anything",

@@ -22,7 +22,7 @@ from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
-from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, write_model
+from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, write_model
 from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half
 from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, Trainer, policy_of
 
@@ -278,8 +278,8 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
 @pytest.mark.timeout(2400)
 async def test_a_killed_server_gets_the_policys_adapter_and_the_others_again(ray_for_servers: None, tmp_path: Path):
     model_path = write_model(tmp_path / "model")
-    config = engine_config(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    client = await create_client(config)
+    spec = make_spec(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    client = await create_client(spec)
     expected = write_adapter(str(model_path), tmp_path / "a", seed=1)
     async with policy_of(model_path, LORA) as policy:
         trainer = trained(client, policy)

@@ -19,7 +19,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 from rl_rollout.vllm.pool import Member
-from tests.rollout.vllm.servers import engine_config, publish, request, write_model
+from tests.rollout.vllm.servers import make_spec, publish, request, write_model
 
 BACK_WITHIN_S = 900.0
 """A server starts in a minute on two free cores; a busy machine takes several times as long."""
@@ -76,7 +76,7 @@ class Cluster:
 async def cluster(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     model_path = write_model(directory / "model")
-    client = await create_client(engine_config(model_path, directory, num_engines=2))
+    client = await create_client(make_spec(model_path, directory, num_engines=2))
     cluster = Cluster(client, model_path)
     await cluster.publish()
     yield cluster

@@ -13,10 +13,10 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config
+from rl_core.config import Config, engine_spec, generator_spec
 from rl_core.config.value_checks import require_run_name
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
+from rl_core.interfaces import AdapterServing, Generator, InferenceClient, Role
 from rl_core.reports.report_page import write_report
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, sample_of
@@ -201,19 +201,18 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 @asynccontextmanager
 async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Generator]]:
-    engine: InferencePlugin = plugins.load(
-        "rl_core.inference", config.generator.inference_engine.backend, key="generator.inference_engine.backend"
-    )
-    engine.validate(config)
-    create = plugins.load("rl_core.generators", config.generator.type, key="generator.type")
-    client = await engine.create(config)
+    engine, engine_told = engine_spec(config)
+    generator, generator_told = generator_spec(config)
+    engine.validate(engine_told)
+    generator.validate(generator_told)
+    client = await engine.create(engine_told)
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
                 f"trainer.policy.model.lora.merge_lora: false is given, and the engine {engine.name!r} takes whole "
                 "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
             )
-        yield client, create(config, client)
+        yield client, generator.create(generator_told, client)
     finally:
         await _closed(client.close, "the inference engine")
 
