@@ -30,7 +30,7 @@ from rl_core.seeds import seed_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play, within
-from rl_rollout.generator_plugin import EnvironmentGeneratorOptions
+from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
 from rl_rollout.turn_tokens import TurnTokens
 
