@@ -21,8 +21,18 @@ DIGESTS = {
     "naive_engine": "62b3a076b02afc978016c34495105d90b876dd8c359ca59f7e42a615eade1d06",
     "one_turn": "d47a16bf7a854d4053dc94107ab3bcbf86aa5f71454ad2f94556282987639047",
     "plain_ddp": "3a7eda0ea5d5846c41a31363dcaa53d83d73366faa7e58d6d66a7b7fc20dbbec",
+    "small_parts": "721e2924b3d46e64b533f1e78995aa6eb31b2d12dc74f2e9bcb682d6e11ccac0",
 }
 """SHA-256 of each package as it was frozen."""
+EVENTS = """start 1 to 2
+groups 1: 32 trajectories
+step 1: True
+checkpoint 1: step_000001
+groups 2: 32 trajectories
+step 2: True
+checkpoint 2: step_000002
+end 2
+"""
 
 
 def files_of(package: Path) -> list[Path]:
@@ -65,14 +75,18 @@ def test_a_change_of_a_frozen_package_is_seen(tmp_path: Path):
 @pytest.mark.slow
 def test_they_are_listed_with_their_packages_and_none_is_broken(environment: dict[str, str]):
     printed = run([COMMANDS / "rl", "plugins"], environment)
-    for line in (
-        "plain_ddp  plain-ddp 1.0",
-        "naive  naive-engine 1.0",
-        "drop_box       drop-box 1.0",
-        "one_turn     one-turn 1.0",
-        "digit_game  digit-game 1.0",
+    listed = [tuple(line.split()[:3]) for line in printed.splitlines()]
+    for name, package in (
+        ("plain_ddp", "plain-ddp"),
+        ("naive", "naive-engine"),
+        ("drop_box", "drop-box"),
+        ("one_turn", "one-turn"),
+        ("digit_game", "digit-game"),
+        ("tilted", "small-parts"),
+        ("best_of_group", "small-parts"),
+        ("text", "small-parts"),
     ):
-        assert line in printed
+        assert (name, package, "1.0") in listed
     assert "BROKEN" not in printed
 
 
@@ -94,6 +108,11 @@ def test_they_train_together_named_as_a_user_names_them(environment: dict[str, s
         "generator.inference_engine.weight_sync_backend": "drop_box",
         "generator.type": "one_turn",
         "environment.env_class": "digit_game",
+        "trainer.algorithm.policy_loss_type": "tilted",
+        "trainer.algorithm.advantage_estimator": "best_of_group",
+        "trainer.algorithm.advantage_params.scale": 2.0,
+        "trainer.logger": "[text]",
+        "trainer.callbacks": "[small_parts.callback:NotesEvents]",
         "trainer.use_sample_packing": "false",
         "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
         "trainer.policy.model.path": tmp_path / "model",
@@ -113,5 +132,8 @@ def test_they_train_together_named_as_a_user_names_them(environment: dict[str, s
     steps = [row for row in rows if row["step"] > 0]
     assert len(steps) == 2
     assert all(row["policy/grad_norm"] > 0 for row in steps), "rewards differ, so there is something to learn"
+    events = (tmp_path / "run" / "events.txt").read_text()
+    assert events == EVENTS
+    assert "step 2: reward" in (tmp_path / "run" / "metrics.txt").read_text()
     # What the engine sampled with is what the worker trained: the transport brought its weights after every step.
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
