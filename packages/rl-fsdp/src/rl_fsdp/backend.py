@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Role, Worker, WorkerSpec
+from rl_core.interfaces import LoraConfig, RankInfo, RankPlan, Role, Worker, WorkerSpec
 from rl_core.workers import require_schedule
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class FsdpBackend:
     """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one."""
 
     name: str = "fsdp"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False

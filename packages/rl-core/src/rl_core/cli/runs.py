@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,42 +88,31 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
 
 def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
     """Every check before anything starts. What the recipe makes itself is looked for after it was made."""
-    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    config, prepare = loaded.config, _preparation(loaded)
     configuration.check_values(config)
     configuration.check_files(config, reads=reads, makes=loaded.makes)
     configuration.check_plugins(config, chosen=loaded.chosen_keys)
-    _check_callbacks(config)
     _check_environments(config, keys=[reads, "data.val_data"])
     _check_ranks(config)
     if prepare is not None and prepares:
-        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
+        prepare(config)
         configuration.check_files(config, reads=reads)
 
 
 def _check_playing(loaded: configuration.Loaded, *, reads: str) -> None:
     """The checks of what plays prompts without training. What the recipe makes is looked for after it was made."""
-    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    config, prepare = loaded.config, _preparation(loaded)
     configuration.check_playing(config, reads=reads, makes=loaded.makes)
     if prepare is not None:
-        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
+        prepare(config)
         configuration.check_playing(config, reads=reads)
     _check_environments(config, keys=[reads])
 
 
-def _check_callbacks(config: configuration.Config) -> None:
-    from rl_core.trainer.callbacks import Callback
-
-    for path in config.trainer.callbacks:
-        found = plugins.import_object(path, "trainer.callbacks: ")
-        if not (isinstance(found, type) and issubclass(found, Callback)):
-            raise ConfigError(
-                f"trainer.callbacks: {path!r} is no callback; expected a class derived from "
-                "rl_core.trainer.callbacks.Callback"
-            )
-        try:
-            inspect.signature(found).bind()
-        except TypeError as error:
-            raise ConfigError(f"trainer.callbacks: {path!r} is built without arguments, but has a {error}") from error
+def _preparation(loaded: configuration.Loaded) -> Callable[[configuration.Config], object] | None:
+    """The recipe's `prepare`, if it has one."""
+    path = loaded.recipe.prepare if loaded.recipe else None
+    return None if path is None else plugins.load_preparation(path)
 
 
 def _check_environments(config: configuration.Config, *, keys: Sequence[str]) -> None:

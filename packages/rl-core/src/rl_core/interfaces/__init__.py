@@ -10,7 +10,8 @@ Who implements what: a training package a `Backend` (and its `Worker`), a rollou
     weights     what a sync sends, `WeightTransport` and its two ends
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
     rollouts    `Environment`, `Trajectory`, `Generator`
-    runs        `Recipe`, `Tracker`
+    runs        `Recipe`, `Tracker`, `Callback`
+    version     which versions of each contract are accepted: `CONTRACTS`
 
 All names are imported from here, whichever of these modules defines them.
 """
@@ -37,6 +38,7 @@ from rl_core.interfaces.rollouts import (
     Environment,
     EnvironmentFactory,
     Generator,
+    GeneratorFactory,
     GroupRequest,
     Message,
     Prompt,
@@ -48,9 +50,12 @@ from rl_core.interfaces.rollouts import (
     Turn,
 )
 from rl_core.interfaces.runs import (
+    Callback,
+    Control,
     PhaseAware,
     Recipe,
     Tracker,
+    TrackerFactory,
 )
 from rl_core.interfaces.training import (
     Backend,
@@ -73,7 +78,7 @@ from rl_core.interfaces.training import (
     Worker,
     WorkerSpec,
 )
-from rl_core.interfaces.version import CONTRACT_VERSION
+from rl_core.interfaces.version import CONTRACT_VERSION, CONTRACTS, Contract
 from rl_core.interfaces.weights import (
     Manifest,
     Rendezvous,
@@ -86,6 +91,8 @@ from rl_core.interfaces.weights import (
 
 __all__ = [
     "CONTRACT_VERSION",
+    "CONTRACTS",
+    "Contract",
     "Message",
     "Metrics",
     "Plan",
@@ -138,7 +145,11 @@ __all__ = [
     "Trajectory",
     "GroupRequest",
     "Generator",
+    "GeneratorFactory",
     "Tracker",
+    "TrackerFactory",
     "PhaseAware",
+    "Callback",
+    "Control",
     "Recipe",
 ]

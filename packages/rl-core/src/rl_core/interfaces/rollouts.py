@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
-from rl_core.interfaces.inference import SamplingParams, StopReason
+from rl_core.interfaces.inference import Sampler, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,8 +146,7 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) →
-    Generator`). The client is a `Sampler` to it: pauses, aborts and new weights are the loop's."""
+    """Prompts in, trajectories out (entry-point group `rl_core.generators`, each a `GeneratorFactory`)."""
 
     def prompt_length(self, row: Row) -> int:
         """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
@@ -155,4 +154,15 @@ class Generator(Protocol):
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`."""
+        ...
+
+
+class GeneratorFactory(Protocol):
+    def __call__(self, config: Any, client: Sampler) -> Generator:
+        """The generator of a run.
+
+        Args:
+            config: the run's `rl_core.config.Config`.
+            client: its pauses, aborts and new weights are the loop's.
+        """
         ...

@@ -34,7 +34,7 @@ from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
-from rl_core.testing.recording_transport import Published, recording_transport
+from rl_core.testing.recording_transport import Published, RecordingTransport
 from rl_core.weights import merge_manifests, require_same, tensor_record
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
@@ -313,7 +313,7 @@ class RankGroup:
         """All ranks send; their manifests are merged and compared with what was sent."""
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
-        rendezvous = recording_transport.open(directory)
+        rendezvous = RecordingTransport(directory).open(num_ranks=self.mesh.world_size, num_engines=0)
         manifest = merge_manifests(self.call("publish", rendezvous, version, max_bucket_bytes))
         sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
         tensors = {name: tensor for part in sent for name, tensor in part["tensors"].items()}
