@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 from rl_core.batch import Batch
-from rl_core.interfaces import CONTRACT_VERSION, ModelConfig, RankInfo, WorkerSpec
+from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.ray_ranks import _put
@@ -53,7 +53,7 @@ class NothingBackend:
 
     tensor: int
     name: str = "nothing"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = ""
     options_class: type = object
 

@@ -61,6 +61,12 @@ class Backend:
         if spec.options.width == 13:
             raise ConfigError("trainer.policy.{name}_config.width: 13 does not fit")
 
+    def needs_own_process(self):
+        return False
+
+    def create_worker(self, spec, rank):
+        raise AssertionError("nothing is trained")
+
 
 backend = Backend()
 """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.testing.forced_routes import routers
@@ -33,7 +33,7 @@ class PlainBackend:
 
     worker_class: Callable[[WorkerSpec, RankInfo], Worker]
     name: str = "plain"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = "plain_config"
     options_class: type = NoOptions
 

@@ -38,12 +38,12 @@ BASE = {
     "trainer.epochs": 4,
     "data.train_data": ["train.jsonl"],
     "data.val_data": ["train.jsonl"],
-    "trainer.logger": "cli_recipes:anything",
+    "trainer.logger": "tests.core.idle_plugins:Tracker",
     "trainer.algorithm.policy_loss_type": "cli_recipes:loss",
     "trainer.algorithm.advantage_estimator": "cli_recipes:advantages",
-    "generator.type": "cli_recipes:anything",
-    "generator.inference_engine.backend": "cli_recipes:engine",
-    "generator.inference_engine.weight_sync_backend": "cli_recipes:anything",
+    "generator.type": "tests.core.idle_plugins:Generator",
+    "generator.inference_engine.backend": "tests.core.idle_plugins:engine",
+    "generator.inference_engine.weight_sync_backend": "tests.core.idle_plugins:transport",
 }
 
 
@@ -57,6 +57,8 @@ def prepare(config):
 
 small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:prepare", makes=("model", "train.jsonl"))
 unprepared = Recipe(summary="another", config=BASE)
+prepared_by_a_number = Recipe(summary="a fourth", config=BASE, prepare="math:pi")
+prepared_by_nothing = Recipe(summary="a fifth", config=BASE, prepare="cli_recipes:nothing")
 with_unread_key = Recipe(
     summary="a third",
     config={**BASE, "trainer.algorithm.clip_ratio_c": 5.0},
@@ -86,10 +88,6 @@ class Engine:
 class WantsArguments(Callback):
     def __init__(self, folder):
         pass
-
-
-engine = Engine()
-anything = object
 """
 
 
@@ -182,10 +180,13 @@ def test_help_answers_at_once_and_imports_nothing_heavy():
             "error: trainer.policy.slim_config.width: 13 does not fit",
         ),
         (["generate", "small"], "Missing option '--output'"),
-        (["train", "json:loads"], "error: json:loads: is of type function; expected a Recipe, or a function without"),
+        (["train", "json:loads"], "error: 'json:loads' is not a recipe: it is the function loads. Expected a"),
         (["train", "site"], "error: site: is a directory; give a recipe's name, a .yaml file or package.module:recipe"),
         (["train", "site/cli_recipes.py"], "is a file whose name does not end in .yaml"),
-        (["train", "small", "trainer.callbacks=[json:dumps]"], "error: trainer.callbacks: 'json:dumps' is no callback"),
+        (
+            ["train", "small", "trainer.callbacks=[json:dumps]"],
+            "trainer.callbacks: 'json:dumps' is not a callback: it",
+        ),
         (["train", "small", "trainer.callbacks=[cli_recipes:WantsArguments]"], "missing a required argument: 'folder'"),
         (["train", "small", "--dry-run", "trainer.run_name="], "error: trainer.run_name: '' is given; expected a name"),
         (["eval", "small", "trainer.run_name=../x"], "error: trainer.run_name: '../x' is given; expected a name"),
@@ -209,6 +210,56 @@ def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize("given", ["math:sqrt", "math:pi", "os:path", "builtins:max", "pathlib:Path", "json:nope"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.strategy",
+        "trainer.algorithm.policy_loss_type",
+        "trainer.algorithm.advantage_estimator",
+        "trainer.logger",
+        "trainer.callbacks",
+        "generator.type",
+        "generator.inference_engine.backend",
+        "generator.inference_engine.weight_sync_backend",
+        "environment.env_class",
+    ],
+)
+def test_what_is_no_plug_in_of_its_key_is_one_error_of_the_dry_run(rl: Run, key: str, given: str):
+    value = f"[{given}]" if key == "trainer.callbacks" else given
+    code, out, err = rl("train", "small", f"{key}={value}", "--dry-run")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {key}: {given!r}")
+    assert "Expected" in err or "has no 'nope'" in err
+    assert err.count("\n") == 1, "one message, no traceback"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        (
+            "math:sqrt",
+            "'math:sqrt' is not a recipe: it is the function sqrt. Expected a Recipe (rl_core.interf",
+        ),
+        ("os:getcwd", "os:getcwd: the function returned str; expected a Recipe"),
+        (
+            "cli_recipes:prepared_by_a_number",
+            "the recipe's `prepare`: 'math:pi' is not a function that prepares",
+        ),
+        (
+            "cli_recipes:prepared_by_nothing",
+            "the recipe's `prepare`: 'cli_recipes:nothing': cli_recipes has no",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["eval"]], ids=["dry run", "eval"])
+def test_what_is_no_recipe_or_prepares_none_is_one_error(rl: Run, command: list[str], recipe: str, problem: str):
+    code, out, err = rl(*command, recipe)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {problem}")
+    assert err.count("\n") == 1, "one message, no traceback"
 
 
 @pytest.mark.parametrize(
@@ -378,13 +429,14 @@ def test_a_key_without_effect_is_told_to_who_gave_it_and_not_of_what_the_recipe_
     ],
 )
 def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl: Run, second_row: str, message: str):
-    Path("rows.jsonl").write_text(f'{{"prompt": "1+1=", "env_class": "cli_recipes:anything"}}\n{second_row}\n')
+    idle = "tests.core.idle_plugins:Environment"
+    Path("rows.jsonl").write_text(f'{{"prompt": "1+1=", "env_class": "{idle}"}}\n{second_row}\n')
     arguments = ("generator.type=environment", "data.train_data=[rows.jsonl]")
     code, _, err = rl("train", "small", *arguments)
     assert code == 2
     assert f"error: {message}" in err
     assert not Path("prepared").exists()
-    assert rl("train", "small", "--dry-run", *arguments, "environment.env_class=cli_recipes:anything")[0] == 0
+    assert rl("train", "small", "--dry-run", *arguments, f"environment.env_class={idle}")[0] == 0
 
 
 def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):

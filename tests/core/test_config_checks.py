@@ -104,6 +104,7 @@ class Engine:
 engine = Engine()
 anything = object
 """
+IDLE = "tests.core.idle_plugins"
 
 
 @pytest.fixture
@@ -114,10 +115,10 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         "trainer.policy.model.path": "model",
         "trainer.algorithm.policy_loss_type": "own_functions:loss",
         "trainer.algorithm.advantage_estimator": "own_functions:advantages",
-        "trainer.logger": "own_functions:anything",
-        "generator.type": "own_functions:anything",
-        "generator.inference_engine.backend": "own_functions:engine",
-        "generator.inference_engine.weight_sync_backend": "own_functions:anything",
+        "trainer.logger": f"{IDLE}:Tracker",
+        "generator.type": f"{IDLE}:Generator",
+        "generator.inference_engine.backend": f"{IDLE}:fussy_engine",
+        "generator.inference_engine.weight_sync_backend": f"{IDLE}:transport",
     }
     plugins._installed.cache_clear()
 
@@ -296,7 +297,7 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
         (
             {"trainer.algorithm.policy_loss_type": "json:dumps"},
             PluginError,
-            "trainer.algorithm.policy_loss_type: 'json:dumps': .* cannot be bound by name",
+            "trainer.algorithm.policy_loss_type: 'json:dumps' is not a loss: .* cannot be bound by name",
         ),
         ({"trainer.algorithm.policy_loss_type": "value_clip"}, ConfigError, "trains a critic, not a policy"),
         ({"trainer.algorithm.policy_loss_type": "ppo"}, PluginError, "Did you mean 'ppo_clip'?"),
@@ -307,7 +308,11 @@ def test_own_functions_are_accepted_everywhere(functions: dict[str, Any]):
             "needs the parameter 'duty'",
         ),
         ({"trainer.algorithm.policy_loss_type": "own_functions:broken_loss"}, PluginError, "not today"),
-        ({"trainer.algorithm.policy_loss_type": "own_functions:engine"}, PluginError, "not a function"),
+        (
+            {"trainer.algorithm.policy_loss_type": f"{IDLE}:engine"},
+            PluginError,
+            "is not a loss: it is an object",
+        ),
         ({"generator.sampling_params.top_p": 0.9}, ConfigError, "this engine returns raw log-probs"),
     ],
 )

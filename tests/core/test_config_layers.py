@@ -24,6 +24,9 @@ recipe = Recipe(
 def make_recipe():
     return recipe
 
+def make_none():
+    pass
+
 bare = Recipe(summary="without a tiny variant", config={})
 number = 3
 """
@@ -128,8 +131,10 @@ def test_a_recipe_may_be_a_function_or_stand_at_an_import_path():
 def test_a_recipe_that_is_not_there_or_is_none_is_refused():
     with pytest.raises(PluginError, match=r"'layerd' is not among the installed recipes .* Did you mean 'layered'\?"):
         load("layerd")
-    with pytest.raises(ConfigError, match="is of type int; expected a Recipe"):
+    with pytest.raises(PluginError, match=r"is not a recipe: it is an object of type int\. Expected a"):
         load("layered_recipes:number")
+    with pytest.raises(ConfigError, match="make_none: the function returned NoneType; expected a Recipe"):
+        load("layered_recipes:make_none")
     with pytest.raises(ConfigError, match=r"--tiny: the recipe .* has no tiny variant"):
         load("layered_recipes:bare", tiny=True)
     with pytest.raises(ConfigError, match="only a recipe has a tiny variant"):

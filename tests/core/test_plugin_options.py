@@ -262,7 +262,9 @@ def test_a_wrong_own_key_is_reported_like_a_key_of_the_core(override: str, messa
 
 
 def test_the_plug_in_is_asked_with_its_options_before_a_run():
-    refused = config_of(backend="beam", beam_width=9, max_num_seqs=8, weight_sync_backend="rl_beam:engine")
+    refused = config_of(
+        backend="beam", beam_width=9, max_num_seqs=8, weight_sync_backend="tests.core.idle_plugins:transport"
+    )
     with pytest.raises(ConfigError, match="beam_width: 9 are more than max_num_seqs"):
         check_plugins(refused)
 

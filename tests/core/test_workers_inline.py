@@ -14,7 +14,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
-from rl_core.interfaces import CONTRACT_VERSION, ModelConfig, RankInfo, WorkerSpec
+from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -51,7 +51,7 @@ class RecordedBackend:
 
     worker: RecordedWorker
     name: str = "recorded"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = ""
     options_class: type = object
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.interfaces import (
-    ENGINE_CONTRACT_VERSION,
     Completion,
     EngineHealth,
     EngineSpec,
@@ -71,7 +70,7 @@ class RecoveringClient:
 
 
 class RecoveringPlugin:
-    contract_version = ENGINE_CONTRACT_VERSION
+    contract_version = 2
     name = "recovering"
 
     def validate(self, spec: EngineSpec) -> None:

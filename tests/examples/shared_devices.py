@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from rl_core.interfaces import ENGINE_CONTRACT_VERSION, EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
 from rl_core.testing.reference_engine import ReferenceEngine
 from rl_fsdp.backend import FsdpBackend
 
@@ -43,7 +43,7 @@ class SleepingEngine(ReferenceEngine):
 
 @attrs.frozen
 class SleepingEnginePlugin:
-    contract_version: int = ENGINE_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "sleeping"
 
     def validate(self, spec: EngineSpec) -> None:

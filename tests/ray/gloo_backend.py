@@ -24,7 +24,6 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import (
-    CONTRACT_VERSION,
     LossSpec,
     Manifest,
     Metrics,
@@ -33,6 +32,7 @@ from rl_core.interfaces import (
     OptimizerStep,
     Plan,
     RankInfo,
+    Rendezvous,
     TensorRecord,
     WeightBucket,
     WeightSender,
@@ -65,7 +65,7 @@ class GlooBackend:
     """See the module."""
 
     name: str = "gloo"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     config_section: str = "gloo_config"
     options_class: type = GlooOptions
     always_own_process: bool = True
@@ -229,6 +229,16 @@ class GlooWorker:
 
 class NothingTransport:
     """Sends nothing: the ranks' manifests are all that comes back."""
+
+    contract_version = 1
+    name = f"{__name__}:transport"
+    is_staged = True
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        return Rendezvous(transport=self.name, receiver="", data={})
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        pass
 
     def sender(self, rendezvous: Any, rank: int, world_size: int) -> None:
         return None

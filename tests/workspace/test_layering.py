@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "rl_core.config",
     "rl_core.interfaces",
     "rl_core.plugins",
+    "rl_core.seams",
     "rl_fsdp",
     "rl_fsdp.backend",
     "rl_megatron",

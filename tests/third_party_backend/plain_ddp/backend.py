@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -26,7 +26,7 @@ class PlainDdpBackend:
     """Every rank holds the whole model and computes its part of the batch."""
 
     name: str = "plain_ddp"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = "plain_ddp_config"
     options_class: type = PlainDdpOptions
 

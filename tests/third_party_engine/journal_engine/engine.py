@@ -11,7 +11,6 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import (
-    ENGINE_CONTRACT_VERSION,
     Completion,
     EngineHealth,
     EngineSpec,
@@ -38,7 +37,7 @@ class JournalOptions:
 class JournalPlugin:
     """InferencePlugin."""
 
-    contract_version: int = ENGINE_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "journal"
     options_class: type = JournalOptions
 

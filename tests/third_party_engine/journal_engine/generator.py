@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 
 from rl_core.interfaces import (
-    GENERATOR_CONTRACT_VERSION,
     Generator,
     GeneratorSpec,
     GroupRequest,
@@ -43,7 +42,7 @@ class ShortGenerator:
 class ShortPlugin:
     """GeneratorPlugin."""
 
-    contract_version: int = GENERATOR_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "short"
     options_class: type = ShortOptions
 

@@ -1,6 +1,8 @@
-"""Plug-ins by entry point: listed without importing them, imported when chosen.
+"""Plug-ins by entry point: listed without importing them; imported, checked and brought to the current contract when
+chosen.
 
-A function may also be named as `package.module:function`, so a user's own loss or estimator needs no package.
+Whatever an entry point names may also be named as `package.module:object`, so a user's own loss or environment needs no
+package. Either way it is checked here: what it is (`rl_core.seams`), and the version it was written for (`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -9,31 +11,29 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, version
 from typing import Any
 
 import attrs
 
 from rl_core.errors import ConfigError, PluginError, nearest
-from rl_core.interfaces import CONTRACT_VERSION, ENGINE_CONTRACT_VERSION, GENERATOR_CONTRACT_VERSION
+from rl_core.interfaces import CONTRACTS, Contract
+from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam, positional_parameters
 
-GROUPS = {
-    "rl_core.backends": "training backends",
-    "rl_core.inference": "inference engines",
-    "rl_core.weight_transports": "weight transports",
-    "rl_core.generators": "generators",
-    "rl_core.environments": "environments",
-    "rl_core.advantage_estimators": "advantage estimators",
-    "rl_core.policy_losses": "policy losses",
-    "rl_core.trackers": "trackers",
-    "rl_core.recipes": "recipes",
-    "rl_core.commands": "commands",
-}
-_ACCEPTED_CONTRACTS = {
-    "rl_core.inference": (1, ENGINE_CONTRACT_VERSION),
-    "rl_core.generators": (1, GENERATOR_CONTRACT_VERSION),
-}
-"""Where others than CONTRACT_VERSION are: 1 goes on through `rl_core.config.contract_one`."""
+__all__ = [
+    "GROUPS",
+    "Plugin",
+    "fitted",
+    "import_object",
+    "installed",
+    "keyword_parameters",
+    "load",
+    "load_function",
+    "load_preparation",
+    "load_receiver",
+    "positional_parameters",
+]
+GROUPS = {group: seam.plural for group, seam in SEAMS.items()} | {"rl_core.commands": "commands"}
 _PACKAGES = {
     ("rl_core.backends", "fsdp"): "rl-fsdp",
     ("rl_core.backends", "fsdp1"): "rl-fsdp",
@@ -45,6 +45,10 @@ _PACKAGES = {
     ("rl_core.recipes", "quickstart"): "rl-examples",
     ("rl_core.recipes", "gsm8k"): "rl-examples",
 }
+
+
+_FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
+"""Group and name → what was found there last, and what `fitted` made of it: environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +82,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def load(group: str, name: str, *, key: str | None = None) -> Any:
-    """The object behind an entry point, or behind `package.module:object`.
+    """What stands behind an entry point, or behind `package.module:object`, as one of the current contract.
 
     Args:
         group: one of `GROUPS`.
@@ -86,12 +90,25 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         key: the configuration key that chose it, for the message.
 
     Raises:
-        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), or it
-            was written for another contract version.
+        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), it is
+            not what stands at this seam, or it was written for a version of the contract that is not accepted.
     """
     where = f"{key}: " if key else ""
-    if ":" in name:
-        return import_object(name, where)
+    found = import_object(name, where) if ":" in name else _entry_point_object(group, name, where)
+    if group == "rl_core.weight_transports" and key is None and _is_receiver(found):
+        return found
+    before = _FITTED.get((group, name))
+    if before is None or before[0] is not found:
+        before = _FITTED[group, name] = (found, fitted(group, found, name, where))
+    return before[1]
+
+
+def _is_receiver(found: Any) -> bool:
+    """An engine's end of a sync: engines of contract version 1 load it by `load`, later ones by `load_receiver`."""
+    return inspect.isclass(found) and RECEIVER.problem(found, None) is None
+
+
+def _entry_point_object(group: str, name: str, where: str) -> Any:
     found = _installed(group)
     if name not in found:
         package = _PACKAGES.get((group, name))
@@ -99,19 +116,104 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         names = ", ".join(sorted(found)) or "none"
         raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
     try:
-        plugin = found[name].load()
+        return found[name].load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise PluginError(
             f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
         ) from error
-    contract, accepted = getattr(plugin, "contract_version", 1), _ACCEPTED_CONTRACTS.get(group, (CONTRACT_VERSION,))
-    if contract not in accepted:
+
+
+def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
+    """The plug-in itself, or what an adapter makes of one that was written for an earlier version of the contract.
+
+    Args:
+        name: an entry point's name or an import path, for messages.
+        where: opens the message.
+
+    Raises:
+        PluginError: it is not what stands at this seam, or its version is not accepted.
+    """
+    seam, contract = SEAMS[group], CONTRACTS.get(group)
+    if contract is None:
+        _require(seam, plugin, name, where)
+        return plugin
+    stated = getattr(plugin, "contract_version", contract.unstated)
+    if stated is None:
+        _require(seam, plugin, name, where, contract.oldest)
+    problem = _version_problem(contract, stated)
+    if stated is None or problem is not None:
         raise PluginError(
-            f"{where}the plug-in {name!r} was written for contract version {contract}, rl-core has "
-            f"{' and '.join(map(str, accepted))}: install matching versions of both"
+            f"{where}{name!r}, {seam.singular}{_origin(group, name)}, {problem}: docs/plugins.md#contract-versions "
+            "says what each version changed"
         )
+    _require(seam, plugin, name, where, stated)
+    return _adapted(seam, contract, stated, plugin, name, where)
+
+
+def _version_problem(contract: Contract, stated: Any) -> str | None:
+    """Why a version is not accepted, and what to do; None where it is."""
+    number, remedy = f"was written for version {stated} of its contract", "Set it to the one that it was written for"
+    if stated is None:
+        number = "states no contract_version"
+    elif type(stated) is not int:
+        number = f"states contract_version = {stated!r}, not a whole number"
+    elif stated > contract.current:
+        remedy = "Install a newer rl-core, or change it"
+    elif stated < contract.oldest:
+        remedy = "Install a newer one, or change it"
+    else:
+        return None
+    accepted = f"{contract.oldest} to {contract.current}" if contract.oldest < contract.current else contract.current
+    return f"{number}; rl-core {version('rl-core')} accepts version {accepted}. {remedy}"
+
+
+def _require(seam: Seam, plugin: Any, name: str, where: str, contract_version: int | None = None) -> None:
+    problem = seam.problem(plugin, contract_version)
+    if problem is not None:
+        raise PluginError(f"{where}{name!r} is not {seam.singular}: {problem}. Expected {seam.expected}")
+
+
+def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str, where: str) -> Any:
+    paths = [contract.adapters[number] for number in range(stated, contract.current) if number in contract.adapters]
+    for path in paths:
+        plugin = import_object(path)(plugin)
+    if paths:
+        _require(seam, plugin, name, where, contract.current)
     return plugin
+
+
+def _origin(group: str, name: str) -> str:
+    """` of my-package 1.0`, or the module of something that no package installed; nothing of an unknown name."""
+    entry = _installed(group).get(name)
+    if entry is not None and entry.dist is not None:
+        return f" of {entry.dist.name} {entry.dist.version}"
+    module, colon, _ = (entry.value if entry is not None else name).partition(":")
+    packages = packages_distributions().get(module.partition(".")[0], [])
+    return f" of {packages[0]} {version(packages[0])}" if packages else f" in {module}" if colon else ""
+
+
+def load_receiver(path: str) -> Any:
+    """What builds an engine's end of a sync: the class or function that `Rendezvous.receiver` names.
+
+    Raises:
+        PluginError: there is none, or it cannot be called with a rendezvous.
+    """
+    found = import_object(path)
+    _require(RECEIVER, found, path, "")
+    return found
+
+
+def load_preparation(path: str) -> Callable[[Any], object]:
+    """The function that a recipe's `prepare` names.
+
+    Raises:
+        PluginError: there is none, or it cannot be called with a configuration.
+    """
+    where = "the recipe's `prepare`: "
+    found = import_object(path, where)
+    _require(PREPARATION, found, path, where)
+    return found
 
 
 def _how_to_get(package: str) -> str:
@@ -125,8 +227,6 @@ def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str 
     """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
-    if not callable(function):
-        raise PluginError(f"{where}{name!r} is a {type(function).__name__}, not a function")
     known = keyword_parameters(function)
     for param in params:
         if param not in known:
@@ -142,12 +242,6 @@ def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
     """A function's keyword-only parameters with their defaults (`inspect.Parameter.empty` where required)."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def positional_parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of what a function takes by position, in its order: the columns it reads."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
 
 
 def import_object(path: str, where: str = "") -> Any:

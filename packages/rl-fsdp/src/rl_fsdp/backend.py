@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.interfaces import LoraConfig, RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.learning_rates import require_schedule
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
 from rl_fsdp.options import FsdpOptions, replay_key
@@ -23,7 +23,7 @@ class FsdpBackend:
     """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one."""
 
     name: str = "fsdp"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import require_model_path
 from rl_megatron.megatron_fields import require_bridge
 from rl_megatron.options import MegatronOptions, mesh_of, transformer_fields
@@ -22,7 +22,7 @@ class MegatronBackend:
     """Trains the causal language models that Megatron-Bridge converts, and a critic made of one."""
 
     name: str = "megatron"
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 2
     config_section: str = "megatron_config"
     options_class: type = MegatronOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import attrs
 
-from rl_core.interfaces import GENERATOR_CONTRACT_VERSION, Generator, GeneratorSpec, Sampler
+from rl_core.interfaces import Generator, GeneratorSpec, Sampler
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 
 
@@ -13,7 +13,7 @@ from rl_rollout.generator_options import EnvironmentGeneratorOptions
 class EnvironmentGeneratorPlugin:
     """GeneratorPlugin of `EnvironmentGenerator`."""
 
-    contract_version: int = GENERATOR_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "environment"
     options_class: type = EnvironmentGeneratorOptions
 

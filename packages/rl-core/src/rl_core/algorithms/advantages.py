@@ -24,6 +24,17 @@ from rl_core.algorithms.groups import group_mean, group_std
 from rl_core.algorithms.returns import continues, discounted_returns, on_stream, require_rewarded_stream, reverse_scan
 from rl_core.errors import ConfigError, DataError
 
+ESTIMATOR_COLUMNS = (
+    "scores_N",
+    "group_N",
+    "lengths_N",
+    "greedy_scores_N",
+    "rewards_T",
+    "values_T",
+    "mask_T",
+    "sequence_T",
+)
+"""What an estimator may read, by the names of its positional parameters."""
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 

@@ -55,23 +55,12 @@ class Objective:
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
         _require_known_settings(self.function, self.params)
-        if self._prepare_function is None and (made := [name for name in self._parameters if name.startswith("x_")]):
-            raise PluginError(
-                f"{self.name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by"
-            )
-        for name in {**self._parameters, **self._prepare_parameters}:
-            _require_known_parameter(self.name, name)
-        if current := [
-            name for name in self._prepare_parameters if name.removesuffix("_T") in CURRENT or name.startswith("x_")
-        ]:
-            raise PluginError(
-                f"{self.name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
-            )
+        require_loss_parameters(self.function)
 
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        return getattr(self.function, "__name__", repr(self.function))
+        return _name(self.function)
 
     @cached_property
     def required_columns(self) -> tuple[str, ...]:
@@ -232,9 +221,31 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
     return {name: (total, weight) for name, (total, weight) in zip(totals, values, strict=True)}
 
 
+def require_loss_parameters(function: Callable[..., Any]) -> None:
+    """Raises PluginError unless what a loss reads, and what its `prepare` function reads, is there to be read."""
+    name, prepare = _name(function), getattr(function, "prepare", None)
+    parameters, prepare_parameters = _positional(function, name), _positional(prepare, name) if prepare else {}
+    if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
+        raise PluginError(f"{name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
+    for parameter in {**parameters, **prepare_parameters}:
+        _require_known_parameter(name, parameter)
+    if current := [
+        parameter
+        for parameter in prepare_parameters
+        if parameter.removesuffix("_T") in CURRENT or parameter.startswith("x_")
+    ]:
+        raise PluginError(
+            f"{name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
+        )
+
+
 def column_of(parameter: str) -> str:
     """The column that a parameter reads: its name without `_T`; `mask_T` is `loss_mask`."""
     return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))
 
 
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
@@ -281,8 +292,7 @@ def _require_known_parameter(where: str, name: str) -> None:
 
 
 def _require_known_settings(function: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    name = getattr(function, "__name__", repr(function))
-    known = keyword_parameters(function)
+    name, known = _name(function), keyword_parameters(function)
     for param in params:
         if param not in known:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -93,19 +92,19 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
 def _check(loaded: configuration.Loaded) -> None:
     """Every check before anything starts. What the recipe makes itself is looked for after it was made."""
     config = loaded.config
+    _preparation(loaded)
     configuration.check_values(config)
     configuration.check_files(config, makes=loaded.makes)
     configuration.check_plugins(config, chosen=loaded.chosen_keys)
-    _check_callbacks(config)
     _check_environments(config, keys=["data.train_data", "data.val_data"])
     _check_ranks(config)
 
 
 def _prepare(loaded: configuration.Loaded) -> Callable[[configuration.Config], None] | None:
     """Makes what the recipe makes, and looks whether it is there then."""
-    if loaded.recipe is None or loaded.recipe.prepare is None:
+    make = _preparation(loaded)
+    if make is None:
         return None
-    make = plugins.import_object(loaded.recipe.prepare, "the recipe's `prepare`: ")
 
     def prepare(config: configuration.Config) -> None:
         make(config)
@@ -116,28 +115,18 @@ def _prepare(loaded: configuration.Loaded) -> Callable[[configuration.Config], N
 
 def _check_playing(loaded: configuration.Loaded, *, reads: str) -> None:
     """The checks of what plays prompts without training. What the recipe makes is looked for after it was made."""
-    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    config, prepare = loaded.config, _preparation(loaded)
     configuration.check_playing(config, reads=reads, makes=loaded.makes)
     if prepare is not None:
-        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
+        prepare(config)
         configuration.check_playing(config, reads=reads)
     _check_environments(config, keys=[reads])
 
 
-def _check_callbacks(config: configuration.Config) -> None:
-    from rl_core.trainer.callbacks import Callback
-
-    for path in config.trainer.callbacks:
-        found = plugins.import_object(path, "trainer.callbacks: ")
-        if not (isinstance(found, type) and issubclass(found, Callback)):
-            raise ConfigError(
-                f"trainer.callbacks: {path!r} is no callback; expected a class derived from "
-                "rl_core.trainer.callbacks.Callback"
-            )
-        try:
-            inspect.signature(found).bind()
-        except TypeError as error:
-            raise ConfigError(f"trainer.callbacks: {path!r} is built without arguments, but has a {error}") from error
+def _preparation(loaded: configuration.Loaded) -> Callable[[configuration.Config], object] | None:
+    """The recipe's `prepare`, if it has one."""
+    path = loaded.recipe.prepare if loaded.recipe else None
+    return None if path is None else plugins.load_preparation(path)
 
 
 def _check_environments(config: configuration.Config, *, keys: Sequence[str]) -> None:

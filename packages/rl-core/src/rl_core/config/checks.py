@@ -63,7 +63,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
     for name in trainer.logger:
         plugins.load("rl_core.trackers", name, key="trainer.logger")
     for name in trainer.callbacks:
-        plugins.import_object(name, "trainer.callbacks: ")
+        plugins.load("rl_core.callbacks", name, key="trainer.callbacks")
     _check_loss(config)
     _check_routes(config)
     if needs_critic(config):

@@ -13,8 +13,6 @@ import attrs
 
 from rl_core.config.tree import Config, GeneratorConfig, InferenceEngineConfig
 from rl_core.interfaces import (
-    ENGINE_CONTRACT_VERSION,
-    GENERATOR_CONTRACT_VERSION,
     EngineSpec,
     Generator,
     GeneratorPlugin,
@@ -86,7 +84,7 @@ class _EngineOfContractOne:
 
     engine: Any
     config: Config
-    contract_version: int = ENGINE_CONTRACT_VERSION
+    contract_version: int = 2
 
     @property
     def name(self) -> str:
@@ -105,7 +103,7 @@ class _GeneratorOfContractOne:
 
     function: Callable[[Config, Sampler], Generator]
     config: Config
-    contract_version: int = GENERATOR_CONTRACT_VERSION
+    contract_version: int = 2
 
     @property
     def name(self) -> str:

@@ -132,7 +132,7 @@ def needs_critic(config: Config) -> bool:
 def _params(group: str, name_field: str, params_field: str, algorithm: AlgorithmConfig) -> dict[str, Any]:
     key, name = f"trainer.algorithm.{name_field}", getattr(algorithm, name_field)
     function = plugins.load(group, name, key=key)
-    known = plugins.keyword_parameters(function) if callable(function) else {}
+    known = plugins.keyword_parameters(function)
     shared = {field.name: getattr(algorithm, field.name) for field in attrs.fields(AlgorithmConfig)}
     params = {param: shared[param] for param in known if param in shared} | dict(getattr(algorithm, params_field))
     for param, default in known.items():

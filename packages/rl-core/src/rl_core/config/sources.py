@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,20 +149,8 @@ def _require_no_path(source: str) -> None:
 
 
 def _recipe(source: str) -> Recipe:
-    recipe = plugins.load("rl_core.recipes", source)
-    if callable(recipe) and _takes_nothing(recipe):
-        recipe = recipe()
+    found = plugins.load("rl_core.recipes", source)
+    recipe = found if isinstance(found, Recipe) else found()
     if not isinstance(recipe, Recipe):
-        raise ConfigError(
-            f"{source}: is of type {type(recipe).__name__}; expected a Recipe, or a function without parameters that "
-            "returns one"
-        )
+        raise ConfigError(f"{source}: the function returned {type(recipe).__name__}; expected a Recipe")
     return recipe
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except (TypeError, ValueError):  # ValueError: written in C, with no signature to read
-        return False
-    return True

@@ -362,7 +362,7 @@ class TrainerConfig:
     tags: tuple[str, ...] = ()
     """Labels that trackers file with the run."""
     callbacks: tuple[str, ...] = ()
-    """Callbacks as `package.module:Class`, called in this order."""
+    """Installed callbacks (`rl plugins`) or `package.module:Class`, called in this order."""
     num_logged_samples: int = 8
     """Samples of a step that are written to `samples.jsonl`."""
     log_sample_logprobs: bool = False

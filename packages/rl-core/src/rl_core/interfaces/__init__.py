@@ -14,7 +14,8 @@ Who implements what: a training package a `Backend` (and its `Worker`), a rollou
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
     options     keys of a plug-in's own: `Configurable`, and validators for them
-    runs        `Recipe`, `Tracker`
+    runs        `Recipe`, `Tracker`, `Callback`
+    version     which versions of each contract are accepted: `CONTRACTS`
 
 All names are imported from here, whichever of these modules defines them.
 """
@@ -43,6 +44,7 @@ from rl_core.interfaces.rollouts import (
     Environment,
     EnvironmentFactory,
     Generator,
+    GeneratorFactory,
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
@@ -56,9 +58,12 @@ from rl_core.interfaces.rollouts import (
     Turn,
 )
 from rl_core.interfaces.runs import (
+    Callback,
+    Control,
     PhaseAware,
     Recipe,
     Tracker,
+    TrackerFactory,
 )
 from rl_core.interfaces.training import (
     Backend,
@@ -82,7 +87,7 @@ from rl_core.interfaces.training import (
     Worker,
     WorkerSpec,
 )
-from rl_core.interfaces.version import CONTRACT_VERSION, ENGINE_CONTRACT_VERSION, GENERATOR_CONTRACT_VERSION
+from rl_core.interfaces.version import CONTRACT_VERSION, CONTRACTS, Contract
 from rl_core.interfaces.weights import (
     Manifest,
     Rendezvous,
@@ -95,8 +100,8 @@ from rl_core.interfaces.weights import (
 
 __all__ = [
     "CONTRACT_VERSION",
-    "ENGINE_CONTRACT_VERSION",
-    "GENERATOR_CONTRACT_VERSION",
+    "CONTRACTS",
+    "Contract",
     "Message",
     "Metrics",
     "Plan",
@@ -157,7 +162,11 @@ __all__ = [
     "at_least",
     "above",
     "between",
+    "GeneratorFactory",
     "Tracker",
+    "TrackerFactory",
     "PhaseAware",
+    "Callback",
+    "Control",
     "Recipe",
 ]

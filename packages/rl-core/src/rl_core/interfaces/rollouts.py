@@ -204,3 +204,16 @@ class GeneratorPlugin(Protocol):
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         """Called once, when the engine serves `client`. Raises ConfigError, PluginError."""
         ...
+
+
+class GeneratorFactory(Protocol):
+    """What stood at the seam of generators in version 1 of the contract."""
+
+    def __call__(self, config: Any, client: Sampler) -> Generator:
+        """The generator of a run.
+
+        Args:
+            config: the run's `rl_core.config.Config`.
+            client: its pauses, aborts and new weights are the loop's.
+        """
+        ...

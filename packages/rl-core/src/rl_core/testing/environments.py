@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from rl_core import plugins
 from rl_core.interfaces import Action, Environment, EnvironmentFactory, Prompt, StepResult, StopReason
 
 Responses = str | tuple[str, ...]
@@ -32,6 +33,9 @@ class EnvironmentConformance:
     row: ClassVar[Mapping[str, Any]]
     rewards: ClassVar[Mapping[Responses, float]]
     options: ClassVar[Mapping[str, Any]] = {}
+
+    def test_it_follows_this_version_of_the_contract(self) -> None:
+        plugins.fitted("rl_core.environments", type(self).factory, "factory")
 
     def test_the_first_observation_is_a_prompt(self) -> None:
         async def reset() -> Prompt:

@@ -46,7 +46,7 @@ from rl_core.interfaces import (
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.weight_buckets import merge_manifests, require_same, tensor_record
 from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
-from rl_core.testing.recording_transport import Published, recording_transport
+from rl_core.testing.recording_transport import Published, RecordingTransport
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
@@ -314,7 +314,9 @@ class RankGroup:
         self.ranks: SuiteRanks = (
             LocalRank(backend, spec) if in_process else ProcessRanks(backend, spec, self.mesh, timeout_s)
         )
-        self._group = _ShuffledGroup(self.ranks, self.mesh, (1, world_size), SharedDevices(), Tenant(self.ranks))
+        self._group = _ShuffledGroup(
+            self.ranks, self.mesh, (1, world_size), SharedDevices(), Tenant(self.ranks), backend=backend
+        )
 
     def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
         """See `WorkerGroup.forward`."""
@@ -346,7 +348,7 @@ class RankGroup:
         """All ranks send; their manifests are merged and compared with what was sent."""
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
-        rendezvous = recording_transport.open(directory)
+        rendezvous = RecordingTransport(directory).open(num_ranks=self.mesh.world_size, num_engines=0)
         manifest = merge_manifests(self.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
         sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
         tensors = {name: tensor for part in sent for name, tensor in part["tensors"].items()}

@@ -9,28 +9,37 @@ import attrs
 import torch
 from torch import Tensor
 
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket
 from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 
 @attrs.frozen
 class RecordingTransport:
-    """A transport without receivers: each rank writes what it was given into the rendezvous' directory."""
+    """WeightTransport without receivers: each rank writes what it was given into the rendezvous' directory."""
 
-    contract_version: int = CONTRACT_VERSION
+    directory: Path | None = None
+    """Where one sync is recorded; a rank, which opens none, needs none."""
+    contract_version: int = 1
     name: str = f"{__name__}:recording_transport"
 
-    def open(self, directory: Path) -> Rendezvous:
-        """`directory` is made."""
-        directory.mkdir()
-        return Rendezvous(transport=self.name, receiver="", data={"directory": str(directory)})
+    is_staged: bool = True
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Makes `directory`."""
+        assert self.directory is not None, "only a transport with a directory can be opened"
+        self.directory.mkdir()
+        return Rendezvous(transport=self.name, receiver="", data={"directory": str(self.directory)})
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> RecordingSender:
         """See `WeightTransport.sender`."""
         return RecordingSender(Path(rendezvous.data["directory"], f"{rank}.pt"))
 
+    def close(self, rendezvous: Rendezvous) -> None:
+        """Keeps what was written."""
+
 
 recording_transport = RecordingTransport()
+"""What the ranks load by its name."""
 
 
 @attrs.frozen

@@ -103,7 +103,7 @@ class ReferenceEngine:
         await asyncio.gather(*[running.task for running in aborted if running.task])
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+        receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
         if self._is_asleep:
             raise WeightSyncError(f"version {version} was sent to an engine that sleeps")
         buckets = await asyncio.to_thread(lambda: list(receiver.receive(version)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import attrs
 
 from rl_core.errors import DeadlineError, WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket
 from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 class MemoryTransport:
     """WeightTransport for ranks and engines that live in one process."""
 
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     name: str = "memory"
     is_staged: bool = True
     receiver: str = f"{__name__}:MemoryReceiver"

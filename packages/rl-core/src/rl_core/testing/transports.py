@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket, WeightTransport
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightTransport
 from rl_core.rank_kit.weight_buckets import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
 
 _WAIT_S = 60.0
@@ -76,13 +76,12 @@ class WeightTransportConformance:
         return False
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
-        assert isinstance(self.transport, WeightTransport)
-        assert self.transport.contract_version == CONTRACT_VERSION
+        plugins.fitted("rl_core.weight_transports", self.transport, self.transport.name)
 
     def test_both_ends_say_alike_whether_a_sync_is_staged(self) -> None:
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
         self.transport.close(rendezvous)
-        receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)
+        receiver = plugins.load_receiver(rendezvous.receiver)
         assert receiver.is_staged == self.transport.is_staged
 
     def test_the_rendezvous_is_plain_data(self) -> None:
@@ -211,6 +210,6 @@ def _dealt(tensors: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]
 
 def _receive(rendezvous: Rendezvous, version: int) -> tuple[dict[str, Tensor], Manifest]:
     """What an engine does: everything by name, and a manifest of what it holds."""
-    receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+    receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors = {name: tensor for bucket in receiver.receive(version) for name, tensor in unpack_bucket(bucket)}
     return tensors, Manifest(version=version, tensors={name: tensor_record(tensor) for name, tensor in tensors.items()})

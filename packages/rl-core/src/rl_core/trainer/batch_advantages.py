@@ -29,8 +29,6 @@ from rl_core.interfaces import Metrics
 
 Estimator = Callable[..., Any]
 
-_AVAILABLE = ("scores_N", "group_N", "lengths_N", "rewards_T", "values_T", "mask_T", "sequence_T")
-
 
 def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
     """The advantage estimator of that name. Raises ConfigError when it needs what this run does not make."""
@@ -44,14 +42,12 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 
 def why_not_in_a_run(estimator: Estimator) -> str | None:
     """What it needs that a training run does not make, and what to choose instead; None where nothing is missing."""
-    needed = plugins.positional_parameters(estimator)
-    if "greedy_scores_N" in needed:
+    if "greedy_scores_N" in plugins.positional_parameters(estimator):
         return (
             "compares with greedy answers, which this version's loop does not play yet; rloo takes the other samples "
             "of the prompt as its baseline"
         )
-    unknown = [name for name in needed if name not in _AVAILABLE]
-    return f"has the parameter {unknown[0]!r}; a training run provides {', '.join(_AVAILABLE)}" if unknown else None
+    return None
 
 
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:

@@ -295,7 +295,7 @@ async def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config
 
 
 def _callback(path: str) -> Callback:
-    return plugins.import_object(path, "trainer.callbacks: ")()
+    return plugins.load("rl_core.callbacks", path, key="trainer.callbacks")()
 
 
 @contextmanager

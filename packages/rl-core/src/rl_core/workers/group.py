@@ -60,9 +60,11 @@ class WorkerGroup:
         tenant: Tenant,
         *,
         adapter: Mapping[str, Any] | None = None,
+        backend: Backend | None = None,
     ):
         self.adapter = adapter
         """Of a model whose adapter is sent alone: see `Rendezvous.adapter`."""
+        self._backend = backend
         self._ranks = ranks
         self._shape = shape
         self._devices = devices
@@ -122,7 +124,8 @@ class WorkerGroup:
         tenant = Tenant(ranks, keeps_optimizer=keeps_optimizer)
         devices.add(tenant)
         lora = spec.model.lora
-        return cls(ranks, mesh, shape, devices, tenant, adapter=lora.peft_config() if lora.is_sent_alone else None)
+        adapter = lora.peft_config() if lora.is_sent_alone else None
+        return cls(ranks, mesh, shape, devices, tenant, adapter=adapter, backend=backend)
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
         """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]; and the routes that
@@ -145,6 +148,8 @@ class WorkerGroup:
         """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up, and the scores
         that `returns` names, [T] of the stream. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
+        if returns:
+            self._require_version(2, "forward_backward(returns=…)")
         asked = {"returns": tuple(returns)} if returns else {}
         async with self._on_devices():
             results = await self._ranks.call_on_parts(
@@ -160,6 +165,8 @@ class WorkerGroup:
 
     async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """One optimizer step on all ranks; `update` says what it does otherwise than the configuration."""
+        if update is not None:
+            self._require_version(2, "optim_step(update)")
         async with self._on_devices(optimizer=True):
             # A worker of an earlier contract takes no update.
             asked = () if update is None else (update,)
@@ -230,6 +237,14 @@ class WorkerGroup:
 
     def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.given_to(self._tenant, optimizer=optimizer)
+
+    def _require_version(self, version: int, call: str) -> None:
+        """Of the contract that the backend was written for."""
+        if self._backend is not None and self._backend.contract_version < version:
+            raise ConfigError(
+                f"{call} came with version {version} of the contract of backends, and {self._backend.name!r} was "
+                f"written for version {self._backend.contract_version}: docs/plugins.md#contract-versions says what it needs"
+            )
 
     def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
         for rank, result in enumerate(results):

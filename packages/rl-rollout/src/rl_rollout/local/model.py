@@ -95,7 +95,7 @@ class StagedWeights:
 
 def stage(rendezvous: Rendezvous, version: int) -> StagedWeights:
     """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError."""
-    receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
+    receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
     for bucket in receiver.receive(version):

@@ -8,7 +8,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ENGINE_CONTRACT_VERSION, EngineSpec, InferenceClient
+from rl_core.interfaces import EngineSpec, InferenceClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ _SECTION = "generator.inference_engine"
 class LocalEnginePlugin:
     """InferencePlugin of the engine that runs in the trainer's process: no server, no Ray, one device."""
 
-    contract_version: int = ENGINE_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "local"
 
     def validate(self, spec: EngineSpec) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Rendezvous
+from rl_core.interfaces import Rendezvous
 
 if TYPE_CHECKING:
     from rl_rollout.transports.broadcast_ends import BroadcastSender
@@ -30,7 +30,7 @@ class BroadcastTransport:
     loopback."""
     timeout_s: float = 600.0
     """How long each side waits for the next step of the other."""
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rl_core.errors import DeadlineError, WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class FilesTransport:
     """Where each sync makes its private directory; None: in memory where it fits, else in the temporary folder."""
     timeout_s: float = 600.0
     """How long an engine waits for the ranks."""
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     name: str = "files"
     is_staged: bool = True
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rl_core.errors import DeadlineError, WeightSyncError
-from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class SharedMemoryTransport:
 
     timeout_s: float = 600.0
     """How long an engine waits for a rank's next bucket."""
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = 1
     name: str = "shared_memory"
     is_staged: bool = True
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ENGINE_CONTRACT_VERSION, EngineSpec, InferenceClient
+from rl_core.interfaces import EngineSpec, InferenceClient
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, require_known
 from rl_rollout.vllm.options import VLLMOptions
 
@@ -18,7 +18,7 @@ _SECTION = "generator.inference_engine"
 class VLLMPlugin:
     """InferencePlugin of vLLM servers: Ray actors of this run, or servers that somebody else started."""
 
-    contract_version: int = ENGINE_CONTRACT_VERSION
+    contract_version: int = 2
     name: str = "vllm"
     options_class: type = VLLMOptions
 

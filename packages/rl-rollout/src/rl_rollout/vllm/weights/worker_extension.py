@@ -77,7 +77,7 @@ class WeightReceiverExtension:
         try:
             rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data, adapter=adapter)
             _require_fitting(self, rendezvous)
-            receiving: WeightReceiver = plugins.load("rl_core.weight_transports", receiver)(rendezvous)
+            receiving: WeightReceiver = plugins.load_receiver(receiver)(rendezvous)
             buckets: Iterable[WeightBucket] = receiving.receive(version)
             if adapter is not None:
                 tensors = _load_adapter(self, _agreed(self, buckets, adapter), adapter)

@@ -1,0 +1,378 @@
+"""What may stand at each seam: the kind of object, its members, and the calls that they must take.
+
+Read from the contracts themselves: a Protocol's methods are looked up and bound with its parameters, without a call. So
+a lookalike that has only the names is found before a run; what a plug-in must DO is proved by `rl_core.testing`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+from rl_core.errors import PluginError, nearest
+from rl_core.interfaces import (
+    CONTRACTS,
+    Backend,
+    Callback,
+    Environment,
+    EnvironmentFactory,
+    Generator,
+    GeneratorFactory,
+    GeneratorPlugin,
+    InferencePlugin,
+    Recipe,
+    Tracker,
+    TrackerFactory,
+    WeightReceiver,
+    WeightTransport,
+)
+
+_MOST_NAMED = 4
+"""Missing members that a message names."""
+
+
+@attrs.frozen(kw_only=True)
+class Seam:
+    """A place where a run chooses an object by name."""
+
+    plural: str = ""
+    """For lists; empty where none shows it."""
+    singular: str
+    """With its article."""
+    expected: str
+    """What stands there, for messages."""
+    problem: Callable[[Any, int | None], str | None]
+    """(object, version of the contract that it was written for) → why it cannot stand there; None where it can."""
+
+
+def _of_object(group: str, contract: type, found: Any, version: int | None) -> str | None:
+    """Of a seam at which an object stands."""
+    if inspect.isclass(found):
+        return f"it is the class {found.__name__} and not an object of it"
+    expected, with_optional = _expected(group, contract, version)
+    return _lacks(found, expected) or _first(
+        _member_problem(found, name, member, with_optional=with_optional) for name, member in expected.items()
+    )
+
+
+def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
+    """Of a seam at which a callable stands that makes objects of the contract `made`."""
+    if not callable(found):
+        return f"it is {_described(found)}, which cannot be called"
+    if getattr(found, "_is_protocol", False) or inspect.isabstract(found):
+        return f"{found.__name__} is abstract, so no object can be made of it"
+    if not _can_be_read(found):
+        return f"the parameters of {_described(found)} cannot be read; write a function around it"
+    expected, with_optional = _expected(group, made, version)
+    problem = call_problem(_name(found), vars(call)["__call__"], found)
+    product = _product_class(found)
+    if problem or product is None:
+        return problem
+    return _class_problem(product, expected, with_optional=with_optional)
+
+
+def _of_generator(found: Any, version: int | None) -> str | None:
+    """Of version 1, a callable that makes one; later, an object."""
+    if version == 1:
+        return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
+    return _of_object("rl_core.generators", GeneratorPlugin, found, version)
+
+
+def _of_callback(found: Any, version: int | None) -> str | None:
+    if not (inspect.isclass(found) and issubclass(found, Callback)):
+        return f"it is {_described(found)}"
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        return f"{found.__name__} has {error}"
+    return _class_problem(found, members(Callback), with_optional=True)
+
+
+def _of_loss(found: Any, version: int | None) -> str | None:
+    from rl_core.algorithms.objective import require_loss_parameters  # imports torch, as losses do
+
+    def check() -> str | None:
+        try:
+            require_loss_parameters(found)
+        except PluginError as error:
+            return str(error)
+        return None
+
+    return _of_function(found) or check()
+
+
+def _of_estimator(found: Any, version: int | None) -> str | None:
+    from rl_core.algorithms.advantages import ESTIMATOR_COLUMNS  # imports torch, as estimators do
+
+    problem = _of_function(found)
+    unknown = [] if problem else [name for name in positional_parameters(found) if name not in ESTIMATOR_COLUMNS]
+    if unknown:
+        return (
+            f"it has the parameter {unknown[0]!r}; a training run provides {', '.join(ESTIMATOR_COLUMNS)}."
+            f"{nearest(unknown[0], ESTIMATOR_COLUMNS)} A setting must be keyword-only: put it after `*`"
+        )
+    return problem
+
+
+def _of_function(found: Any) -> str | None:
+    """Of a function whose positional parameters are what it reads."""
+    if inspect.isclass(found) or not callable(found):
+        return f"it is {_described(found)}"
+    if not _can_be_read(found):
+        return f"the parameters of {_described(found)} cannot be read; write a function around it"
+    reads_any = positional_parameters(found)
+    return None if reads_any else f"{_described(found)} has no positional parameter, so it reads nothing"
+
+
+def _of_recipe(found: Any, version: int | None) -> str | None:
+    return None if isinstance(found, Recipe) or _takes_nothing(found) else f"it is {_described(found)}"
+
+
+def _of_preparation(found: Any, version: int | None) -> str | None:
+    return call_problem(_name(found), _prepare, found) if callable(found) else f"it is {_described(found)}"
+
+
+def _prepare(self: None, config: Any) -> None:
+    """How a run calls a recipe's `prepare`; `self` as methods have it."""
+
+
+def _of_receiver(found: Any, version: int | None) -> str | None:
+    if not callable(found):
+        return f"it is {_described(found)}"
+    problem, product = call_problem(_name(found), _build_receiver, found), _product_class(found)
+    if problem or product is None:
+        return problem
+    return _class_problem(product, members(WeightReceiver), with_optional=True)
+
+
+def _build_receiver(self: None, rendezvous: Any) -> None:
+    """How an engine builds its end of a sync; `self` as methods have it."""
+
+
+SEAMS: Mapping[str, Seam] = {
+    "rl_core.backends": Seam(
+        plural="training backends",
+        singular="a training backend",
+        expected="an object that fulfils rl_core.interfaces.Backend",
+        problem=partial(_of_object, "rl_core.backends", Backend),
+    ),
+    "rl_core.inference": Seam(
+        plural="inference engines",
+        singular="an inference engine",
+        expected="an object that fulfils rl_core.interfaces.InferencePlugin",
+        problem=partial(_of_object, "rl_core.inference", InferencePlugin),
+    ),
+    "rl_core.weight_transports": Seam(
+        plural="weight transports",
+        singular="a weight transport",
+        expected="an object that fulfils rl_core.interfaces.WeightTransport",
+        problem=partial(_of_object, "rl_core.weight_transports", WeightTransport),
+    ),
+    "rl_core.generators": Seam(
+        plural="generators",
+        singular="a generator",
+        expected="an object that fulfils rl_core.interfaces.GeneratorPlugin",
+        problem=_of_generator,
+    ),
+    "rl_core.environments": Seam(
+        plural="environments",
+        singular="an environment",
+        expected="a class or function (row, options) → rl_core.interfaces.Environment",
+        problem=partial(_of_factory, "rl_core.environments", EnvironmentFactory, Environment),
+    ),
+    "rl_core.advantage_estimators": Seam(
+        plural="advantage estimators",
+        singular="an advantage estimator",
+        expected="a function whose positional parameters are columns (docs/plugins.md#an-estimator)",
+        problem=_of_estimator,
+    ),
+    "rl_core.policy_losses": Seam(
+        plural="policy losses",
+        singular="a loss",
+        expected="a function whose positional parameters are columns (docs/algorithms.md#your-own-function)",
+        problem=_of_loss,
+    ),
+    "rl_core.trackers": Seam(
+        plural="trackers",
+        singular="a tracker",
+        expected="a class or function (config, run_dir, *, total_steps, first_step) → rl_core.interfaces.Tracker",
+        problem=partial(_of_factory, "rl_core.trackers", TrackerFactory, Tracker),
+    ),
+    "rl_core.callbacks": Seam(
+        plural="callbacks",
+        singular="a callback",
+        expected="a class derived from rl_core.interfaces.Callback that is built without arguments",
+        problem=_of_callback,
+    ),
+    "rl_core.recipes": Seam(
+        plural="recipes",
+        singular="a recipe",
+        expected="a Recipe (rl_core.interfaces), or a function without parameters that returns one",
+        problem=_of_recipe,
+    ),
+}
+"""By entry-point group."""
+PREPARATION = Seam(
+    singular="a function that prepares a recipe",
+    expected="a function that is called with the configuration",
+    problem=_of_preparation,
+)
+RECEIVER = Seam(
+    singular="a receiver of weights",
+    expected="a class or function (rendezvous) → rl_core.interfaces.WeightReceiver",
+    problem=_of_receiver,
+)
+
+
+# --- reading contracts ----------------------------------------------------------------------------------------------
+
+
+def members(contract: type) -> dict[str, Any]:
+    """The methods and properties of a Protocol (or base class) by name, those of the contracts it extends first.
+
+    `contract_version` is left out: whoever chooses a plug-in looks at it before everything else.
+    """
+    bases = [base for base in reversed(contract.__mro__) if base.__module__ not in ("builtins", "typing")]
+    found = {name: member for base in bases for name, member in vars(base).items() if not name.startswith("_")}
+    found.pop("contract_version", None)
+    return found
+
+
+def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_optional: bool = True) -> str | None:
+    """Why `actual` cannot be called with the parameters of the contract's method `expected`; None where it can, or
+    where its parameters cannot be read.
+
+    Positional parameters are passed by position, so their names are free; keyword-only ones by name.
+
+    Args:
+        expected: its first parameter is `self`.
+        actual: bound, or a class.
+        with_optional: also with the parameters that have a default in the contract.
+    """
+    parameters = list(inspect.signature(expected).parameters.values())[1:]
+    passed = [p for p in parameters if with_optional or p.default is p.empty]
+    by_name = [p.name for p in passed if p.kind is p.KEYWORD_ONLY]
+    by_position = [p.name for p in passed if p.kind is not p.KEYWORD_ONLY]
+    try:
+        signature = inspect.signature(actual)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*by_position, **dict.fromkeys(by_name))
+    except TypeError as error:
+        call = ", ".join([*by_position, *(f"{name}=…" for name in by_name)])
+        return f"{name}{_plain(signature)} cannot be called as {name}({call}): {error}"
+    if inspect.iscoroutinefunction(actual) and not inspect.iscoroutinefunction(expected):
+        return f"{name} is `async`, and is called without `await`"
+    return None
+
+
+def _takes_nothing(found: Any) -> bool:
+    """It can be called without arguments, as far as its parameters can be read."""
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError):  # TypeError: no callable, or it needs one; ValueError: written in C, without names
+        return False
+    return True
+
+
+def positional_parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of what a function takes by position, in its order: the columns it reads."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
+
+
+def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str, Any], bool]:
+    """The members that a plug-in of a version must have, and whether they must take optional parameters too: those
+    that a contract got later are none of an earlier version."""
+    versions = CONTRACTS[group]
+    later = {name for name, since in versions.added.items() if version is not None and version < since}
+    expected = {name: member for name, member in members(contract).items() if name not in later}
+    return expected, version == versions.current
+
+
+def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool) -> str | None:
+    """Of one member of an object."""
+    actual = getattr(found, name)
+    if isinstance(expected, property):
+        declared = inspect.signature(expected.fget).return_annotation if expected.fget else ""
+        return None if _is_of(actual, expected) else f"its {name} is {actual!r:.60}, expected {declared}"
+    if not callable(actual):
+        return f"its {name} is {actual!r:.60}, expected a method"
+    return call_problem(name, expected, actual, with_optional=with_optional)
+
+
+def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
+    """Of a class whose objects are to have these members: of its methods alone, since `__init__` may set the rest."""
+    methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
+    return _lacks(found, methods) or _first(
+        _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()
+    )
+
+
+def _class_method_problem(found: type, name: str, expected: Callable[..., Any], *, with_optional: bool) -> str | None:
+    actual = inspect.getattr_static(found, name)
+    if inspect.isfunction(actual):
+        return call_problem(name, expected, actual.__get__(object()), with_optional=with_optional)
+    return None if callable(getattr(found, name)) else f"its {name} is {actual!r:.60}, expected a method"
+
+
+def _product_class(factory: Any) -> type | None:
+    """The class of what a factory makes, where that can be read: a class itself, or a function's return annotation."""
+    if inspect.isclass(factory):
+        return factory
+    made = getattr(factory, "__annotations__", {}).get("return")
+    made = getattr(factory, "__globals__", {}).get(made) if isinstance(made, str) else made
+    return made if inspect.isclass(made) else None
+
+
+def _lacks(found: Any, expected: Iterable[str]) -> str | None:
+    missing = [name for name in expected if not hasattr(found, name)]
+    if not missing:
+        return None
+    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    return f"{_described(found)} has no {', '.join(missing[:_MOST_NAMED])}{more}"
+
+
+def _is_of(value: Any, expected: property) -> bool:
+    """The value is of the type that the property declares, or no check can say so."""
+    try:
+        return isinstance(value, typing.get_type_hints(expected.fget)["return"])
+    except (NameError, TypeError):  # imported for the type checker alone; a generic type
+        return True
+
+
+def _can_be_read(found: Any) -> bool:
+    """Its parameters are known."""
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next(filter(None, problems), None)
+
+
+def _name(found: Any) -> str:
+    return getattr(found, "__name__", type(found).__name__)
+
+
+def _described(found: Any) -> str:
+    if inspect.isclass(found):
+        return f"the class {found.__name__}"
+    if inspect.isroutine(found):
+        return f"the function {found.__name__}"
+    return f"an object of type {type(found).__name__}"
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Without annotations."""
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))

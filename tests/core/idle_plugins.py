@@ -1,0 +1,127 @@
+"""One plug-in of each kind with all that its contract asks for, for tests of what is chosen: none is ever run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_core.algorithms import TokenLoss
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Callback, Recipe
+
+
+class Backend:
+    """Backend."""
+
+    contract_version = 1
+    name = "idle"
+    config_section = "idle_config"
+    options_class = dict
+
+    def mesh(self, options, world_size):
+        raise AssertionError("nothing is trained")
+
+    def validate(self, spec, world_size):
+        pass
+
+    def needs_own_process(self):
+        return False
+
+    def create_worker(self, spec, rank):
+        raise AssertionError("nothing is trained")
+
+
+class Engine:
+    """InferencePlugin."""
+
+    contract_version = 1
+    name = "idle"
+    num_engines_key = None
+
+    def validate(self, config):
+        pass
+
+    async def create(self, config):
+        raise AssertionError("nothing is started")
+
+
+class FussyEngine(Engine):
+    def validate(self, config):
+        if config.generator.sampling_params.is_truncated:
+            raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
+
+
+class Transport:
+    """WeightTransport."""
+
+    contract_version = 1
+    name = "idle"
+    is_staged = True
+
+    def open(self, *, num_ranks, num_engines):
+        raise AssertionError("nothing is sent")
+
+    def sender(self, rendezvous, rank, world_size):
+        raise AssertionError("nothing is sent")
+
+    def close(self, rendezvous):
+        pass
+
+
+class Generator:
+    def __init__(self, config, client):
+        pass
+
+    def prompt_length(self, row):
+        return 1
+
+    async def generate(self, request):
+        raise AssertionError("nothing is played")
+
+
+class Environment:
+    def __init__(self, row, options):
+        pass
+
+    async def reset(self):
+        raise AssertionError("nothing is played")
+
+    async def step(self, action):
+        raise AssertionError("nothing is played")
+
+    async def close(self):
+        pass
+
+
+class Tracker:
+    def __init__(self, config, run_dir, *, total_steps, first_step):
+        pass
+
+    def log(self, step, metrics):
+        pass
+
+    def close(self):
+        pass
+
+
+class Event(Callback):
+    def on_step_end(self, step, metrics):
+        pass
+
+
+def make_generator(config, client) -> Generator:
+    return Generator(config, client)
+
+
+def loss(logprobs_T, advantages_T, mask_T) -> TokenLoss:
+    raise AssertionError("nothing is trained")
+
+
+def advantages(scores_N, group_N, *, scale=1.0) -> Tensor:
+    raise AssertionError("nothing is trained")
+
+
+backend = Backend()
+engine = Engine()
+fussy_engine = FussyEngine()
+transport = Transport()
+recipe = Recipe(summary="idle", config={})

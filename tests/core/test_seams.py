@@ -1,0 +1,365 @@
+"""What is chosen by name is of the right kind and of an accepted version, or one error says what it is."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import attrs
+import pytest
+
+from rl_core import plugins
+from rl_core.errors import PluginError
+from rl_core.interfaces import CONTRACTS, Callback, Contract, InferencePlugin
+from rl_core.seams import SEAMS, Seam, _of_object
+from tests.core import idle_plugins
+from tests.core.fake_plugins import install
+
+HERE = __name__
+IDLE = "tests.core.idle_plugins"
+RIGHT = {
+    "rl_core.backends": ["backend"],
+    "rl_core.inference": ["engine", "fussy_engine"],
+    "rl_core.weight_transports": ["transport"],
+    "rl_core.generators": ["Generator", "make_generator"],
+    "rl_core.environments": ["Environment"],
+    "rl_core.advantage_estimators": ["advantages"],
+    "rl_core.policy_losses": ["loss"],
+    "rl_core.trackers": ["Tracker"],
+    "rl_core.callbacks": ["Event"],
+    "rl_core.recipes": ["recipe"],
+}
+"""Objects of `idle_plugins` by the seam that each was written for."""
+
+
+# --- wrong kinds ----------------------------------------------------------------------------------------------------
+
+
+class TakesRow:
+    """An environment that is built with its row alone."""
+
+    def __init__(self, row):
+        pass
+
+    async def reset(self): ...
+
+    async def step(self, action): ...
+
+    async def close(self): ...
+
+
+class StepsWithoutAction(idle_plugins.Environment):
+    async def step(self): ...
+
+
+class ResetIsText(idle_plugins.Environment):
+    reset = "12+34="
+
+
+class NamelessBackend(idle_plugins.Backend):
+    name = None
+
+
+class BackendThatCreatesForOne(idle_plugins.Backend):
+    def create_worker(self, spec): ...
+
+
+class BackendWhoseMeshIsAsync(idle_plugins.Backend):
+    async def mesh(self, options, world_size): ...
+
+
+class MeshIsANumber(idle_plugins.Backend):
+    mesh = 3
+
+
+class OpensByPosition(idle_plugins.Transport):
+    def open(self, num_ranks, engines): ...
+
+
+class ForgetsTheFirstStep(idle_plugins.Tracker):
+    def __init__(self, config, run_dir, *, total_steps): ...
+
+
+class WantsArguments(Callback):
+    def __init__(self, folder): ...
+
+
+class HearsNoMetrics(Callback):
+    def on_step_end(self, step): ...
+
+
+class NoCallback:
+    def on_step_end(self, step, metrics): ...
+
+
+async def async_generator(config, client): ...
+
+
+def scaled(scores_N, scale): ...
+
+
+def clock(): ...
+
+
+wrong_environment = idle_plugins.Environment({}, {})
+nameless_backend, one_rank_backend = NamelessBackend(), BackendThatCreatesForOne()
+async_backend, number_backend = BackendWhoseMeshIsAsync(), MeshIsANumber()
+opens_by_position = OpensByPosition()
+WRONG = [
+    ("rl_core.backends", "math:sqrt", "the function sqrt has no name, config_section, options_class, mesh and 3 more"),
+    ("rl_core.backends", f"{IDLE}:Backend", "it is the class Backend and not an object of it"),
+    ("rl_core.backends", f"{HERE}:nameless_backend", "its name is None, expected str"),
+    (
+        "rl_core.backends",
+        f"{HERE}:one_rank_backend",
+        "(spec) cannot be called as create_worker(spec, rank)",
+    ),
+    ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, and is called without `await`"),
+    ("rl_core.backends", f"{HERE}:number_backend", "its mesh is 3, expected a method"),
+    ("rl_core.inference", "os:path", "an object of type module has no name, validate, create."),
+    (
+        "rl_core.weight_transports",
+        f"{HERE}:opens_by_position",
+        "cannot be called as open(num_ranks=…, num_engines=…): missing a required argument: 'engines'",
+    ),
+    ("rl_core.generators", f"{HERE}:async_generator", "async_generator is `async`"),
+    ("rl_core.generators", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(config, client): too many positional"),
+    ("rl_core.generators", "builtins:max", "the parameters of the function max cannot be read"),
+    ("rl_core.environments", "math:sqrt", "sqrt(x, /) cannot be called as sqrt(row, options): too many positional"),
+    ("rl_core.environments", "math:pi", "it is an object of type float, which cannot be called"),
+    (
+        "rl_core.environments",
+        f"{HERE}:wrong_environment",
+        "an object of type Environment, which cannot be called",
+    ),
+    ("rl_core.environments", f"{HERE}:TakesRow", "TakesRow(row) cannot be called as TakesRow(row, options)"),
+    ("rl_core.environments", f"{HERE}:StepsWithoutAction", "step() cannot be called as step(action)"),
+    ("rl_core.environments", f"{HERE}:ResetIsText", "its reset is '12+34=', expected a method"),
+    ("rl_core.environments", "rl_core.interfaces:Environment", "Environment is abstract"),
+    ("rl_core.environments", f"{IDLE}:make_generator", "the class Generator has no reset, step, close"),
+    ("rl_core.trackers", "math:sqrt", "cannot be called as sqrt(config, run_dir, total_steps=…, first_step=…)"),
+    ("rl_core.trackers", f"{HERE}:ForgetsTheFirstStep", "got an unexpected keyword argument 'first_step'"),
+    ("rl_core.callbacks", "math:sqrt", "it is the function sqrt"),
+    ("rl_core.callbacks", f"{HERE}:NoCallback", "it is the class NoCallback"),
+    ("rl_core.callbacks", f"{HERE}:WantsArguments", "WantsArguments has missing a required argument: 'folder'"),
+    ("rl_core.callbacks", f"{HERE}:HearsNoMetrics", "on_step_end(step) cannot be called as on_step_end(step, metrics)"),
+    ("rl_core.policy_losses", "math:sqrt", "sqrt: parameter x cannot be bound by name"),
+    ("rl_core.policy_losses", "builtins:max", "the parameters of the function max cannot be read"),
+    ("rl_core.policy_losses", f"{IDLE}:Environment", "it is the class Environment"),
+    ("rl_core.policy_losses", f"{HERE}:clock", "the function clock has no positional parameter, so it reads nothing"),
+    (
+        "rl_core.advantage_estimators",
+        "math:sqrt",
+        "it has the parameter 'x'; a training run provides scores_N",
+    ),
+    ("rl_core.advantage_estimators", f"{HERE}:scaled", "A setting must be keyword-only: put it after `*`"),
+    ("rl_core.advantage_estimators", "math:pi", "it is an object of type float"),
+    ("rl_core.recipes", "math:sqrt", "it is the function sqrt"),
+]
+
+
+@pytest.mark.parametrize(("group", "path", "problem"), WRONG)
+def test_what_cannot_stand_at_a_seam_is_named_with_the_key_and_what_is_expected(group: str, path: str, problem: str):
+    with pytest.raises(PluginError) as refusal:
+        plugins.load(group, path, key="some.key")
+    message = str(refusal.value)
+    assert message.startswith(f"some.key: {path!r} is not {SEAMS[group].singular}: ")
+    assert problem in message
+    assert message.endswith(f". Expected {SEAMS[group].expected}")
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in RIGHT.items() for name in names])
+def test_what_follows_the_contract_is_taken_as_it_is(group: str, name: str):
+    assert plugins.load(group, f"{IDLE}:{name}", key="some.key") is getattr(idle_plugins, name)
+
+
+@pytest.mark.parametrize(
+    ("seam", "group", "name"),
+    [(seam, group, name) for seam, group in itertools.permutations(RIGHT, 2) for name in RIGHT[group]],
+)
+def test_a_plug_in_of_another_seam_is_refused(seam: str, group: str, name: str):
+    if seam == "rl_core.recipes" and name == "Event":
+        pytest.skip("a callable without parameters may return a recipe; `load` looks at what it returned")
+    with pytest.raises(PluginError, match=f"^some.key: '{IDLE}:{name}' is not {SEAMS[seam].singular}: "):
+        plugins.load(seam, f"{IDLE}:{name}", key="some.key")
+
+
+@pytest.mark.parametrize("path", ["math:pi", "os:getcwd", f"{HERE}:StepsWithoutAction.step", "nowhere:at_all"])
+def test_what_prepares_a_recipe_takes_the_configuration(path: str):
+    with pytest.raises(PluginError, match=f"^the recipe's `prepare`: '{re.escape(path)}'"):
+        plugins.load_preparation(path)
+
+
+def test_a_receiver_is_built_with_a_rendezvous_and_receives():
+    receiver = "rl_core.testing.reference_transport:MemoryReceiver"
+    assert plugins.load_receiver(receiver) is plugins.load("rl_core.weight_transports", receiver)
+    for path in (f"{IDLE}:transport", f"{IDLE}:Event", "math:pi"):
+        with pytest.raises(PluginError, match=f"^'{path}' is not a receiver of weights: "):
+            plugins.load_receiver(path)
+    with pytest.raises(PluginError, match="is not a weight transport"):
+        plugins.load("rl_core.weight_transports", receiver, key="generator.inference_engine.weight_sync_backend")
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+ENGINES = """
+from tests.core.idle_plugins import Engine
+
+
+class EngineWithOptions(Engine):
+    options_class = dict
+
+
+def made(base, version, history=()):
+    engine = base()
+    engine.contract_version, engine.history = version, [*history, version]
+    return engine
+
+
+class Bare:
+    name = Engine.name
+    num_engines_key = None
+    validate = Engine.validate
+    create = Engine.create
+
+
+first, second, third = made(Engine, 1), made(EngineWithOptions, 2), made(EngineWithOptions, 3)
+third_without_options = made(Engine, 3)
+in_words = made(Engine, "1")
+bare = Bare()
+
+
+def to_second(engine):
+    return made(EngineWithOptions, 2, engine.history)
+
+
+def to_third(engine):
+    return made(EngineWithOptions, 3, engine.history)
+
+
+def to_an_old_one(engine):
+    return first
+"""
+KEY = "generator.inference_engine.backend"
+SECOND, THIRD = "versioned_engines:to_second", "versioned_engines:to_third"
+
+
+@pytest.fixture(autouse=True)
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of three versions, and one that states none, as entry points and by path."""
+    names = ("first", "second", "third", "third_without_options", "in_words", "bare")
+    entry_points = {f"inference__{name}": f"versioned_engines:{name}" for name in names}
+    install(tmp_path, monkeypatch, "versioned_engines", ENGINES, **entry_points)
+    monkeypatch.setattr(plugins, "_FITTED", {})
+    yield
+    plugins._installed.cache_clear()
+    sys.modules.pop("versioned_engines", None)
+
+
+def accept(monkeypatch: pytest.MonkeyPatch, **versions: Any) -> None:
+    """Other versions of the engine's contract; `options_class` came with the second."""
+    monkeypatch.setitem(cast(dict[str, Contract], CONTRACTS), "rl_core.inference", Contract(**versions))
+    monkeypatch.setitem(cast(dict[str, Seam], SEAMS), "rl_core.inference", ENGINE_WITH_OPTIONS)
+
+
+class InferencePluginWithOptions(InferencePlugin, Protocol):
+    @property
+    def options_class(self) -> type: ...
+
+
+ENGINE_WITH_OPTIONS = attrs.evolve(
+    SEAMS["rl_core.inference"], problem=partial(_of_object, "rl_core.inference", InferencePluginWithOptions)
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"), [("{}", "of versioned-engines 1.0"), ("versioned_engines:{}", "in versioned_engines")]
+)
+@pytest.mark.parametrize(
+    ("name", "versions", "problem"),
+    [
+        ("third", (1, 2), "was written for version 3 of its contract; {} 1 to 2. Install a newer rl-core, or"),
+        ("first", (2, 3), "was written for version 1 of its contract; {} 2 to 3. Install a newer one, or change it"),
+        ("second", (1, 1), "was written for version 2 of its contract; {} 1. Install a newer rl-core, or change it"),
+        ("bare", (1, 2), "states no contract_version; {} 1 to 2. Set it to the one that it was written for"),
+        ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set it to the one that"),
+    ],
+)
+def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    origin: str,
+    name: str,
+    versions: tuple[int, int],
+    problem: str,
+):
+    accept(monkeypatch, oldest=versions[0], current=versions[1], added={"options_class": 2})
+    with pytest.raises(PluginError) as refusal:
+        plugins.load("rl_core.inference", given.format(name), key=KEY)
+    message = str(refusal.value)
+    assert message.startswith(f"{KEY}: {given.format(name)!r}, an inference engine {origin}, ")
+    assert problem.format(f"rl-core {version('rl-core')} accepts version") in message
+    assert message.endswith("docs/plugins.md#contract-versions says what each version changed")
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "history"),
+    [
+        ("first", {1: SECOND, 2: THIRD}, [1, 2, 3]),
+        ("second", {1: SECOND, 2: THIRD}, [2, 3]),
+        ("third", {1: SECOND, 2: THIRD}, [3]),
+        ("first", {1: THIRD}, [1, 3]),
+        ("first", {}, [1]),
+    ],
+)
+def test_an_earlier_version_goes_on_through_the_adapters_of_the_later_ones(
+    monkeypatch: pytest.MonkeyPatch, name: str, adapters: dict[int, str], history: list[int]
+):
+    accept(monkeypatch, current=3, added={"options_class": 2}, adapters=adapters)
+    for given in (name, f"versioned_engines:{name}"):
+        engine = plugins.load("rl_core.inference", given, key=KEY)
+        assert engine.history == history
+        assert plugins.load("rl_core.inference", given) is engine, "a plug-in is adapted once"
+
+
+def test_what_a_version_asks_for_is_asked_of_that_version(monkeypatch: pytest.MonkeyPatch):
+    accept(monkeypatch, current=3, added={"options_class": 2})
+    assert plugins.load("rl_core.inference", "first", key=KEY).contract_version == 1
+    with pytest.raises(PluginError, match=r"'third_without_options' is not an inference .* has no options_class"):
+        plugins.load("rl_core.inference", "third_without_options", key=KEY)
+
+
+def test_an_adapter_that_makes_no_plug_in_of_the_current_contract_is_found(monkeypatch: pytest.MonkeyPatch):
+    accept(monkeypatch, current=2, added={"options_class": 2}, adapters={1: "versioned_engines:to_an_old_one"})
+    with pytest.raises(PluginError, match=r"'first' is not an inference engine: .* has no options_class"):
+        plugins.load("rl_core.inference", "first", key=KEY)
+
+
+def test_a_plug_in_of_another_seam_is_no_version_of_this_one(monkeypatch: pytest.MonkeyPatch):
+    accept(monkeypatch, current=2, added={"options_class": 2}, adapters={1: SECOND})
+    with pytest.raises(PluginError, match=r"not an inference engine: .* has no validate, create"):
+        plugins.load("rl_core.inference", f"{IDLE}:transport", key=KEY)
+    with pytest.raises(PluginError, match="'math:sqrt' is not an inference engine"):
+        plugins.load("rl_core.inference", "math:sqrt", key=KEY)
+
+
+def test_a_factory_may_state_a_version_and_need_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(idle_plugins.Environment, "contract_version", 2, raising=False)
+    with pytest.raises(PluginError, match=r"an environment in tests\.core\.idle_plugins, was written for version 2"):
+        plugins.load("rl_core.environments", f"{IDLE}:Environment", key="environment.env_class")
+
+
+def test_every_version_of_every_contract_stands_in_the_documents():
+    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    section = text.partition("\n## Contract versions\n")[2].partition("\n## ")[0]
+    rows = set(re.findall(r"^\| `(rl_core\.\w+)` \| (\d+) \|", section, flags=re.MULTILINE))
+    assert rows == {
+        (group, str(number)) for group, contract in CONTRACTS.items() for number in range(1, contract.current + 1)
+    }

@@ -1,0 +1,1 @@
+"""A third-party environment: `digit_game.environment`."""

@@ -1,0 +1,1 @@
+"""A third-party weight transport: `drop_box.transport` has both ends."""

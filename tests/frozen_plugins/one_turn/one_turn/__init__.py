@@ -1,0 +1,1 @@
+"""A third-party generator: `one_turn.generator`."""

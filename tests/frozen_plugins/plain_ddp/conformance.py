@@ -1,0 +1,20 @@
+"""What the package's author runs. Not collected with this repository's tests: `test_plain_ddp.py` installs it first."""
+
+from __future__ import annotations
+
+from plain_ddp.backend import PlainDdpOptions, plain_ddp
+
+from rl_core.testing import BackendConformance, Variant
+
+PADDED = {"use_sample_packing": False}
+
+
+class TestPlainDdp(BackendConformance):
+    backend = plain_ddp
+    options = PlainDdpOptions()
+    variants = (
+        Variant(spec=PADDED),
+        Variant(world_size=2, spec=PADDED),
+        Variant(world_size=2, spec=PADDED, options=PlainDdpOptions(reduce_in_float64=True), parity_only=True),
+    )
+    preload = ("plain_ddp.worker",)

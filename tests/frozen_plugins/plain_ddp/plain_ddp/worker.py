@@ -1,0 +1,183 @@
+"""One rank: a whole model; what ranks share is the sum of their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.algorithms.logprobs import chunked_logprobs
+from rl_core.algorithms.objective import sum_metrics
+from rl_core.batch import Batch
+from rl_core.errors import CheckpointError, ConfigError, WorkerError
+from rl_core.interfaces import (
+    LossSpec,
+    Manifest,
+    Metrics,
+    OptimizerStep,
+    Plan,
+    RankInfo,
+    WeightBucket,
+    WeightSender,
+    WorkerSpec,
+)
+from rl_core.weights import pack_buckets
+from rl_core.workers.objective import objective_from_spec
+
+
+class PlainDdpWorker:
+    """`Worker` and `Inspectable`."""
+
+    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+        self.spec, self.rank, self.steps_done = spec, rank, 0
+        if not Path(spec.model.path or "", "config.json").is_file():
+            raise ConfigError(f"model.path: {spec.model.path!r} is no directory with a Hugging Face model")
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        if rank.world_size > 1:
+            address = f"tcp://{rank.master_address}:{rank.master_port}"
+            dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+        self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32).eval()
+        self.optimizer: torch.optim.AdamW | None = None
+        if spec.optimizer is not None:
+            config = spec.optimizer
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
+            )
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """Scores of this rank's part of the stream."""
+        scores = {name: torch.zeros(batch.num_tokens) for name in ("logprobs", "entropies")}
+        with torch.no_grad():
+            for sequences in filter(len, plan):
+                positions = batch.token_index(torch.tensor(sequences))
+                for column_T, part_T in zip(
+                    scores.values(), self._score(batch.select(sequences), temperature), strict=True
+                ):
+                    column_T[positions] = part_T
+        return scores
+
+    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+        """Adds this rank's part of the gradient to its own; ranks are added up when the whole is asked for."""
+        self._trained()
+        objective, parts = objective_from_spec(loss), []
+        for sequences in filter(len, plan):
+            part = batch.select(sequences)
+            logprobs_T, entropies_T = self._score(part, temperature)
+            weighted_sum, metrics = objective(
+                {name: part[name] for name in objective.call_columns},
+                sequence_T=part.sequence_index,
+                logprobs_T=logprobs_T,
+                entropies_T=entropies_T,
+            )
+            weighted_sum.backward()
+            parts.append(metrics)
+        totals = sum_metrics(parts)
+        return {**totals, "loss": (totals["loss"][0] if parts else 0.0, 1.0)}
+
+    def optim_step(self) -> OptimizerStep:
+        """Adds the gradients over ranks, then every rank takes the same step."""
+        optimizer, config = self._trained(), self.spec.optimizer
+        assert config is not None
+        for parameter in self.model.parameters():
+            parameter.grad = self._summed(parameter)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        rate = config.lr * min(1.0, (self.steps_done + 1) / max(1, config.num_warmup_steps))
+        is_finite = math.isfinite(norm.item())
+        if is_finite:
+            if config.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.max_grad_norm, norm)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            self.steps_done += 1
+        optimizer.zero_grad()
+        return OptimizerStep(grad_norm=norm.item(), learning_rate=rate, skipped=not is_finite)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Over all ranks."""
+        return {name: self._summed(parameter) for name, parameter in self.model.named_parameters()}
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Rank 0 has it all; the others have nothing to send."""
+        return pack_buckets(self.model.named_parameters() if self.rank.rank == 0 else (), max_bucket_bytes)
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights`."""
+        return sender.send(self.export_weights(max_bucket_bytes), version)
+
+    def save_state(self, directory: Path) -> None:
+        """One file, by rank 0."""
+        state = {"model": self.model.state_dict(), "steps_done": self.steps_done}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+        self._on_rank_0(lambda: torch.save(state, directory / "state.pt"), directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Every rank reads the file."""
+        try:
+            state = torch.load(directory / "state.pt", weights_only=True)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{directory / 'state.pt'}: missing or incomplete ({error})") from error
+        self.model.load_state_dict(state["model"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.zero_grad()
+            self.steps_done = state["steps_done"]
+
+    def save_model(self, directory: Path) -> None:
+        """Model and tokenizer, by rank 0."""
+
+        def write() -> None:
+            self.model.save_pretrained(directory)
+            AutoTokenizer.from_pretrained(self.spec.model.path).save_pretrained(directory)
+
+        self._on_rank_0(write, directory)
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _score(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [T]: rows padded on the right, whose padding no causal layer looks at."""
+        rows = torch.nn.utils.rnn.pad_sequence(batch["tokens"].split(batch.lengths.tolist()), batch_first=True)
+        hidden_NWH = self.model.base_model(input_ids=rows, use_cache=False).last_hidden_state
+        is_token_NW = torch.arange(rows.shape[1]) < batch.lengths[:, None]
+        is_first_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        is_first_T[batch.offsets[:-1]] = True
+        # Row by row these are the stream's tokens again; the hidden state before a token predicts it.
+        hidden_TH = hidden_NWH[is_token_NW].roll(1, 0)
+        logprobs_T, entropies_T = chunked_logprobs(
+            hidden_TH,
+            self.model.get_output_embeddings().weight,
+            batch["tokens"],
+            temperature=temperature,
+            chunk_tokens=self.spec.logprobs_chunk_size,
+        )
+        assert entropies_T is not None
+        return logprobs_T.masked_fill(is_first_T, 0.0), entropies_T.masked_fill(is_first_T, 0.0)
+
+    def _summed(self, parameter: torch.nn.Parameter) -> Tensor:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if not dist.is_initialized():
+            return gradient
+        total = gradient.double() if self.spec.options.reduce_in_float64 else gradient
+        dist.all_reduce(total)
+        return total.to(gradient.dtype)
+
+    def _on_rank_0(self, write: Callable[[], object], directory: Path) -> None:
+        if self.rank.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            write()
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _trained(self) -> torch.optim.AdamW:
+        if self.optimizer is None:
+            raise WorkerError(f"{self.spec.role}: was started without an optimizer, so it is not trained")
+        return self.optimizer
