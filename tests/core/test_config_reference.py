@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from rl_core import plugins
 from rl_core.config import Config, reference_page
 from rl_core.config.loading import hints, known_paths
 from rl_core.config.reference import field_docs
@@ -27,6 +28,16 @@ def test_every_key_has_a_text_that_ends_as_a_sentence(key: str):
     docs = field_docs(cls)
     for name in hints(cls):
         assert docs.get(name, "").endswith((".", "?", "`")), f"{key}.{name}: {docs.get(name)!r}"
+
+
+@pytest.mark.parametrize("backend", [plugin.name for plugin in plugins.installed("rl_core.backends")])
+def test_every_key_of_a_backends_section_has_a_text_that_ends_as_a_sentence(backend: str):
+    classes = [plugins.load("rl_core.backends", backend).options_class]
+    while classes:
+        cls = classes.pop()
+        for name, hint in hints(cls).items():
+            assert field_docs(cls).get(name, "").endswith((".", "`")), f"{cls.__name__}.{name}"
+            classes += [hint] if attrs.has(hint) else []
 
 
 def test_the_page_shows_types_and_defaults_as_users_write_them():

@@ -86,9 +86,8 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
 def load_options(node: Any, keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The options objects of the plug-ins that have these keys, by plug-in.
 
-    The chosen plug-in has the first claim on a key, then the other installed ones: what is written for one of several
-    that share a name is checked by the first whose type it has. Keys of a chosen plug-in that cannot be loaded are kept
-    raw, with a warning: what then starts, fails.
+    The chosen plug-in has the first claim on a key, then the other installed ones, the first whose type the value has.
+    Where the chosen one cannot be loaded, keys are kept raw, with a warning: what then starts, fails.
 
     Args:
         node: the section with its own keys.
