@@ -11,10 +11,11 @@ from rl_core.moved_modules import MOVED
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_the_earlier_name_warns_and_gives_the_same_objects(name: str):
+def test_the_earlier_name_gives_the_same_objects_and_says_where_they_are(name: str, caplog: pytest.LogCaptureFixture):
     sys.modules.pop(name, None)
-    with pytest.warns(DeprecationWarning, match=f"{name} has moved to {MOVED[name]}"):
+    with caplog.at_level("INFO"):
         module = importlib.import_module(name)
+    assert f"{name} has moved to {MOVED[name]}" in caplog.text
     moved = importlib.import_module(MOVED[name])
     public = next(key for key, value in vars(moved).items() if getattr(value, "__module__", "") == MOVED[name])
     assert getattr(module, public) is getattr(moved, public)

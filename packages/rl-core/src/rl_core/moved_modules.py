@@ -1,19 +1,21 @@
 """Modules under the names that they had before: plug-ins built against an earlier version import them there.
 
-An import of an old name works and warns (DeprecationWarning) with the new one. An entry goes with the version of
-contracts that it belongs to: see `rl_core.interfaces.version`.
+An import of an old name works and logs the new one. It is no DeprecationWarning: plug-ins whose tests take warnings for
+errors go on unchanged. An entry goes when the contracts that it belongs to are no longer accepted (`CONTRACTS`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+logger = logging.getLogger(__name__)
 
 MOVED = {
     "rl_core.hugging_face": "rl_core.rank_kit.expert_choices",
@@ -41,7 +43,7 @@ class _Forwarding(Loader):
         self._new_name = new_name
 
     def exec_module(self, module: ModuleType) -> None:
-        warnings.warn(f"{module.__name__} has moved to {self._new_name}", DeprecationWarning, stacklevel=2)
+        logger.info("%s has moved to %s", module.__name__, self._new_name)
         module.__getattr__ = partial(getattr, import_module(self._new_name))  # pyright: ignore[reportAttributeAccessIssue]
 
 

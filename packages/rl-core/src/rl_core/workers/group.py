@@ -243,7 +243,7 @@ class WorkerGroup:
         if self._backend is not None and self._backend.contract_version < version:
             raise ConfigError(
                 f"{call} came with version {version} of the contract of backends, and {self._backend.name!r} was "
-                f"written for version {self._backend.contract_version}: docs/plugins.md#contract-versions says what it needs"
+                f"written for version {self._backend.contract_version} (docs/plugins.md#contract-versions)"
             )
 
     def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
