@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from rl_core.interfaces import Action, Environment, Recipe
-from rl_core.trainer.advantages import load_estimator
+from rl_core.config import engine_spec, from_mapping
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Action, Configurable, Environment, InferencePlugin, Recipe
+from rl_core.trainer.batch_advantages import load_estimator
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -54,3 +57,22 @@ def test_the_callback_stops_a_solved_run(shown: dict[str, Any]):
     callback = shown["StopWhenSolved"]()
     assert callback.on_step_end(3, {"eval/accuracy": 0.94}) is None
     assert callback.on_step_end(3, {"eval/accuracy": 0.96}).stop
+
+
+def test_the_engine_has_keys_of_its_own(shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.examples.environments.shown_engine", shown["patient"], raising=False)
+    section = "generator.inference_engine"
+    values = {"trainer.policy.model.path": "model", f"{section}.backend": "tests.examples.environments:shown_engine"}
+    plugin, spec = engine_spec(from_mapping({**values, f"{section}.patience": 3}))
+    assert isinstance(plugin, InferencePlugin)
+    assert isinstance(plugin, Configurable)
+    assert (spec.options.patience, spec.options.log_file) == (3, None)
+    plugin.validate(spec)
+    with pytest.raises(ConfigError, match=rf"{section}\.patience: 0 is given; expected at least 1"):
+        from_mapping({**values, f"{section}.patience": 0})
+    with pytest.raises(ConfigError, match=rf"{section}\.log_file: /no/such/file is in no directory"):
+        plugin.validate(engine_spec(from_mapping({**values, f"{section}.log_file": "/no/such/file"}))[1])
+
+
+def test_the_command_is_one(shown: dict[str, Any]):
+    assert CliRunner().invoke(shown["weigh"], ["runs/x"]).output == "runs/x: heavy\n"

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.model_shape import read_config
+from rl_core.rank_kit.model_shapes import read_config
 from rl_megatron.megatron_fields import fields_read_by_bridge
 from rl_megatron.model_checks import (
     Check,
