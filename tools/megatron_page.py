@@ -21,6 +21,8 @@ from rl_core.layout import (
     plan_micro_batches,
 )
 from rl_core.layout.ranges import ranges
+from rl_megatron.accepted_models import ACCEPTED, EVERY_TYPE, REFUSED
+from rl_megatron.model_checks import as_json, given
 from rl_megatron.refusals import FIXED_FIELDS
 from rl_megatron.route_layout import deal_padding, router_order
 
@@ -50,6 +52,26 @@ _KEYS = {
     "": ("the batch, and the optimizer's state", "data"),
 }
 
+_MODELS = """\
+## Models
+
+A model is trained if tests have compared what Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 make of it with what
+transformers computes: a type of this table, as its configuration (`config.json`) says. `trainer.strategy=fsdp` trains
+the others. The configuration is checked before any process is started, in a dry run too, if the model is a local
+directory or in the cache of the hub; else by the rank that fetches it.
+"""
+_MODEL_RULES = """\
+- `llama3` has Llama 3's own numbers: `low_freq_factor` 1, `high_freq_factor` 4, `original_max_position_embeddings` 8192
+- `yarn` of latent attention has both `mscale` and `mscale_all_dim` or neither, no `attention_factor`, no
+  `truncate=false`
+- a `deepseek_v3` router that chooses from `topk_group` of `n_group` groups has `topk_group = n_group`, or
+  `num_experts_per_tok // topk_group = 2`: Megatron sums that many scores of a group, transformers always two. It
+  chooses at least two experts, beside at least one shared one
+- a `qwen3_moe` router with `norm_topk_prob=true` chooses at least two experts
+
+Fields of every type, and why. Log-probs are those of tiny random models in float32, where rounding is 1e-6:
+"""
+
 _REFUSED = """\
 ## What is refused
 
@@ -66,8 +88,8 @@ Before any process is started, with the key, the numbers and the nearest mesh th
   micro-batch for a sequence)
 - router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without
   replay, replay without routes, and routes of another shape or with an expert that does not exist
-- models that Megatron-Bridge 0.3.1 would convert into another one: experts in some layers only, sliding windows, biases
-  that it drops, another normalisation of the routers' weights
+- models other than those above; `norm_topk_prob=false` of Qwen3-MoE without `moe_router_pre_softmax=true`, which makes
+  Megatron's routers do the same
 
 Fields of `transformer_config_kwargs` that can have one value only:
 """
@@ -75,7 +97,9 @@ Fields of `transformer_config_kwargs` that can have one value only:
 
 def page() -> str:
     """The whole page."""
-    sections = (_ranks(), _layers(), _data(), _tokens(), _experts(), _routes(), _REFUSED, _fixed_fields())
+    drawn = (_ranks(), _layers(), _data(), _tokens(), _experts(), _routes())
+    models = (_MODELS, _accepted(), _MODEL_RULES, _fields_of_models(), _refused_types())
+    sections = (*drawn, *models, _REFUSED, _fixed_fields())
     return _INTRODUCTION + _keys() + "\n" + "\n".join(sections)
 
 
@@ -247,6 +271,38 @@ def _routes() -> str:
 
 def _section(title: str, text: str, drawing: str) -> str:
     return f"## {title}\n\n{textwrap.fill(text, 120)}\n\n{drawing}"
+
+
+def _accepted() -> str:
+    rows = []
+    for name, model_type in ACCEPTED.items():
+        fixed = (given(field, rule.values[0]) for field, rule in model_type.fixed.items())
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{model_type.architecture}`",
+                ", ".join(f"`{kind}`" for kind in model_type.rotary),
+                ", ".join(f"`{field}`" for field in fixed),
+            ]
+        )
+    return _table(["`model_type`", "class", "rotary scaling", "with"], rows)
+
+
+def _fields_of_models() -> str:
+    return _table(
+        ["field", "value", "because"],
+        ([f"`{name}`", f"`{as_json(rule.values[0])}`", rule.reason] for name, rule in EVERY_TYPE.items()),
+    )
+
+
+def _refused_types() -> str:
+    types: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        types.setdefault(reason, []).append(f"`{name}`")
+    lines = [
+        textwrap.fill(f"- which {why}: {', '.join(names)}", 120, subsequent_indent="  ") for why, names in types.items()
+    ]
+    return "\n".join(["Of other types it is known why they are refused:", "", *lines, ""])
 
 
 def _fixed_fields() -> str:

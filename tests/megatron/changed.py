@@ -19,6 +19,20 @@ class ChangedBackend(MegatronBackend):
         return super().create_worker(spec, rank)
 
 
+@attrs.frozen(kw_only=True)
+class UncheckedBackend(MegatronBackend):
+    """`MegatronBackend` that takes any model."""
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        pass
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        from rl_megatron import model
+
+        model.refuse = lambda *_: None
+        return super().create_worker(spec, rank)
+
+
 def _nothing() -> None:
     pass
 

@@ -39,7 +39,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16384,
         "rope_parameters": {
             "rope_type": "llama3",
-            "rope_theta": 500.0,
+            # Of a head's four frequencies two are left as they are, one is scaled in part, one whole.
+            "rope_theta": 1e6,
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
@@ -48,6 +49,18 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"family": "qwen3_moe", "tie_word_embeddings": False},
     "deepseek_v3": {"family": "deepseek_v3", "tie_word_embeddings": False},
+    "deepseek_v3, yarn": {
+        "family": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "moonlight": {**MOONLIGHT, "tie_word_embeddings": False},
 }
 

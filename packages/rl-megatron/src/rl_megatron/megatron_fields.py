@@ -1,4 +1,4 @@
-"""Field names of Megatron's configuration classes, read from their source: importing them would take seconds."""
+"""Names of fields that Megatron and Megatron-Bridge know, read from their source: importing them would take seconds."""
 
 from __future__ import annotations
 
@@ -52,6 +52,22 @@ def require_bridge() -> None:
         )
 
 
+@cache
+def fields_read_by_bridge() -> frozenset[str]:
+    """Fields that Megatron-Bridge takes from any model's configuration, whether its type has them or not. Raises
+    ConfigError if it is not installed."""
+    require_bridge()
+    root = _root_of("bridge")
+    assert root is not None
+    definition = _class_in(root / "bridge/models/conversion/model_bridge.py", "MegatronModelBridge")
+    (pairs,) = (
+        ast.literal_eval(node.value)
+        for node in definition.body
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["CONFIG_MAPPING"]
+    )
+    return frozenset(name for name, _ in pairs)
+
+
 def _root_of(package: str) -> Path | None:
     """The folder of the namespace `megatron` that holds the package."""
     spec = find_spec("megatron")
@@ -60,10 +76,14 @@ def _root_of(package: str) -> Path | None:
 
 
 def _annotated_names(file: Path, class_name: str) -> list[str]:
-    module = ast.parse(file.read_text(encoding="utf-8"))
-    (definition,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     return [
         node.target.id
-        for node in definition.body
+        for node in _class_in(file, class_name).body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
+
+
+def _class_in(file: Path, class_name: str) -> ast.ClassDef:
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    (definition,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    return definition

@@ -25,6 +25,7 @@ from rl_megatron.groups import embedding_group
 from rl_megatron.layers import layer_specs
 from rl_megatron.lora import add_adapters
 from rl_megatron.options import transformer_fields
+from rl_megatron.refusals import refuse
 from rl_megatron.start import Place
 from rl_megatron.value_head import ValueHead, load_head, put_heads
 
@@ -44,8 +45,8 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
 """Fields of `TransformerConfig` that choose kernels of Transformer Engine or Apex."""
 
 
-def open_bridge(spec: WorkerSpec) -> Any:
-    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or unknown to it."""
+def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
+    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or refused."""
     path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
     assert path is not None
     try:
@@ -54,11 +55,7 @@ def open_bridge(spec: WorkerSpec) -> Any:
         raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
     if (broken := broken_weights_file(path)) is not None:
         raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
-    if not AutoBridge.supports(config):
-        raise ConfigError(
-            f"{where}: Megatron-Bridge cannot convert {', '.join(config.architectures or ['this model'])}; "
-            "set trainer.strategy=fsdp"
-        )
+    refuse(spec, world_size, config)  # of a model that this rank is the first to fetch, nothing was checked yet
     return AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
 
 
@@ -122,7 +119,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     fields: dict[str, Any] = {
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
-        **_rotary_fields(hf_config.get_text_config(), where, is_latent=provider.multi_latent_attention),
+        **_rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
         "transformer_layer_spec": layer_specs,
         # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
         # the marks the gradient's norm leaves all ranks' parts but the first out.
@@ -168,19 +165,12 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
     return fields
 
 
-def _rotary_fields(config: Any, where: str, *, is_latent: bool) -> dict[str, Any]:
+def _rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
     """Bridge 0.3.1 reads `rope_theta` and `rope_scaling` of the configuration, which transformers 5 keeps together in
     `rope_parameters`: it misses the one, and takes latent attention without scaling for one with Megatron's default."""
     rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and any(rope[name] != value for name, value in known.items()):
-        raise ConfigError(
-            f"{where}.model.path: Megatron-Core knows llama3 rotary scaling with {known} only, not {rope}"
-        )
-    if kind not in ("default", "llama3", "yarn"):
-        raise ConfigError(f"{where}.model.path: rotary scaling {kind!r} is not offered by this backend; use fsdp")
-    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if is_latent and kind == "default" else {}
+    is_unscaled = is_latent and rope["rope_type"] == "default"
+    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if is_unscaled else {}
     return {"rotary_base": rope["rope_theta"], **unscaled}
 
 

@@ -19,8 +19,9 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
-from rl_core.rank_kit.model_shapes import ModelShape, model_shape, read_config
+from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_megatron.accepted_models import accepted_config, require_accepted
 from rl_megatron.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
 from rl_megatron.options import transformer_fields
 
@@ -42,9 +43,9 @@ class Setup:
     fields: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
     shape: ModelShape | None
-    """None where the model's directory is not there yet: what needs it is checked when it is."""
-    hf_config: Mapping[str, Any]
-    """`config.json`; empty where `shape` is None."""
+    """None where the model is not at hand yet: what needs it is checked when it is."""
+    model: Any
+    """transformers' configuration; None where `shape` is."""
     world_size: int
     is_packed: bool
     """A micro-batch is one packed stream."""
@@ -88,15 +89,25 @@ Check = Callable[[Setup], "str | None"]
 """Returns `key: what is wrong`, or None."""
 
 
-def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
-    """What `spec` means. Raises ConfigError for an unknown field or layer, or an unreadable config.json."""
+def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
+    """What `spec` means. Raises ConfigError for an unknown field or layer, or a model that is not accepted.
+
+    Args:
+        spec: of one model.
+        world_size: its ranks.
+        model: transformers' configuration; None: it is read where it is at hand.
+    """
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
-    config, lora = read_config(spec.model.path), spec.model.lora
+    if model is None:
+        model = accepted_config(spec.model.path, f"{section}.model.path")
+    else:
+        require_accepted(model, spec.model.path, f"{section}.model.path")
+    lora = spec.model.lora
     return Setup(
         fields=transformer_fields(spec.options, where),
-        shape=None if config is None else model_shape(config, f"{section}.model.path"),
-        hf_config=config or {},
+        shape=None if model is None else model_shape(model.to_dict(), f"{section}.model.path"),
+        model=model,
         world_size=world_size,
         is_packed=spec.use_sample_packing,
         where=where,
@@ -105,9 +116,9 @@ def setup_of(spec: WorkerSpec, world_size: int) -> Setup:
     )
 
 
-def refuse(spec: WorkerSpec, world_size: int) -> None:
-    """Raises ConfigError for the first thing that cannot run, or would compute wrong numbers."""
-    refuse_setup(setup_of(spec, world_size))
+def refuse(spec: WorkerSpec, world_size: int, model: Any = None) -> None:
+    """Raises ConfigError for the first thing that cannot run, or would compute wrong numbers; see `setup_of`."""
+    refuse_setup(setup_of(spec, world_size, model))
 
 
 def refuse_setup(setup: Setup) -> None:
@@ -490,24 +501,19 @@ def _adapters_of_experts(setup: Setup) -> str | None:
     return None
 
 
-def _model_is_converted(setup: Setup) -> str | None:
-    """Properties of a model that Megatron-Bridge 0.3.1 does not look at: it would build another model, silently."""
-    config, where = setup.hf_config, f"{setup.where.rpartition('.')[0]}.model.path: its config.json says"
-    kind = config.get("model_type")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        return f"{where} that only some layers have experts (mlp_only_layers, decoder_sparse_step); use fsdp"
-    if config.get("use_sliding_window"):
-        return f"{where} use_sliding_window=true, which Megatron-Bridge 0.3.1 ignores; use fsdp"
-    if kind in ("qwen3", "qwen3_moe", "deepseek_v3") and config.get("attention_bias"):
-        return f"{where} attention_bias=true, which Megatron-Bridge 0.3.1 drops for {kind}; use fsdp"
-    if kind == "qwen3_moe" and not config.get("norm_topk_prob", False):
-        if not setup.fields.get("moe_router_pre_softmax"):
-            key = f"{setup.where}.transformer_config_kwargs.moe_router_pre_softmax"
-            return f"{where} norm_topk_prob=false, which Megatron-Bridge 0.3.1 does not read; set {key}=true"
-    elif kind == "qwen3_moe" and setup.fields.get("moe_router_pre_softmax"):
-        return f"{setup.key('moe_router_pre_softmax')}: true, but the model normalises after its choice; leave it out"
-    if kind == "deepseek_v3" and not config.get("norm_topk_prob", True):
-        return f"{where} norm_topk_prob=false; Megatron-Core always normalises sigmoid scores; use fsdp"
+def _weights_of_experts(setup: Setup) -> str | None:
+    """Whether the routers of Qwen3-MoE normalise before or after their choice Megatron-Bridge 0.3.1 does not read."""
+    if setup.model is None or setup.model.model_type != "qwen3_moe":
+        return None
+    name = "moe_router_pre_softmax"
+    if not setup.model.norm_topk_prob and not setup.fields.get(name):
+        return (
+            f"{setup.where.rpartition('.')[0]}.model.path: a qwen3_moe model with norm_topk_prob=false, which "
+            "Megatron-Bridge 0.3.1 does not read (log-probs off by 0.30); set "
+            f"{setup.where}.transformer_config_kwargs.{name}=true, or trainer.strategy=fsdp"
+        )
+    if setup.model.norm_topk_prob and setup.fields.get(name):
+        return f"{setup.key(name)}: true, but the model normalises after its choice; leave it out"
     return None
 
 
@@ -522,5 +528,5 @@ _CHECKS: tuple[Check, ...] = (
     _dispatcher,
     _adapters_of_latent_attention,
     _adapters_of_experts,
-    _model_is_converted,
+    _weights_of_experts,
 )

@@ -64,7 +64,7 @@ class MegatronWorker:
         self.spec = spec
         where = f"{SECTIONS[spec.role]}.megatron_config"
         self.place = join(rank, mesh_of(spec.options, rank.world_size, where), spec.seed)
-        self.bridge = open_bridge(spec)
+        self.bridge = open_bridge(spec, rank.world_size)
         self.chunks: list[Any] = build_chunks(self.bridge, spec, self.place)
         self.steps_done = 0
         self._parameters_out, self._optimizer_out = HostCopy(), HostCopy()
