@@ -89,12 +89,12 @@ bench: $(READY)  ## measure: ratios, taken within one run
 docs: $(READY)  ## write the generated pages of docs/ again
 	$(RUN)python -m rl_core.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
-	$(RUN)python -m rl_megatron.layout_page > docs/megatron.md.new
+	$(RUN)python -m tools.megatron_page > docs/megatron.md.new
 	mv docs/megatron.md.new docs/megatron.md
 
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
 	rm -rf .parity
-	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
+	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) -m "not gpu" tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
 	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.config import Config, from_mapping
+from rl_core.config import Config, engine_spec, from_mapping
 from rl_core.interfaces import Manifest
 from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.publish import publish_weights
@@ -84,7 +84,7 @@ async def measure(config: Config, rounds: int) -> None:
     """Prints what one kind of sync does."""
     engine = config.generator.inference_engine
     transport = plugins.load("rl_core.weight_transports", engine.weight_sync_backend)
-    client = await create_client(config)
+    client = await create_client(engine_spec(config)[1])
     policy = await WorkerGroup.launch(*worker_spec(config, "policy", num_training_steps=None))
     tokens = sequences(client.vocab_size)
     print("merged" if policy.adapter is None else "alone")

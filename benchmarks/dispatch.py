@@ -119,7 +119,7 @@ async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None
                 "put": timed(lambda: _put(batch, parts)),
             }
             start = time.perf_counter()
-            received = await group._ranks.call_on_parts("receive", batch, parts)
+            received = await group._ranks.call_on_parts(NothingWorker.receive, batch, parts)
             times["dispatch"] = time.perf_counter() - start
             assert sum(tokens for tokens in received if tokens is not None) == batch.num_tokens
             for name, value in times.items():

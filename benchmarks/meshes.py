@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.interfaces import LossSpec
+from rl_core.interfaces import LossSpec, Worker
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.ranks import PRELOADED, RankGroup
 from rl_core.workers import MicroBatchLimits
@@ -91,7 +91,7 @@ def measure(
             group.forward(batch, limits, temperature=1.0)
             scored = time.perf_counter()
             group.forward_backward(batch, limits, LOSS, temperature=1.0)
-            group.call("optim_step")
+            group.call(Worker.optim_step)
             if number:
                 seconds[name].append((scored - started, time.perf_counter() - scored))
     return {

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.config import Config, from_mapping
-from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_core.config import engine_spec, from_mapping
+from rl_core.interfaces import Completion, EngineSpec, GenerateRequest, SamplingParams
 from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
@@ -35,11 +35,11 @@ SIZES: dict[str, dict[str, Any]] = {
 PROMPT = tuple(range(1, 17))
 
 
-def make_config(directory: Path, size: str) -> Config:
+def make_spec(directory: Path, size: str) -> EngineSpec:
     """A float32 engine for a random model."""
     sizes = SIZES[size] and {**SIZES[size], "num_key_value_heads": 4, "head_dim": 64}
     make_checkpoint(directory / "model", **{"head_dim": 32, "max_position_embeddings": 512, **sizes})
-    return from_mapping(
+    config = from_mapping(
         {
             "trainer.policy.model.path": str(directory / "model"),
             "trainer.run_dir": str(directory),
@@ -50,6 +50,7 @@ def make_config(directory: Path, size: str) -> Config:
             "generator.inference_engine.enable_prefix_caching": False,
         }
     )
+    return engine_spec(config)[1]
 
 
 def through_http(runner: asyncio.Runner, client: RemoteInferenceClient, name: str, count: int, tokens: int) -> float:
@@ -89,12 +90,12 @@ def in_process(engine: Any, count: int, tokens: int) -> float:
 def compare(size: str, batches: list[int], tokens: int, turns: int) -> None:
     """Prints one line per batch size."""
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
-        config = make_config(Path(directory), size)
-        client = runner.run(create_client(config))
+        spec = make_spec(Path(directory), size)
+        client = runner.run(create_client(spec))
         os.environ.update(cpu_environment(1))
         from vllm import LLM
 
-        served = engine_arguments(config, has_gpus=False)
+        served = engine_arguments(spec, has_gpus=False)
         del served["worker_extension_cls"], served["served_model_name"]
         engine = LLM(**served)
         try:

@@ -28,7 +28,7 @@ import torch
 from rl_core import plugins
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Manifest, Rendezvous
-from rl_core.weights import bucket_records, pack_buckets, require_same
+from rl_core.rank_kit.weight_buckets import bucket_records, pack_buckets, require_same
 
 MEBIBYTE = 1 << 20
 TENSOR_MEBIBYTES = 8

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_core import plugins
+from rl_core.cli import commands
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str, **entry_points: str) -> None:
@@ -22,6 +23,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: 
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(folder))
     plugins._installed.cache_clear()
+    commands._installed.cache_clear()
 
 
 BACKEND = """

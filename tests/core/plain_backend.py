@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.routes import RouteShape, require_routes
+from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
@@ -61,8 +61,8 @@ class PlainWorker(ReferenceWorker):
             address = f"tcp://{rank.master_address}:{rank.master_port}"
             dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
 
-    def forward_backward(self, batch, plan, loss, *, temperature):
-        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
         if "old_logprobs" not in batch:
             return metrics
         computed = batch.select([i for micro_batch in plan for i in micro_batch]) if any(plan) else None
@@ -83,12 +83,12 @@ class PlainWorker(ReferenceWorker):
         if dist.is_initialized():
             dist.all_reduce(gradient)
 
-    def optim_step(self):
+    def optim_step(self, update=None):
         for parameter in self.model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.add_up(parameter.grad)
-        return super().optim_step()
+        return super().optim_step(update)
 
     def gradients(self):
         gradients = super().gradients()
@@ -123,9 +123,9 @@ class RoutedWorker(PlainWorker):
         self.require_fitting(batch)
         return super().forward(batch, plan, temperature=temperature)
 
-    def forward_backward(self, batch, plan, loss, *, temperature):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         self.require_fitting(batch)
-        return super().forward_backward(batch, plan, loss, temperature=temperature)
+        return super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
 
     def require_fitting(self, batch):
         config = self.model.config
@@ -179,8 +179,8 @@ class DropsARank(PlainWorker):
 
 
 class CountsMetricsOnEveryRank(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
-        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
         total = torch.tensor([metrics[name] for name in sorted(metrics)], dtype=torch.float64)
         self.add_up(total)
         added = {name: tuple(pair) for name, pair in zip(sorted(metrics), total.tolist(), strict=True)}
@@ -188,8 +188,8 @@ class CountsMetricsOnEveryRank(PlainWorker):
 
 
 class ReportsTheWholeLossOnEveryRank(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
-        metrics = super().forward_backward(batch, plan, loss, temperature=temperature)
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
         total = torch.tensor(metrics["loss"][0])
         self.add_up(total)
         return {**metrics, "loss": (total.item(), 1.0)}
@@ -208,7 +208,7 @@ class ExportsItsShardOnly(PlainWorker):
     """The second half of the parameters lies on another rank, which sends nothing."""
 
     def export_weights(self, max_bucket_bytes) -> Iterator[Any]:
-        from rl_core.weights import pack_buckets
+        from rl_core.rank_kit.weight_buckets import pack_buckets
 
         named = list(self.model.named_parameters())
         return (
@@ -231,29 +231,29 @@ class EachRankExportsItsOwn(PlainWorker):
 class SkipsAlone(PlainWorker):
     """Looks for values that are not finite in its own gradient, before they are added up."""
 
-    def optim_step(self):
+    def optim_step(self, update=None):
         mine = [p.grad for p in self.model.parameters() if p.grad is not None]
         is_broken = any(not bool(gradient.isfinite().all()) for gradient in mine)
         for gradient in mine:
             gradient.nan_to_num_()
-        step = super().optim_step()
+        step = super().optim_step(update)
         return attrs.evolve(step, skipped=is_broken, grad_norm=float("nan") if is_broken else step.grad_norm)
 
 
 class ClipsByItsOwnNorm(PlainWorker):
-    def optim_step(self):
+    def optim_step(self, update=None):
         mine = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = sum(float(gradient.double().pow(2).sum()) for gradient in mine) ** 0.5
         assert self.spec.optimizer is not None
         for gradient in mine:
             gradient *= min(1.0, self.spec.optimizer.max_grad_norm / max(norm, 1e-12))
-        return super().optim_step()
+        return super().optim_step(update)
 
 
 class OneRankKeepsItsWeights(PlainWorker):
-    def optim_step(self):
+    def optim_step(self, update=None):
         before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        step = super().optim_step()
+        step = super().optim_step(update)
         if self.rank.rank == 1:
             for name, parameter in self.model.named_parameters():
                 parameter.data.copy_(before[name])

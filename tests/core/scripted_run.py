@@ -28,10 +28,10 @@ from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState, list_checkpoints, load_state
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
-from rl_core.trainer.selection import Selection
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
 from tests.core.virtual_time import run_virtually

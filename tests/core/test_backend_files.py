@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.errors import CheckpointError
-from rl_core.model_files import write_weights
-from rl_core.state_files import require_complete_state, write_state_list
+from rl_core.rank_kit.model_files import write_weights
+from rl_core.rank_kit.state_files import require_complete_state, write_state_list
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
 

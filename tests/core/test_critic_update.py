@@ -36,7 +36,7 @@ class FakeGroup:
         self.trained: list[tuple[Batch, LossSpec]] = []
         self.grad_norm = 1.0
 
-    def takes_turns_with(self, other: FakeGroup) -> bool:
+    def shares_devices_with(self, other: FakeGroup) -> bool:
         return self.shares
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, torch.Tensor]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rl_core.errors import GenerationError
+from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing import reference_transport
 from rl_core.testing.inference import InferenceClientConformance, make_bench
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_engine import ReferenceEngine
 from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
-from rl_core.weights import unpack_bucket
 from tests.core.test_suites import REJECTED
 
 

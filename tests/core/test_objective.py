@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 from rl_core import algorithms
 from rl_core.algorithms import Objective, TokenLoss, estimate_kl, ppo_clip_loss, prepared_by, sum_metrics
-from rl_core.algorithms.objective import COLUMNS
-from rl_core.batch import FIELDS
 from rl_core.errors import ConfigError, PluginError, ShapeError
 from rl_core.interfaces import LossSpec
 from rl_core.plugins import installed, load
-from rl_core.workers.objective import objective_from_spec
+from rl_core.rank_kit.objectives import objective_from_spec
 
 LOSSES = [plugin.name for plugin in installed("rl_core.policy_losses") if plugin.distribution.startswith("rl-core ")]
 
@@ -63,10 +61,6 @@ def run(objective, columns, current, sequence_T):
     loss, metrics = objective(columns, sequence_T=sequence_T, **leaves)
     loss.backward()
     return loss.detach(), metrics, {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def test_columns_repeat_the_batchs_per_token_fields():
-    assert set(COLUMNS) | {"routed"} == {name for name, field in FIELDS.items() if field.axes == "T"}
 
 
 def test_the_sum_is_loss_plus_kl_minus_entropy_times_weight_over_trained_tokens():

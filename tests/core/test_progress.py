@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from rl_core.trainer.progress import Progress, duration, readable
+from rl_core.reports.progress import Progress, duration, readable
 
 
 class Clock:

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_core.trainer.curves import Series, line_chart, linear_axis, log_axis, smoothed, stacked_chart, thinned
-from rl_core.trainer.report import curve_png, write_report
+from rl_core.reports.curves import Series, line_chart, linear_axis, log_axis, smoothed, stacked_chart, thinned
+from rl_core.reports.report_page import write_report
+from tools.quickstart_picture import curve_png
 
 ATTACK = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> & \x1b[31m"
 

@@ -13,7 +13,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, DeadlineError, WorkerError
-from rl_core.interfaces import RankInfo, WorkerSpec
+from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import Case
 from rl_core.testing.ranks import _shuffled
@@ -70,7 +70,7 @@ def test_a_rank_that_fails_ends_the_call_and_all_ranks(case: Case, fault: str, e
     group = case.start()
     pids = [process.pid for process in group.ranks._processes]
     with pytest.raises(error, match=message):
-        group.call("save_model", case.directory / fault)
+        group.call(Worker.save_model, case.directory / fault)
     assert group.ranks.has_ended
     assert ended(pids)
     with pytest.raises(WorkerError, match="have ended"):
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_ends_the_call_and_all_ranks(case: Case, fault: str, e
 def test_a_mistake_that_all_ranks_find_leaves_them_running(case: Case):
     group = case.start()
     with pytest.raises(CheckpointError, match="no room"):
-        group.call("save_model", case.directory / "user-all")
+        group.call(Worker.save_model, case.directory / "user-all")
     assert not group.ranks.has_ended
     group.gradients()
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, PluginError
 from rl_core.interfaces import Tracker, Trajectory, TrajectoryStep
+from rl_core.reports.jsonl import StepLog, read_rows
+from rl_core.reports.samples import SamplesWriter, read_samples, sample_of, with_logprobs
+from rl_core.reports.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, WandbTracker
 from rl_core.trainer.collate import collate
-from rl_core.trainer.jsonl import StepLog, read_rows
-from rl_core.trainer.samples import SamplesWriter, read_samples, sample_of, with_logprobs
-from rl_core.trainer.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, WandbTracker
 
 
 def steps_in(path: Path) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_file_that_was_cut_at_any_byte_is_continued_without_a_broken_row(tmp_p
 
 def test_a_process_killed_while_logging_leaves_whole_rows_for_the_next_one(tmp_path):
     program = (
-        "import os, signal; from pathlib import Path; from rl_core.trainer.trackers import JsonlTracker\n"
+        "import os, signal; from pathlib import Path; from rl_core.reports.trackers import JsonlTracker\n"
         f"tracker = JsonlTracker(None, Path({str(tmp_path)!r}), total_steps=9, first_step=0)\n"
         "for step in range(4): tracker.log(step, {'a': 1.0})\n"
         'tracker._log._file.write(\'{"step": 4, "a\'); tracker._log._file.flush()\n'

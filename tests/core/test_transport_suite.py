@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl_core.interfaces import CONTRACT_VERSION
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing import reference_transport
 from rl_core.testing.reference_transport import MemoryReceiver, MemorySender, MemoryTransport
 from rl_core.testing.transports import WeightTransportConformance
-from rl_core.weights import pack_buckets, unpack_bucket
 from tests.core.test_suites import REJECTED
 
 HERE = __name__

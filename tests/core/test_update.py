@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from rl_core.algorithms.advantages import grpo_advantages, reinforce_plus_plus_advantages
+from rl_core.algorithms.minibatch_losses import kl_cov_columns
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, NonFiniteError
 from rl_core.interfaces import LossSpec, OptimizerStep
-from rl_core.trainer.advantages import load_estimator, with_advantages, with_loss_weights, with_off_policy_correction
+from rl_core.trainer.batch_advantages import (
+    load_estimator,
+    with_advantages,
+    with_loss_weights,
+    with_off_policy_correction,
+)
 from rl_core.trainer.model_update import ModelUpdateSettings, mini_batches
 from rl_core.trainer.models import Models
 from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement
@@ -149,6 +155,31 @@ def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
     masked, _ = with_off_policy_correction(batch, {"outlier_token_is_threshold_high": 5.0})
     assert masked["loss_mask"].tolist() == [False, False, False, False, True, True]
     assert all(name.startswith("correction/") for name in metrics)
+
+
+def covariance_choice(batch: Batch) -> list[int]:
+    """Positions of the third of the trained tokens that `kl_cov` would choose."""
+    columns = (batch["old_logprobs"], batch["advantages"], batch["loss_mask"])
+    return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
+
+
+def test_a_mask_leaves_covariances_those_of_the_kept_tokens_where_weights_would_change_them():
+    rollout_T = torch.tensor([0.0, -0.2, -1.0, 0.0, -2.0, -1.5, 0.0, -0.5, -3.0])
+    old_T = torch.tensor([0.0, -0.1, -1.1, 0.0, -2.1, -3.5, 0.0, -0.4, -1.0])
+    advantages_T = torch.tensor([0.0, 0.9, 0.9, 0.0, -1.0, -1.0, 0.0, 0.1, 0.1])
+    columns = {"old_logprobs": old_T, "rollout_logprobs": rollout_T, "advantages": advantages_T}
+    batch = make_batch([1.0, 0.0, 0.5], [3, 3, 3]).with_columns(**columns)
+    masked, _ = with_off_policy_correction(
+        batch, {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
+    )
+    kept = masked["loss_mask"].nonzero().squeeze(1).tolist()
+    assert kept == [1, 2, 4, 7]  # ratios exp(-2) of token 5 and exp(2) of token 8 are out of bounds
+    mean_logprob, mean_advantage = (sum(float(v[t]) for t in kept) / len(kept) for v in (old_T, advantages_T))
+    slow = {t: (float(old_T[t]) - mean_logprob) * (float(advantages_T[t]) - mean_advantage) for t in kept}
+    assert covariance_choice(masked) == [max(slow, key=lambda t: slow[t])] == [4]
+    weighted, _ = with_off_policy_correction(batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0})
+    assert covariance_choice(batch) == [1, 5]
+    assert covariance_choice(weighted) != covariance_choice(batch)
 
 
 async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficient():

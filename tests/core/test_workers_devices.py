@@ -19,13 +19,13 @@ class RecordedRanks:
         self.events = events
         self.abilities = Abilities(offload=can_offload)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         moved = [what for what, is_moved in kwargs.items() if is_moved]
-        self.events.append(f"{self.name} {method} {' '.join(moved)}")
+        self.events.append(f"{self.name} {method.__name__} {' '.join(moved)}")
         return []
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
+        self, method: Any, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
     ) -> list[Any]:
         return []
 
@@ -45,15 +45,15 @@ def tenants(**policy: Any) -> tuple[SharedDevices, Tenant, Tenant, list[str]]:
 
 async def test_whoever_has_its_turn_finds_the_others_gone_and_only_what_it_needs_comes_back():
     devices, policy, reference, events = tenants()
-    async with devices.turn(policy):
+    async with devices.given_to(policy):
         events.append("policy forward")
-    async with devices.turn(reference):
+    async with devices.given_to(reference):
         events.append("reference forward")
-    async with devices.turn(policy):
+    async with devices.given_to(policy):
         events.append("policy forward_backward")
-    async with devices.turn(policy, optimizer=True):
+    async with devices.given_to(policy, optimizer=True):
         events.append("policy optim_step")
-    async with devices.turn(policy):
+    async with devices.given_to(policy):
         events.append("policy publish")
     assert events == [
         "reference offload parameters optimizer",
@@ -72,9 +72,9 @@ async def test_whoever_has_its_turn_finds_the_others_gone_and_only_what_it_needs
 
 async def test_an_optimizer_that_is_to_stay_stays():
     devices, policy, reference, events = tenants(keeps_optimizer=True)
-    async with devices.turn(reference):
+    async with devices.given_to(reference):
         pass
-    async with devices.turn(policy, optimizer=True):
+    async with devices.given_to(policy, optimizer=True):
         pass
     assert events == ["policy offload parameters", "reference offload parameters optimizer", "policy onload parameters"]
 
@@ -83,7 +83,7 @@ async def test_turns_do_not_overlap():
     devices, policy, reference, events = tenants()
 
     async def work(tenant: Tenant, name: str) -> None:
-        async with devices.turn(tenant):
+        async with devices.given_to(tenant):
             events.append(f"{name} begins")
             await asyncio.sleep(0.01)
             events.append(f"{name} ends")
@@ -96,7 +96,7 @@ async def test_turns_do_not_overlap():
 async def test_workers_that_cannot_move_do_not_wait_for_a_turn():
     devices, policy, reference, events = tenants()
     policy.ranks.abilities = Abilities()
-    async with devices.turn(reference), devices.turn(policy):
+    async with devices.given_to(reference), devices.given_to(policy):
         events.append("both")
     assert events == ["both"]
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import FIELDS, Batch, offsets_of
+from rl_core.batch import Batch, dtypes_of, offsets_of
+from rl_core.columns import FIELDS
 from rl_core.workers.wire import from_arrays, to_arrays
 
 
@@ -23,7 +24,7 @@ def batches(draw: st.DrawFn) -> Batch:
         field = FIELDS.get(name, FIELDS["rewards"])
         sizes = {"T": sum(lengths), "N": len(lengths), "L": 2, "K": 3}
         shape = [sizes[axis] for axis in field.axes]
-        dtype = draw(st.sampled_from(field.dtypes))
+        dtype = draw(st.sampled_from(dtypes_of(name)))
         columns[name] = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
     return Batch(offsets_of(lengths), columns)
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.config import Config
 from rl_core.interfaces import (
-    CONTRACT_VERSION,
+    ENGINE_CONTRACT_VERSION,
     Completion,
     EngineHealth,
+    EngineSpec,
     GenerateRequest,
     InferenceClient,
     Manifest,
@@ -71,16 +71,15 @@ class RecoveringClient:
 
 
 class RecoveringPlugin:
-    contract_version = CONTRACT_VERSION
+    contract_version = ENGINE_CONTRACT_VERSION
     name = "recovering"
-    num_engines_key = None
 
-    def validate(self, config: Config) -> None:
-        local.validate(config)
+    def validate(self, spec: EngineSpec) -> None:
+        local.validate(spec)
 
-    async def create(self, config: Config) -> InferenceClient:
+    async def create(self, spec: EngineSpec) -> InferenceClient:
         updates.clear()
-        return RecoveringClient(await local.create(config))
+        return RecoveringClient(await local.create(spec))
 
 
 recovering = RecoveringPlugin()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from rl_core.config import Config
-from rl_core.interfaces import CONTRACT_VERSION, InferenceClient, RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import ENGINE_CONTRACT_VERSION, EngineSpec, InferenceClient, RankInfo, Worker, WorkerSpec
 from rl_core.testing.reference_engine import ReferenceEngine
 from rl_fsdp.backend import FsdpBackend
 
@@ -44,17 +43,16 @@ class SleepingEngine(ReferenceEngine):
 
 @attrs.frozen
 class SleepingEnginePlugin:
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = ENGINE_CONTRACT_VERSION
     name: str = "sleeping"
-    num_engines_key: str | None = None
 
-    def validate(self, config: Config) -> None:
+    def validate(self, spec: EngineSpec) -> None:
         pass
 
-    async def create(self, config: Config) -> InferenceClient:
+    async def create(self, spec: EngineSpec) -> InferenceClient:
         ON_DEVICES.add("engine")
         EVENTS.append("engine starts")
-        return SleepingEngine.from_checkpoint(config.policy_model_path)
+        return SleepingEngine.from_checkpoint(spec.model_path)
 
 
 engine = SleepingEnginePlugin()

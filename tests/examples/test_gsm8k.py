@@ -12,8 +12,8 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Action
 from rl_core.trainer.data import read_rows
 from rl_core.trainer.run import run_training
-from rl_examples.gsm8k import Gsm8kEnvironment, final_answer, ground_truth, prepare
-from rl_examples.gsm8k_data import converted, main
+from rl_examples.gsm8k import Gsm8kEnvironment, ground_truth, prepare
+from rl_examples.gsm8k_data import converted, final_answer, main
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from rl_core.batch import Batch
 from rl_core.cli.episodes import show_episodes
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import Action, GenerateRequest, GroupRequest, SamplingParams, StepResult
+from rl_core.reports.samples import read_samples
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.collate import collate
 from rl_core.trainer.run import run_generation, run_training
-from rl_core.trainer.samples import read_samples
 from rl_examples.arithmetic import write_rows
 from rl_examples.guess import GuessEnvironment, numbers, recipe, write_model
 from rl_rollout.chat import TokenCodec, load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.config import Config
-from rl_core.trainer.jsonl import read_rows
+from rl_core.reports.jsonl import read_rows
 from rl_core.trainer.run import run_training
 from tests.examples import recovering_engine
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from rl_core.config import Config
 from rl_core.interfaces import Trajectory
+from rl_core.reports.trackers import JsonlTracker
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.run import run_training
-from rl_core.trainer.trackers import JsonlTracker
 
 BuildConfig = Callable[..., Config]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_core.config import Config
-from rl_core.hugging_face import ExpertChoices
+from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_core.testing.models import make_checkpoint
 from rl_core.trainer.run import run_training
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
+from rl_core.reports.samples import read_samples
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
-from rl_core.trainer.samples import read_samples
 
 BuildConfig = Callable[..., Config]
 
@@ -103,6 +103,28 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, t
     coefficients = [row["policy/kl_coef"] for row in rows_of(tmp_path / "run")[1:]]
     assert coefficients[0] == pytest.approx(0.001)
     assert len(set(coefficients)) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer__run_name": ""}, r"trainer\.run_name: '' is given"),
+        (
+            {"trainer__algorithm__policy_loss_type": "rl_core.algorithms:kl_cov_loss", "trainer__max_staleness": 1},
+            r"tis_ratio_type: 'token' is the default with trainer\.max_staleness=1",
+        ),
+        (
+            {"trainer__algorithm__advantage_estimator": "maxrl", "trainer__algorithm__use_kl_in_reward": True},
+            r"use_kl_in_reward: true is given",
+        ),
+    ],
+)
+def test_what_would_train_on_wrong_numbers_is_refused_from_python_too_before_anything_is_made(
+    small_run: BuildConfig, tmp_path: Path, changes: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        run_training(small_run(tmp_path / "run", **changes))
+    assert not list(tmp_path.iterdir())
 
 
 def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_run: BuildConfig, tmp_path: Path):

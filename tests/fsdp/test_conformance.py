@@ -1,7 +1,7 @@
 """FSDP2 and FSDP1 pass the suite that every backend must pass, sharded in every way that they offer.
 
-A way of sharding runs all checks once, packed or padded; its mixtures with checkpointing, padding and tied embeddings
-run those behind `docs/parity.md`.
+A way of sharding runs all checks once; one rank, replicas, and mixtures with checkpointing, padding and tied embeddings
+run those behind `docs/parity.md`. Of each kind of mixture one is in `make test`; `make parity` runs all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ PADDED = {"use_sample_packing": False}
 RECOMPUTED = {"gradient_checkpointing": True}
 UNTIED = {"tie_word_embeddings": False}
 FULL = Variant(world_size=2, checkpoint=UNTIED)
-REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1))
+REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1), parity_only=True)
 ULYSSES = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2))
 FOUR = Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=2), parity_only=True)
-ONE = Variant(checkpoint=UNTIED)
+ONE = Variant(checkpoint=UNTIED, parity_only=True)
+
+
+def further(variant: Variant, **changes: Any) -> Variant:
+    """One that only `make parity` runs."""
+    return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
 
 
 MOE = {"family": "qwen3_moe"}
@@ -35,46 +40,48 @@ def experts(world_size: int, **options: Any) -> list[Variant]:
     return [
         own,
         forced,
-        attrs.evolve(own, spec=PADDED | RECOMPUTED),
-        attrs.evolve(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
+        further(own, spec=PADDED | RECOMPUTED),
+        further(forced, spec=PADDED | RECOMPUTED, checkpoint=DENSE_FIRST),
     ]
 
 
 FORCED = 1
 """Of `experts`: what sharding can get wrong shows on it. The others concern routers, the same in every sharding."""
 ROUTED = Variant(checkpoint=DENSE_FIRST, options=FsdpOptions(**FOLLOWING), forced_routes=True, spec=RECOMPUTED)
-"""All checks, on one rank and on two."""
+"""All checks on two ranks, parity on one."""
 
 
 def mixtures(variant: Variant) -> list[Variant]:
-    """Tied, padded, recomputed, and the last two together."""
+    """Tied, padded and recomputed at once; and further ones: each alone, and the last two together."""
     differences = ({"checkpoint": {}}, {"spec": PADDED}, {"spec": RECOMPUTED}, {"spec": PADDED | RECOMPUTED})
-    return [attrs.evolve(variant, parity_only=True, **difference) for difference in differences]
+    all_at_once = attrs.evolve(variant, parity_only=True, checkpoint={}, spec=PADDED | RECOMPUTED)
+    return [all_at_once, *(further(variant, **difference) for difference in differences)]
 
 
 class TestFsdp(BackendConformance):
     backend = fsdp
     options = FsdpOptions()
     variants = (
-        *VARIANTS,
+        ONE,
+        *(further(variant) for variant in VARIANTS if variant.checkpoint != UNTIED),
         FULL,
         *mixtures(FULL),
-        attrs.evolve(FULL, options=FsdpOptions(fsdp_size=2), parity_only=True),
-        attrs.evolve(FULL, options=FsdpOptions(reshard_after_forward=False), parity_only=True),
+        further(FULL, options=FsdpOptions(fsdp_size=2)),
+        further(FULL, options=FsdpOptions(reshard_after_forward=False)),
         attrs.evolve(FULL, options=FsdpOptions(cpu_offload=True), parity_only=True),
         REPLICAS,
         ULYSSES,
         *mixtures(ULYSSES),
         FOUR,
-        attrs.evolve(FOUR, options=FsdpOptions()),
+        further(FOUR, options=FsdpOptions()),
         attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
-        attrs.evolve(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
-        ROUTED,
+        further(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
+        attrs.evolve(ROUTED, parity_only=True),
         attrs.evolve(ROUTED, world_size=2),
         *experts(2),
-        experts(2, fsdp_size=1)[FORCED],
+        further(experts(2, fsdp_size=1)[FORCED]),
         experts(2, sequence_parallel_size=2)[FORCED],
-        attrs.evolve(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING), parity_only=True),
+        further(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
@@ -87,10 +94,10 @@ class TestFsdp1(BackendConformance):
         ONE,
         FULL,
         *mixtures(FULL),
-        attrs.evolve(FULL, options=FsdpOptions(reshard_after_forward=False), parity_only=True),
+        further(FULL, options=FsdpOptions(reshard_after_forward=False)),
         attrs.evolve(ULYSSES, parity_only=True),
-        FOUR,
+        further(FOUR),
         experts(2)[FORCED],
     )
-    resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL))
+    resumes = ((FULL, ONE), (FULL, further(FOUR)), (ONE, FULL))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")

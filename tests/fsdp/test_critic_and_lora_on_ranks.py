@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl_core.batch import Batch
-from rl_core.interfaces import LoraConfig, LossSpec, WorkerSpec
+from rl_core.interfaces import LoraConfig, LossSpec, Worker, WorkerSpec
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
 from rl_core.testing.ranks import RankGroup
@@ -89,8 +89,8 @@ def test_two_ranks_score_train_and_export_as_one(kind: str, options: FsdpOptions
 def test_what_two_ranks_save_one_continues(kind: str, case: Case):
     two, one = (start(case, spec_of_kind(case, kind), size) for size in (2, 1))
     steps(two, case, kind)
-    two.call("save_state", case.directory / "state")
-    one.call("load_state", case.directory / "state")
+    two.call(Worker.save_state, case.directory / "state")
+    one.call(Worker.load_state, case.directory / "state")
     for group in (two, one):
         steps(group, case, kind, 1)
     expected, found = two.weights(), one.weights()
@@ -113,7 +113,7 @@ def test_two_ranks_send_adapters_alone_as_one(case: Case):
 def test_two_ranks_save_merged_weights_adapters_and_head(case: Case):
     adapted = start(case, spec_of_kind(case, "adapters"), 2)
     steps(adapted, case, "adapters")
-    adapted.call("save_model", case.directory / "adapted")
+    adapted.call(Worker.save_model, case.directory / "adapted")
     merged = AutoModelForCausalLM.from_pretrained(case.directory / "adapted")
     expected = adapted.weights()
     assert all(weight.equal(expected[name]) for name, weight in merged.named_parameters())
@@ -124,6 +124,6 @@ def test_two_ranks_save_merged_weights_adapters_and_head(case: Case):
 
     critic = start(case, spec_of_kind(case, "critic"), 2)
     steps(critic, case, "critic")
-    critic.call("save_model", case.directory / "critic")
+    critic.call(Worker.save_model, case.directory / "critic")
     head, expected = load_file(case.directory / "critic" / "value_head.safetensors"), critic.weights()
     assert all(weight.any() and weight.equal(expected[name]) for name, weight in head.items())

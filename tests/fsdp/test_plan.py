@@ -9,6 +9,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import PRELOADED
 from rl_core.testing.cases import Variant, open_case
+from rl_core.testing.rank_process import SuiteHost
 from rl_fsdp import FsdpOptions, fsdp1
 from rl_fsdp.backend import FsdpBackend
 
@@ -49,7 +50,7 @@ def test_ranks_hold_the_parameters_that_were_planned(world_size, options, checkp
     variant = Variant(world_size=world_size, options=options, checkpoint=checkpoint)
     with open_case(counting, FsdpOptions(), variant, tmp_path) as case:
         plans = counting.plan(case.spec, world_size, micro_batch_tokens=64, num_micro_batches=1)
-        assert case.start().call("num_parameters") == [plan.num_parameters for plan in plans]
+        assert case.start().call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
         assert [plan.data_part for plan in plans] == [
             rank // options.sequence_parallel_size for rank in range(world_size)
         ]

@@ -14,7 +14,7 @@ from rl_core.config import from_mapping
 from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, ShapeError
 from rl_core.interfaces import LossSpec, RankInfo
-from rl_core.routes import RouteShape, require_routes
+from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.testing.cases import make_batch
 from rl_core.testing.models import MOE_FAMILIES, Family, make_checkpoint
 from rl_core.testing.reference_worker import ReferenceWorker

@@ -1,6 +1,6 @@
 """What several ranks do beyond the suite of `test_conformance.py`: states across generations, refusals, adapters.
 
-Ranks are forked from one server per run, so a case costs about a second and not the imports.
+RankMesh are forked from one server per run, so a case costs about a second and not the imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.interfaces import Backend, LoraConfig, LossSpec, ModelConfig, OptimizerConfig, Worker, WorkerSpec
 from rl_core.testing.backend import Variant, open_case
 from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Case
 from rl_core.testing.models import make_checkpoint
@@ -49,9 +49,9 @@ def test_a_state_of_fsdp1_is_read_by_fsdp2(case: Case):
     first = RankGroup(fsdp1, case.spec, 2, directory=case.directory, timeout_s=60)
     case.started.append(first)
     expected = weights_after(first, case)
-    first.call("save_state", case.directory / "state")
+    first.call(Worker.save_state, case.directory / "state")
     second = case.start()
-    second.call("load_state", case.directory / "state")
+    second.call(Worker.load_state, case.directory / "state")
     loaded = second.weights()
     assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
     expected, actual = (weights_after(group, case) for group in (first, second))
@@ -138,11 +138,11 @@ def require_same_as_one_rank(case: Case, spec: WorkerSpec, loss: LossSpec) -> No
             group.optim_step()
         weights.append(group.weights())
         assert max((weights[-1][name] - weight).abs().max().item() for name, weight in before.items()) >= 1e-3
-        group.call("save_model", case.directory / f"model-{size}")
+        group.call(Worker.save_model, case.directory / f"model-{size}")
     one, two_ranks = weights
     assert max((two_ranks[name] - weight).abs().max().item() for name, weight in one.items()) <= 1e-5
     files = [{f.relative_to(d) for f in d.rglob("*")} for d in (case.directory / "model-1", case.directory / "model-2")]
     assert files[0] == files[1]
-    case.started[-1].call("save_state", case.directory / "state")
-    case.started[-2].call("load_state", case.directory / "state")
+    case.started[-1].call(Worker.save_state, case.directory / "state")
+    case.started[-2].call(Worker.load_state, case.directory / "state")
     assert all(torch.equal(weight, two_ranks[name]) for name, weight in case.started[-2].weights().items())

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_core.trainer.jsonl import read_rows
+from rl_core.reports.jsonl import read_rows
 from tests.learn.page import Result, record
 from tests.third_party_backend.test_plain_ddp import installed_in
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.batch import Batch
-from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig
+from rl_core.interfaces import LoraConfig, LossSpec, ModelConfig, Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores
 from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import LoraOptions, MegatronOptions, megatron
-
-HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 
 PRELOADED["rl_megatron.worker"] = None
 VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
@@ -45,7 +42,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def start(case: Case, mesh: str, *, lora_type: Any = "lora", **fields: Any) -> RankGroup:
-    options = MegatronOptions(lora_config=LoraOptions(lora_type=lora_type), **MESHES[mesh])
+    # Each expert has adapters of its own then, with Transformer Engine too.
+    options = MegatronOptions(lora_config=LoraOptions(lora_type=lora_type), moe_grouped_gemm=False, **MESHES[mesh])
     spec = attrs.evolve(case.spec, options=options, **fields)
     group = RankGroup(megatron, spec, 2 if MESHES[mesh] else 1, directory=case.directory, timeout_s=120)
     case.started.append(group)
@@ -56,7 +54,7 @@ def train(group: RankGroup, batch: Batch, loss: LossSpec, count: int) -> list[fl
     norms = []
     for _ in range(count):
         group.forward_backward(batch, LIMITS, loss, temperature=TEMPERATURE)
-        norms.append(group.call("optim_step")[0].grad_norm)
+        norms.append(group.call(Worker.optim_step)[0].grad_norm)
     return norms
 
 
@@ -86,7 +84,7 @@ def test_a_critic_learns_alike_on_every_mesh(case: Case, tmp_path: Path):
         norms[mesh] = train(group, batch, VALUES, 3)
         found[mesh] = group.weights()
         directory = tmp_path / mesh
-        group.call("save_model", directory)
+        group.call(Worker.save_model, directory)
         values_T = group.forward(batch, LIMITS, temperature=TEMPERATURE)["values"]
         torch.testing.assert_close(values_T, values_of(directory, batch), rtol=0, atol=1e-5)
         again = start(case, mesh, role="critic", model=ModelConfig(path=str(directory)))
@@ -106,13 +104,13 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
     model = attrs.evolve(case.spec.model, lora=LORA)
     first = start(case, "1", lora_type=lora_type, model=model)
     base = first.weights()
-    first.call("save_state", tmp_path / "state")
+    first.call(Worker.save_state, tmp_path / "state")
     expected_norms = train(first, case.batch, LOSS, 3)
     expected = first.weights()
     moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
     assert moved >= 1e-3
     assert expected["model.norm.weight"].equal(base["model.norm.weight"]), "what has no adapter is frozen"
-    first.call("save_model", tmp_path / "1")
+    first.call(Worker.save_model, tmp_path / "1")
     scores = first.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
     first.close()
     merge_by_peft(case, tmp_path / "1" / "adapter", tmp_path / "merged by peft")
@@ -124,16 +122,15 @@ def test_adapters_learn_alike_on_every_mesh_and_are_sent_merged_or_alone(lora_ty
     for mesh in list(MESHES)[1:]:
         is_alone = mesh == "pp2"
         group = start(case, mesh, lora_type=lora_type, model=alone if is_alone else model)
-        group.call("load_state", tmp_path / "state")
+        group.call(Worker.load_state, tmp_path / "state")
         assert train(group, case.batch, LOSS, 3) == pytest.approx(expected_norms, rel=1e-5)
-        group.call("save_model", tmp_path / mesh)
+        group.call(Worker.save_model, tmp_path / mesh)
         sent = group.weights()
         group.close()
         assert_close(sent, expected_adapter if is_alone else expected, mesh)
         assert_close(adapter_in(tmp_path / mesh), expected_adapter, mesh)
 
 
-@pytest.mark.skipif(HAS_TRANSFORMER_ENGINE, reason="refused with Transformer Engine: experts would share one adapter")
 @pytest.mark.parametrize("lora_type", ["lora", "canonical_lora"])
 def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Path):
     variant = Variant(checkpoint={"tie_word_embeddings": False, "family": "qwen3_moe"})
@@ -142,10 +139,10 @@ def test_adapters_of_experts_are_what_merging_adds(lora_type: Any, tmp_path: Pat
         base = group.weights()
         train(group, case.batch, LOSS, 3)
         merged = group.weights()
-        group.call("save_model", tmp_path / "saved")
-        group.call("save_state", tmp_path / "state")
+        group.call(Worker.save_model, tmp_path / "saved")
+        group.call(Worker.save_state, tmp_path / "state")
         again = start(case, "cp2", lora_type=lora_type, model=attrs.evolve(case.spec.model, lora=LORA))
-        again.call("load_state", tmp_path / "state")
+        again.call(Worker.load_state, tmp_path / "state")
         assert_close(again.weights(), merged, "cp2")
     adapter, adapted = adapter_in(tmp_path / "saved"), set()
     for name in [name for name in adapter if name.endswith(".lora_A.weight")]:

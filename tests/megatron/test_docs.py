@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rl_megatron.layout_page import MESH, page
+from tools.megatron_page import MESH, page
 
 ROOT = Path(__file__).parents[2]
 

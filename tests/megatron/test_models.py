@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ModelConfig
+from rl_core.interfaces import ModelConfig, Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_scores, weights
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.models import make_checkpoint
@@ -66,7 +66,7 @@ def test_scores_and_weights_are_those_of_transformers_on_two_ranks(name: str, tm
         exported, expected = group.weights(), weights(case.reference)
         assert set(exported) == set(expected)
         assert all(exported[n].equal(weight) for n, weight in expected.items())
-        group.call("save_model", tmp_path / "saved")
+        group.call(Worker.save_model, tmp_path / "saved")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
         for n, buffer in case.reference.model.named_buffers():
             assert saved.model.get_buffer(n).equal(buffer), n
@@ -89,7 +89,7 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
         assert losses[-1] < losses[0]
         assert {tensor.dtype for tensor in group.weights().values()} == {torch.bfloat16}
         assert {tensor.dtype for tensor in group.gradients().values()} == {torch.float32}
-        group.call("save_model", tmp_path / "saved")
+        group.call(Worker.save_model, tmp_path / "saved")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
         assert all(weight.bfloat16().equal(group.weights()[name]) for name, weight in weights(saved).items())
 

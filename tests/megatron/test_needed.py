@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_core.errors import WorkerError
+from rl_core.interfaces import Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward
 from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
@@ -110,13 +111,13 @@ def test_without_it_a_state_of_torchs_optimizer_is_not_read(tmp_path, request):
     case, group = start("leave_out_loading_of_torch_adam", tmp_path, request)
     train_and_save(case, group)
     with pytest.raises(WorkerError, match="KeyError: 'step'"):
-        group.call("load_state", case.directory / "state")
+        group.call(Worker.load_state, case.directory / "state")
 
 
 def test_without_steps_of_their_own_parameters_count_each_others(tmp_path, request):
     case, group = start("leave_out_steps", tmp_path, request)
     train_and_save(case, group)
-    group.call("load_state", case.directory / "state")
+    group.call(Worker.load_state, case.directory / "state")
     for worker in (group, case.reference):
         for _ in range(2):
             step(worker, case)
@@ -128,7 +129,7 @@ def test_without_steps_of_their_own_parameters_count_each_others(tmp_path, reque
 def train_and_save(case: Case, group: RankGroup) -> None:
     step(group, case)
     step(case.reference, case)
-    group.call("save_state", case.directory / "state")
+    group.call(Worker.save_state, case.directory / "state")
 
 
 def step(worker: Any, case: Case) -> None:

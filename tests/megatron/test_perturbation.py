@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_core.interfaces import LoraConfig
+from rl_core.interfaces import LoraConfig, Perturbable
 from rl_core.testing.backend import PRELOADED, require_equal
 from rl_core.testing.cases import Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
@@ -44,9 +44,9 @@ def start(case: Case, num_ranks: int, options: dict[str, int], **fields: Any) ->
 
 def noise_of(group: RankGroup, seed: int) -> dict[str, Tensor]:
     before = group.weights()
-    group.call("perturb", seed, 0.5)
+    group.call(Perturbable.perturb, seed, 0.5)
     noisy = group.weights()
-    group.call("restore")
+    group.call(Perturbable.restore)
     require_equal(group.weights(), before, "noise put on and taken away")
     return {name: noisy[name] - before[name] for name in before}
 

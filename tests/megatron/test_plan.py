@@ -14,6 +14,7 @@ from rl_core.layout.packing import padded_lengths
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.rank_process import SuiteHost
 from rl_fsdp import fsdp
 from rl_megatron import MegatronOptions, megatron
 from tests.megatron.probes import probed
@@ -62,11 +63,13 @@ def test_ranks_hold_what_was_planned(name, tmp_path):
         plans = probed.plan(
             case.spec, world_size, micro_batch_tokens=tokens, num_micro_batches=max(len(part.plan) for part in parts)
         )
-        assert group.call("num_parameters") == [plan.num_parameters for plan in plans]
+        assert group.call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
 
         if case.spec.role == "critic":
             return  # the suite's batch has no returns to train one with
-        call = group.ranks.call_on_parts("forward_backward_measured", case.batch, parts, LOSS, temperature=TEMPERATURE)
+        call = group.ranks.call_on_parts(
+            SuiteHost.ask_on_part, case.batch, parts, "forward_backward_measured", LOSS, temperature=TEMPERATURE
+        )
         for plan, kept_bytes in zip(plans, asyncio.run(call), strict=True):
             ratio = plan.activation_bytes / kept_bytes
             assert 1 / FACTOR <= ratio <= FACTOR, (

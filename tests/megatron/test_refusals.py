@@ -266,9 +266,11 @@ def test_parts_of_a_matrix_are_adapted_together_or_not(lora_type):
 
 def test_experts_that_would_share_an_adapter_are_refused(spec_of, monkeypatch):
     monkeypatch.setattr("rl_megatron.refusals.find_spec", lambda name: name)
-    spec = spec_of(MOE, {PP: 2})
-    spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4)))
-    assert "with Transformer Engine all experts of a rank would share one" in refusal(spec, 2)
+    adapted = attrs.evolve(spec_of(MOE, {}).model, lora=LoraConfig(rank=4))
+    message = refusal(attrs.evolve(spec_of(MOE, {PP: 2}), model=adapted), 2)
+    assert "all experts of a rank would share in grouped products" in message
+    assert "megatron_config.moe_grouped_gemm=false" in message
+    refuse(attrs.evolve(spec_of(MOE, {PP: 2, "moe_grouped_gemm": False}), model=adapted), 2)
 
 
 def test_refusing_imports_neither_torch_nor_megatron():

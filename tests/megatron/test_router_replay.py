@@ -10,6 +10,7 @@ from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, ex
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
+from rl_core.testing.rank_process import SuiteHost
 from rl_megatron import MegatronOptions
 from tests.megatron.probes import probed
 
@@ -93,12 +94,12 @@ def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forc
         expected_loss = backward(reference, batch, LOSS)
         assert abs(loss - expected_loss) <= LOSS_TOLERANCE * max(1.0, abs(expected_loss))
         assert relative_gradient_error(group.gradients(), reference.gradients()) <= GRADIENT_TOLERANCE
-        assert group.call("kept_choices") == [0] * world_size
+        assert group.call(SuiteHost.ask, "kept_choices") == [0] * world_size
 
 
 def test_a_second_model_of_the_process_chooses_by_itself(open_forced):
     with open_forced(1, options_of({}), {}, QWEN, forced_routes=True) as case:
-        assert case.start().call("untouched_second_model") == [True]
+        assert case.start().call(SuiteHost.ask, "untouched_second_model") == [True]
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_padding_is_kept_out_of_the_experts_statistics(mesh, open_forced):
         group = case.start()
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         total: dict[int, torch.Tensor] = {}
-        for counts in group.call("tokens_per_expert"):
+        for counts in group.call(SuiteHost.ask, "tokens_per_expert"):
             for layer, counts_E in counts.items():
                 total[layer] = total.get(layer, 0) + counts_E
         assert sorted(total) == [2, 3, 4]

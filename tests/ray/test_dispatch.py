@@ -12,6 +12,7 @@ from rl_core.batch import Batch
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import LossSpec, Rendezvous
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from tests.ray.gloo_backend import GlooWorker
 
 LOSS = LossSpec(name="cross_entropy")
 LIMITS = MicroBatchLimits(max_tokens=12)
@@ -54,7 +55,7 @@ async def test_metrics_and_gradient_are_those_of_the_whole_batch_whoever_compute
 async def test_every_rank_of_a_replica_receives_the_same_part_whole_and_without_a_copy(four_ranks):
     batch = batch_of([3, 5, 2, 7, 4, 6])
     ranks, parts = four_ranks._ranks, four_ranks._parts(batch, LIMITS)
-    received = await ranks.call_on_parts("columns_of", batch, parts)
+    received = await ranks.call_on_parts(GlooWorker.columns_of, batch, parts)
     for rank, answer in enumerate(received):
         if answer is None:
             assert rank < 2
@@ -62,12 +63,12 @@ async def test_every_rank_of_a_replica_receives_the_same_part_whole_and_without_
         part = batch.select(torch.from_numpy(parts[rank - 2].sequences))
         assert answer["columns"] == {name: values.tolist() for name, values in part.columns.items()}
         assert answer["plan"] == parts[rank - 2].plan
-    mappings = await ranks.call_on_parts("memory_of", batch, parts)
+    mappings = await ranks.call_on_parts(GlooWorker.memory_of, batch, parts)
     assert all("plasma" in mapping for mapping in mappings[2:]), mappings
 
 
 async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks):
-    answers = await four_ranks._ranks.call("describe")
+    answers = await four_ranks._ranks.call(GlooWorker.describe)
     assert [answer["RANK"] for answer in answers] == [answer["LOCAL_RANK"] for answer in answers] == list("0123")
     assert {answer["WORLD_SIZE"] for answer in answers} == {"4"}
     assert {(answer["OMP_NUM_THREADS"], answer["threads"]) for answer in answers} == {("1", 1)}

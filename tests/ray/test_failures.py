@@ -17,7 +17,7 @@ from rl_core.errors import CheckpointError, DeadlineError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.ray.conftest import SLEEP_S, children_running, ranks_running, use
-from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -100,7 +100,7 @@ async def test_other_faults_end_the_call_too(tmp_path, phase, fault):
 
 async def test_a_group_whose_ranks_have_ended_says_so_and_closes(tmp_path):
     group = await WorkerGroup.launch(GlooBackend(), spec_of(children=SLEEP_S), ranks_per_node=2, timeout_s=60)
-    pids = [answer["pid"] for answer in await group._ranks.call("describe")]
+    pids = [answer["pid"] for answer in await group._ranks.call(GlooWorker.describe)]
     assert set(pids) <= set(ranks_running()), "the search for what is left finds ranks"
     assert len(children_running()) == 2
     os.kill(pids[1], signal.SIGKILL)

@@ -10,14 +10,14 @@ import pytest
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.ray.conftest import placements
-from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 
 async def on_device(group: WorkerGroup) -> list[bool]:
-    return [answer["is_on_device"] for answer in await group._ranks.call("describe")]
+    return [answer["is_on_device"] for answer in await group._ranks.call(GlooWorker.describe)]
 
 
 async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns():
@@ -50,7 +50,7 @@ async def test_groups_share_devices_only_rank_for_rank(four_ranks):
 
 async def test_a_backend_decides_whether_its_only_rank_gets_a_process():
     group = await WorkerGroup.launch(GlooBackend(), spec_of(), timeout_s=60)
-    (answer,) = await group._ranks.call("describe")
+    (answer,) = await group._ranks.call(GlooWorker.describe)
     await group.close()
     assert answer["pid"] != os.getpid()
 

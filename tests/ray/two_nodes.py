@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from rl_core.errors import ConfigError, WorkerError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from tests.ray.gloo_backend import GlooBackend, spec_of
+from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
 
 LIMITS = MicroBatchLimits(max_sequences=1)
@@ -32,7 +32,7 @@ async def main() -> None:
         batch = batch_of([3, 5, 2, 7, 4, 6])
         scores = await group.forward(batch, LIMITS, temperature=0.5)
         seen["scores_are_right"] = bool((scores["logprobs"] == batch["tokens"] + 0.5).all())
-        ranks = await group._ranks.call("describe")
+        ranks = await group._ranks.call(GlooWorker.describe)
         seen["nodes"] = ["second" if rank["node"] == second.node_id else "first" for rank in ranks]
         seen["local_ranks"] = [rank["LOCAL_RANK"] for rank in ranks]
         try:

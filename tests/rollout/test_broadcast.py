@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
-from rl_core.weights import pack_buckets, unpack_bucket
 from rl_rollout.transports import broadcast_ends
 from rl_rollout.transports.broadcast import BroadcastTransport, broadcast
 from rl_rollout.transports.broadcast_ends import BroadcastReceiver

@@ -10,8 +10,8 @@ import torch
 
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous
+from rl_core.rank_kit.weight_buckets import pack_buckets, require_same, tensor_record, unpack_bucket
 from rl_core.testing.transports import sample_tensors
-from rl_core.weights import pack_buckets, require_same, tensor_record, unpack_bucket
 from rl_rollout.transports.channel import Channel, close_store, open_store
 from rl_rollout.transports.cuda_ipc import cuda_ipc
 from rl_rollout.transports.cuda_ipc_ends import CudaIpcReceiver, CudaIpcSender

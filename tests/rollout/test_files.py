@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.transports import WeightTransportConformance
-from rl_core.weights import pack_buckets
 from rl_rollout.transports.files import FilesReceiver, FilesTransport, files
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from rl_core.config import from_mapping
+from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError, DataError, GenerationError
 from rl_core.interfaces import Completion, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer, make_checkpoint
@@ -274,6 +274,6 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
 def test_the_context_is_the_engines_or_the_models(tmp_path):
     make_checkpoint(tmp_path / "model")
     values = {"trainer.policy.model.path": str(tmp_path / "model")}
-    assert context_window(from_mapping(values)) == 256
+    assert context_window(generator_spec(from_mapping(values))[1]) == 256
     limit = {"generator.inference_engine.engine_init_kwargs": {"max_model_len": 100}}
-    assert context_window(from_mapping(values | limit)) == 100
+    assert context_window(generator_spec(from_mapping(values | limit))[1]) == 100

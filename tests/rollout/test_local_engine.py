@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.config import Config
+from rl_core.config import engine_spec, from_mapping
 from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
-from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, ModelConfig, SamplingParams
+from rl_core.interfaces import GenerateRequest, InferencePlugin, Manifest, SamplingParams
 from rl_core.plugins import installed, load
+from rl_core.rank_kit.weight_buckets import tensor_record
 from rl_core.testing.models import make_checkpoint
-from rl_core.weights import tensor_record
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights, load_model, load_weights, require_complete
 from rl_rollout.local.rows import Rows, Sample
@@ -353,22 +353,17 @@ async def test_a_model_that_cannot_be_loaded_is_the_callers_error():
 # --- the plug-in ----------------------------------------------------------------------------------------------------
 
 
-def config_of(path, **engine):
-    config = Config()
-    engine_config = attrs.evolve(config.generator.inference_engine, **{"model_dtype": "float32", **engine})
-    policy = attrs.evolve(config.trainer.policy, model=ModelConfig(path=str(path)))
-    return attrs.evolve(
-        config,
-        trainer=attrs.evolve(config.trainer, policy=policy, num_threads=1),
-        generator=attrs.evolve(config.generator, inference_engine=engine_config),
-    )
+def spec_of(path, **engine):
+    values = {"trainer.policy.model.path": str(path), "trainer.num_threads": 1, "trainer.bf16": False}
+    values |= {f"generator.inference_engine.{key}": value for key, value in engine.items()}
+    return engine_spec(from_mapping(values))[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, dtype):
     plugin = load("rl_core.inference", "local")
     assert isinstance(plugin, InferencePlugin)
-    client = await plugin.create(config_of(checkpoint, model_dtype=dtype))
+    client = await plugin.create(spec_of(checkpoint, model_dtype=dtype))
     (completion,) = await client.generate(request_of("x"))
     reference = load_checkpoint(checkpoint)
     difference = largest_difference(reference, [(sample_of((1, 2, 3)), completion)])
@@ -380,7 +375,7 @@ async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, 
 
 def test_several_local_engines_are_refused(checkpoint):
     with pytest.raises(ConfigError, match="num_engines: 2, but the local engine is always one") as refusal:
-        load("rl_core.inference", "local").validate(config_of(checkpoint, num_engines=2))
+        load("rl_core.inference", "local").validate(spec_of(checkpoint, num_engines=2))
     has_vllm = any(plugin.name == "vllm" for plugin in installed("rl_core.inference"))
     assert ("backend=vllm" in str(refusal.value)) == has_vllm
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Manifest, SamplingParams
+from rl_core.rank_kit.expert_choices import ExpertChoices
+from rl_core.rank_kit.weight_buckets import tensor_record
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import MOE_FAMILIES, make_checkpoint
-from rl_core.weights import tensor_record
 from rl_rollout.local.engine import LocalEngine
 from rl_rollout.local.model import StagedWeights
 from rl_rollout.local.scheduler import Scheduler

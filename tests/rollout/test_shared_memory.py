@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
-from rl_core.weights import pack_buckets, unpack_bucket
 from rl_rollout.transports import shared_memory as module
 from rl_rollout.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport, shared_memory
 

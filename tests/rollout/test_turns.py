@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rl_core.interfaces import GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
+from rl_core.reports.samples import sample_of
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
 from rl_core.trainer.collate import collate
 from rl_core.trainer.evaluation import trajectory_means
-from rl_core.trainer.samples import sample_of
-from rl_core.trainer.selection import Selection
+from rl_core.trainer.group_selection import Selection
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes

@@ -27,11 +27,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"))}
 
 
-def installed_in(folder: Path) -> dict[str, str]:
-    """Installs a copy of the package there; the variables with which Python finds it."""
+def installed_in(folder: Path, project: Path = HERE, package: str = "plain_ddp") -> dict[str, str]:
+    """Installs a copy of a project's package there; the variables with which Python finds it."""
     source, target = folder / "source", folder / "installed"
-    shutil.copytree(HERE / "plain_ddp", source / "plain_ddp")
-    shutil.copy(HERE / "pyproject.toml", source)
+    shutil.copytree(project / package, source / package)
+    shutil.copy(project / "pyproject.toml", source)
     run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, source], dict(os.environ))
     return {"PYTHONPATH": str(target)}
 

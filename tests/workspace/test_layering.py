@@ -1,11 +1,11 @@
-"""Who may import whom: between the packages, between the floors of rl_core, and what stays unloaded.
+"""Who may import whom: between the packages, between the rooms of rl_core, and what stays unloaded.
 
-A typing-only import loads nothing, so within one package it may point upwards. Between packages it may not: the type
-checker of a user who installed only one of them must resolve it too.
+Imports inside functions and for type checkers count like all others: a reader follows them too.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,11 +13,12 @@ from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import networkx
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, source_root
+from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, module_name, source_root
 
 MAY_IMPORT = {
     "rl_core": set(),
@@ -26,29 +27,21 @@ MAY_IMPORT = {
     "rl_rollout": {"rl_core"},
     "rl_examples": {"rl_core", "rl_fsdp", "rl_megatron", "rl_rollout"},
 }
-FLOORS = (
-    "errors",
-    "state_files",
-    "model_shape",
-    "batch",
-    "routes",
-    "hugging_face",
-    "layout",
-    "merging",
-    "algorithms",
-    "interfaces",
-    "weights",
-    "model_files",
-    "plugins",
-    "workers",
-    "testing",
-    "config",
-    "trainer",
-    "cli",
-)
-"""Modules of rl_core from the ground up; each imports only what stands below it."""
+
+
+def listed_rooms() -> tuple[str, ...]:
+    """The rooms of rl_core from the ground up, as docs/design.md lists them."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = text.partition("| room |")[2].partition("\n\n")[0]
+    return tuple(reversed(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)))
+
+
+ROOMS = listed_rooms()
+"""Each imports only what stands before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
-"""Floors that are useful without the rest: of rl_core they import `errors`, of others only this."""
+"""Rooms that are useful without the rest: of others' modules they import only this, and of rl_core only `GROUND`."""
+GROUND = {"errors", "columns"}
+"""They import no library."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
 CONTRACTS = "rl_core.interfaces"
 """Its names are imported from the package, not from the module that defines them."""
@@ -77,7 +70,7 @@ def top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def floor(module: str) -> str:
+def room(module: str) -> str:
     """`layout` for rl_core.layout.packing; empty for rl_core itself."""
     return module.partition(".")[2].partition(".")[0]
 
@@ -92,20 +85,20 @@ def package_violations(imports: list[Import]) -> list[str]:
     ]
 
 
-def floor_violations(imports: list[Import]) -> list[str]:
+def room_violations(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
-        upper, lower = floor(found.importer), floor(found.imported)
-        if top(found.imported) != "rl_core" or found.when == "typing" or not upper or upper == lower:
+        upper, lower = room(found.importer), room(found.imported)
+        if top(found.imported) != "rl_core" or not upper or upper == lower:
             continue
-        if upper not in FLOORS:
-            wrong.append(f"{found.importer}: {upper!r} stands on no floor; add it to FLOORS in {__name__}")
-        elif lower not in FLOORS:
+        if upper not in ROOMS:
+            wrong.append(f"{found.importer}: {upper!r} is in no room; add it to the table in docs/design.md")
+        elif lower not in ROOMS:
             wrong.append(f"{found}: import the name from the module that defines it")
-        elif FLOORS.index(lower) > FLOORS.index(upper):
+        elif ROOMS.index(lower) > ROOMS.index(upper):
             wrong.append(f"{found}: {lower} stands above {upper}")
-        elif upper in STANDS_ALONE and lower != "errors":
-            wrong.append(f"{found}: {upper} stands alone and imports only rl_core.errors")
+        elif upper in STANDS_ALONE and lower not in GROUND:
+            wrong.append(f"{found}: {upper} stands alone and imports only {' and '.join(sorted(GROUND))}")
     return wrong
 
 
@@ -130,14 +123,14 @@ def foreign_violations(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
         imported = top(found.imported)
-        alone = STANDS_ALONE.get(floor(found.importer))
+        alone = STANDS_ALONE.get(room(found.importer))
         foreign = imported not in sys.stdlib_module_names and imported not in PACKAGES
         if found.when == "import" and imported in NEVER_WITH_RL_CORE - extras_of(found.importer):
             wrong.append(f"{found}: rl_core runs without it")
         if found.when == "import" and extras_of(found.imported) - extras_of(found.importer):
             wrong.append(f"{found}: it needs an extra; import it where it is used")
         elif foreign and found.when != "typing" and alone is not None and imported not in alone:
-            wrong.append(f"{found}: {floor(found.importer)} needs {', '.join(alone)} alone")
+            wrong.append(f"{found}: {room(found.importer)} needs {', '.join(alone)} alone")
     return wrong
 
 
@@ -147,12 +140,12 @@ def test_packages_import_only_what_stands_below_them(package):
     assert not wrong, "\n".join(wrong)
 
 
-def test_floors_of_rl_core_import_only_what_stands_below_them():
-    wrong = floor_violations(imports_of(source_root("rl_core")))
+def test_rooms_of_rl_core_import_only_what_stands_below_them():
+    wrong = room_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
 
-def test_rl_core_imports_no_engine_and_its_lower_floors_stand_alone():
+def test_rl_core_imports_no_engine_and_its_lower_rooms_stand_alone():
     wrong = foreign_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
@@ -164,6 +157,39 @@ def test_contracts_are_imported_by_one_path(package):
 
 
 TYPING_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+def circles(package: str, imports: list[Import], modules: set[str]) -> list[list[str]]:
+    """Sets of modules of one package that import each other, directly or around, each with its imports."""
+    graph = networkx.DiGraph()
+    for found in imports:
+        imported = found.imported
+        while imported and imported not in modules:
+            imported = imported.rpartition(".")[0]
+        if top(found.importer) == top(imported) == package and imported != found.importer:
+            graph.add_edge(found.importer, imported, found=str(found))
+    parts = [part for part in networkx.strongly_connected_components(graph) if len(part) > 1]
+    return [[graph.edges[edge]["found"] for edge in graph.subgraph(part).edges] for part in parts]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package):
+    source = source_root(package)
+    found = circles(package, imports_of(source), {module_name(path, source) for path in source.rglob("*.py")})
+    assert not found, "\n\n".join("\n".join(circle) for circle in found)
+
+
+def test_made_up_circles_are_caught(tmp_path):
+    files = {
+        "rl_fsdp/backend.py": "def start():\n    from rl_fsdp.worker import Worker\n",
+        "rl_fsdp/worker.py": "from rl_fsdp import sharding\n",
+        "rl_fsdp/sharding.py": f"{TYPING_ONLY}from rl_fsdp.backend import Options\n",
+        "rl_fsdp/options.py": "from rl_fsdp.backend import Options\n",
+    }
+    tree = source_tree(tmp_path, files)
+    modules = {name.removesuffix(".py").replace("/", ".") for name in files}
+    (circle,) = circles("rl_fsdp", imports_of(tree), modules)
+    assert sorted(message.partition(":")[0] for message in circle) == sorted(files)[:1] + sorted(files)[2:]
 
 
 def test_made_up_packages_that_import_each_other_are_caught(tmp_path):
@@ -183,26 +209,29 @@ def test_made_up_packages_that_import_each_other_are_caught(tmp_path):
     ]
 
 
-def test_made_up_floors_that_import_upwards_are_caught(tmp_path):
+def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
     tree = source_tree(
         tmp_path,
         {
             "rl_core/batch.py": "from rl_core import trainer\n",
             "rl_core/layout/packing.py": "from rl_core.batch import Batch\nfrom ..errors import ShapeError\n",
+            "rl_core/layout/mesh.py": "from rl_core.seeds import seed_of\nfrom rl_core.columns import FIELDS\n",
             "rl_core/algorithms/losses.py": "from . import kl\nfrom ..config import Config\n",
             "rl_core/helpers.py": "import rl_core.errors\n",
             "rl_core/workers/group.py": "from rl_core import Batch\n",
             "rl_core/interfaces/inference.py": f"{TYPING_ONLY}from rl_core.config import Config\n",
         },
     )
-    messages = floor_violations(imports_of(tree))
+    messages = room_violations(imports_of(tree))
     assert [message.partition(" ")[2] for message in messages if "helpers" not in message] == [
         "imports rl_core.config.Config: config stands above algorithms",
         "imports rl_core.trainer: trainer stands above batch",
-        "imports rl_core.batch.Batch: layout stands alone and imports only rl_core.errors",
+        "imports rl_core.config.Config: config stands above interfaces",
+        "imports rl_core.seeds.seed_of: layout stands alone and imports only columns and errors",
+        "imports rl_core.batch.Batch: batch stands above layout",
         "imports rl_core.Batch: import the name from the module that defines it",
     ]
-    assert any("'helpers' stands on no floor" in message for message in messages)
+    assert any("'helpers' is in no room" in message for message in messages)
 
 
 def test_made_up_imports_past_the_contracts_package_are_caught(tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tests.rollout.vllm.servers import RunningServer, engine_config, start_servers, stop_servers, write_model
+from tests.rollout.vllm.servers import RunningServer, make_spec, start_servers, stop_servers, write_model
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def ray_for_servers() -> Iterator[None]:
 def dense_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Serves a tiny Qwen3 in float32. Tests may publish weights; each brings its own first."""
     directory = tmp_path_factory.mktemp("dense")
-    running = start_servers(engine_config(write_model(directory / "model"), directory))
+    running = start_servers(make_spec(write_model(directory / "model"), directory))
     yield running[0]
     stop_servers(running)
 
@@ -34,10 +34,8 @@ def dense_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 def moe_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Serves a tiny Qwen3-MoE (8 experts, 2 per token) in float32 and returns routed experts."""
     directory = tmp_path_factory.mktemp("moe")
-    config = engine_config(
-        write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True
-    )
-    running = start_servers(config)
+    spec = make_spec(write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True)
+    running = start_servers(spec)
     yield running[0]
     stop_servers(running)
 
@@ -47,6 +45,6 @@ def adapter_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFacto
     """Serves adapters, two of them in a batch, over the frozen weights of a tiny Qwen3 in float32."""
     directory = tmp_path_factory.mktemp("adapters")
     lora = {"rank": 4, "merge_lora": False, "max_loras": 2}
-    running = start_servers(engine_config(write_model(directory / "model"), directory, lora=lora))
+    running = start_servers(make_spec(write_model(directory / "model"), directory, lora=lora))
     yield running[0]
     stop_servers(running)

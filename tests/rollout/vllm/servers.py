@@ -10,10 +10,10 @@ from typing import Any
 
 import attrs
 
-from rl_core.config import Config, from_mapping
-from rl_core.interfaces import GenerateRequest, Manifest, SamplingParams, WeightTransport
+from rl_core.config import Config, engine_spec, from_mapping
+from rl_core.interfaces import EngineSpec, GenerateRequest, Manifest, SamplingParams, WeightTransport
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.models import make_checkpoint
-from rl_core.weights import pack_buckets
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
 from rl_rollout.vllm.placement import reserve_places
@@ -34,7 +34,7 @@ class RunningServer:
     url: str
     pid: int
     model_path: str
-    config: Config
+    spec: EngineSpec
     server: Server
 
 
@@ -79,16 +79,20 @@ def engine_config(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | 
     )
 
 
-def start_servers(config: Config) -> list[RunningServer]:
+def make_spec(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, **engine: Any) -> EngineSpec:
+    """What `engine_config` says to the engine."""
+    return engine_spec(engine_config(model_path, run_dir, lora=lora, **engine))[1]
+
+
+def start_servers(spec: EngineSpec) -> list[RunningServer]:
     """All at once; Ray must run."""
-    num_engines = config.generator.inference_engine.num_engines
 
     async def start() -> list[RunningServer]:
-        places = await reserve_places(num_engines, 1, shares_devices=False, timeout_s=60)
-        servers = servers_of(config, places, host="127.0.0.1", token=None)
+        places = await reserve_places(spec.num_engines, 1, shares_devices=False, timeout_s=60)
+        servers = servers_of(spec, places, host="127.0.0.1", token=None)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [
-            RunningServer(url=a.url, pid=a.pid, model_path=config.policy_model_path, config=config, server=server)
+            RunningServer(url=a.url, pid=a.pid, model_path=spec.model_path, spec=spec, server=server)
             for a, server in zip(addresses, servers, strict=True)
         ]
 
@@ -108,7 +112,7 @@ def stop_servers(running: Sequence[RunningServer]) -> None:
 
 async def connect(*running: RunningServer) -> RemoteInferenceClient:
     """A client of these servers for the running event loop; `close` leaves the servers alone."""
-    settings = client_settings(running[0].config, token=None)
+    settings = client_settings(running[0].spec, token=None)
     servers = [ExternalServer(one.url, None, 60.0) for one in running]
     return await supervised_client(servers, settings)
 

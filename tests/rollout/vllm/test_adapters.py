@@ -16,13 +16,13 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import GenerationError, RLError, WeightSyncError
 from rl_core.interfaces import LoraConfig, WeightBucket
-from rl_core.weights import pack_buckets, unpack_bucket
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
-from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, write_model
+from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, write_model
 from tests.rollout.vllm.test_weights import TRANSPORTS, cut_off, half
 from tests.rollout.vllm.trainers import BUCKET_BYTES, REFUSED, Trainer, policy_of
 
@@ -76,29 +76,16 @@ async def trainers_logprobs(policy: WorkerGroup, tokens: Sequence[int]) -> torch
 # --- the policy's own -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("strategy", "transport"), [*(("fsdp", name) for name in TRANSPORTS), ("megatron", "files")])
 async def test_five_syncs_of_adapters_alone_are_the_trainers_and_a_stale_one_is_found(
-    adapter_server: RunningServer, transport: str
+    adapter_server: RunningServer, strategy: str, transport: str
 ):
     client = await connect(adapter_server)
-    async with policy_of(adapter_server.model_path, LORA) as policy:
+    async with policy_of(adapter_server.model_path, LORA, strategy=strategy) as policy:
         trainer = trained(client, policy, transport)
         differences = await trainer.sync_five_times()
         assert (await client.health()).version == trainer.version
     assert max(differences) < LIMIT
-    await client.close()
-
-
-async def test_megatrons_adapters_alone_are_the_trainers(adapter_server: RunningServer):
-    client = await connect(adapter_server)
-    async with policy_of(adapter_server.model_path, new_configuration(), strategy="megatron") as policy:
-        trainer = trained(client, policy)
-        await trainer.verification.prove()
-        await trainer.train()
-        with pytest.raises(WeightSyncError, match=REFUSED):
-            await trainer.verification.probe(trainer.version)
-        await trainer.publish()
-        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_max"] < LIMIT
     await client.close()
 
 
@@ -291,8 +278,8 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
 @pytest.mark.timeout(2400)
 async def test_a_killed_server_gets_the_policys_adapter_and_the_others_again(ray_for_servers: None, tmp_path: Path):
     model_path = write_model(tmp_path / "model")
-    config = engine_config(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    client = await create_client(config)
+    spec = make_spec(model_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    client = await create_client(spec)
     expected = write_adapter(str(model_path), tmp_path / "a", seed=1)
     async with policy_of(model_path, LORA) as policy:
         trainer = trained(client, policy)

@@ -11,15 +11,15 @@ import attrs
 import numpy as np
 import pytest
 
-from rl_core import plugins
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
+from rl_rollout.local.plugin import local
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.plugin import vllm
 from rl_rollout.vllm.pool import Member, Pool
-from tests.rollout.vllm.servers import engine_config
+from tests.rollout.vllm.servers import make_spec
 
 REQUEST = GenerateRequest(
     sample_id="s",
@@ -176,9 +176,9 @@ async def test_waiting_for_a_server_names_the_state_of_each():
 
 
 def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
-    config = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, max_num_seqs=7)
-    experts = engine_config(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
-    on_gpus, on_cpus = (engine_arguments(config, has_gpus=gpus) for gpus in (True, False))
+    spec = make_spec(tmp_path, tmp_path, tensor_parallel_size=2, max_num_seqs=7)
+    experts = make_spec(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
+    on_gpus, on_cpus = (engine_arguments(spec, has_gpus=gpus) for gpus in (True, False))
     assert on_gpus["tensor_parallel_size"] == 2
     assert not on_gpus["enable_expert_parallel"]
     assert engine_arguments(experts, has_gpus=True)["enable_expert_parallel"]
@@ -192,7 +192,7 @@ def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
 
 def test_an_engine_has_places_for_adapters_that_are_sent_alone_and_for_them_only(tmp_path: Path):
     def arguments(**lora: object) -> dict[str, object]:
-        chosen = engine_arguments(engine_config(tmp_path, tmp_path, lora=lora), has_gpus=False)
+        chosen = engine_arguments(make_spec(tmp_path, tmp_path, lora=lora), has_gpus=False)
         names = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras")
         return {name: chosen[name] for name in names if name in chosen}
 
@@ -211,37 +211,40 @@ def test_the_ranks_of_adapters_are_vllms():
 
 def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
-    config = engine_config(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
     with pytest.raises(ConfigError, match=r"merge_lora: false is given, and vLLM computes a Mixture of Experts"):
-        engine_arguments(config, has_gpus=False)
-    assert engine_arguments(config, has_gpus=True)["enable_lora"]
+        engine_arguments(spec, has_gpus=False)
+    assert engine_arguments(spec, has_gpus=True)["enable_lora"]
 
 
 @pytest.mark.parametrize(
     ("lora", "engine", "message"),
     [
         ({"rank": 513}, {}, "rank: 513 is given, and vLLM serves adapters up to rank 512"),
-        ({"rank": 4}, {"backend": "local"}, "merge_lora: false is given, and the local engine takes whole weights"),
         ({"rank": 4}, {"engine_init_kwargs": {"max_lora_rank": 8}}, r"set it with trainer\.policy\.model\.lora\.rank"),
     ],
 )
 def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts(
     lora: dict[str, object], engine: dict[str, object], message: str, tmp_path: Path
 ):
-    config = engine_config(tmp_path, tmp_path, lora={**lora, "merge_lora": False}, **engine)
-    plugin = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
     with pytest.raises(ConfigError, match=message):
-        plugin.validate(config)
+        vllm.validate(make_spec(tmp_path, tmp_path, lora={**lora, "merge_lora": False}, **engine))
+
+
+def test_the_local_engine_refuses_adapters_alone(tmp_path: Path):
+    spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    with pytest.raises(ConfigError, match="merge_lora: false is given, and the local engine takes whole weights"):
+        local.validate(spec)
 
 
 @pytest.mark.parametrize(
     "engine", [{"tensor_parallel_size": 2, "expert_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 )
 def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, object], tmp_path: Path):
-    config = engine_config(tmp_path, tmp_path, **engine)
-    engine_arguments(config, has_gpus=True)
+    spec = make_spec(tmp_path, tmp_path, **engine)
+    engine_arguments(spec, has_gpus=True)
     with pytest.raises(ConfigError, match="but on CPUs vLLM"):
-        engine_arguments(config, has_gpus=False)
+        engine_arguments(spec, has_gpus=False)
 
 
 @pytest.mark.parametrize(
@@ -256,4 +259,4 @@ def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, objec
 )
 def test_what_vllm_cannot_do_is_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
-        vllm.validate(engine_config(tmp_path, tmp_path, **engine))
+        vllm.validate(make_spec(tmp_path, tmp_path, **engine))

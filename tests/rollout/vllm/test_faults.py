@@ -19,7 +19,7 @@ from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 from rl_rollout.vllm.pool import Member
-from tests.rollout.vllm.servers import engine_config, publish, request, write_model
+from tests.rollout.vllm.servers import make_spec, publish, request, write_model
 
 BACK_WITHIN_S = 900.0
 """A server starts in a minute on two free cores; a busy machine takes several times as long."""
@@ -76,21 +76,18 @@ class Cluster:
 async def cluster(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     model_path = write_model(directory / "model")
-    client = await create_client(engine_config(model_path, directory, num_engines=2))
+    client = await create_client(make_spec(model_path, directory, num_engines=2))
     cluster = Cluster(client, model_path)
     await cluster.publish()
     yield cluster
     await client.close()
 
 
-def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
-    return [request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60, ignore_eos=True) for i in range(count)]
-
-
-def of_many_lengths(name: str) -> list[GenerateRequest]:
-    """48 requests that do not end together."""
+def batch_of_requests(name: str, count: int, longer_by: int = 0) -> list[GenerateRequest]:
+    """`longer_by`: tokens that each has more than the one before, so that they do not end together."""
     return [
-        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(48)
+        request(f"{name}-{i}", (1, 2, 3 + i % 7), seed=i, max_tokens=60 + longer_by * i, ignore_eos=True)
+        for i in range(count)
     ]
 
 
@@ -101,11 +98,11 @@ async def answered(client: RemoteInferenceClient, requests: Sequence[GenerateReq
 async def kill_while_generating(cluster: Cluster, seed: int) -> None:
     """A server dies when some of its requests are done; all come back, with the tokens they have without a kill."""
     dice = random.Random(seed)
-    expected = await answered(cluster.client, of_many_lengths(f"calm-{seed}"))
+    expected = await answered(cluster.client, batch_of_requests(f"calm-{seed}", 48, longer_by=4))
     victim, kill_after = dice.choice(cluster.members), dice.randrange(1, 24)
     pid, is_killed = await cluster.pid(victim), False
     for number in range(20):
-        requests = of_many_lengths(f"k{seed}-{number}")
+        requests = batch_of_requests(f"k{seed}-{number}", 48, longer_by=4)
         waiting = [asyncio.ensure_future(cluster.client.generate(each)) for each in requests]
         while sum(task.done() for task in waiting) < kill_after:
             await asyncio.sleep(0.001)

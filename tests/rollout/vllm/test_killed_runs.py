@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_core.trainer.jsonl import read_rows
+from rl_core.reports.jsonl import read_rows
 from rl_examples.arithmetic import write_data, write_model
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]

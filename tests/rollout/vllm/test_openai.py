@@ -12,7 +12,7 @@ import pytest_asyncio
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.supervisor import ExternalServer
-from tests.rollout.vllm.servers import RunningServer, engine_config
+from tests.rollout.vllm.servers import RunningServer, make_spec
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
@@ -21,9 +21,9 @@ MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
 @pytest_asyncio.fixture
 async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
     """With a router at a free port."""
-    config = engine_config(dense_server.config.run_dir, dense_server.config.run_dir, router_port=0)
+    spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
     servers = [ExternalServer(dense_server.url, None, 60.0)]
-    client = await supervised_client(servers, client_settings(config, token=None))
+    client = await supervised_client(servers, client_settings(spec, token=None))
     yield client
     await client.close()
 

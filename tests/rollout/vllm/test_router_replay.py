@@ -22,7 +22,7 @@ from rl_core.testing.backend import PRELOADED
 from rl_core.testing.ranks import RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
-from tests.rollout.vllm.servers import RunningServer, connect, engine_config, request, start_servers, stop_servers
+from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, start_servers, stop_servers
 from tests.rollout.vllm.trainers import policy_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,13 +41,13 @@ class Differences:
 @pytest.fixture(scope="module")
 def bf16_server(moe_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The float32 server's model in bfloat16."""
-    config = engine_config(
+    spec = make_spec(
         Path(moe_server.model_path),
         tmp_path_factory.mktemp("bf16"),
         enable_return_routed_experts=True,
         model_dtype="bfloat16",
     )
-    running = start_servers(config)
+    running = start_servers(spec)
     yield running[0]
     stop_servers(running)
 

@@ -14,12 +14,13 @@ from typing import Any
 import attrs
 import pytest
 
-from rl_core.config import Config, dump_yaml
+from rl_core.config import dump_yaml
 from rl_core.errors import GenerationError
+from rl_core.interfaces import EngineSpec
 from rl_rollout.vllm import serve
 from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.plugin import vllm
-from tests.rollout.vllm.servers import engine_config, request, write_model
+from tests.rollout.vllm.servers import engine_config, make_spec, request, write_model
 from tests.rollout.vllm.trainers import Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,12 +47,12 @@ SPLITS = [pytest.param(TENSOR, id="tensor"), pytest.param(DATA, id="data", marks
 
 @attrs.frozen(kw_only=True)
 class Served:
-    """A server, and the configuration of a run that uses it."""
+    """A server, and what the engine of a run that uses it is told."""
 
     process: subprocess.Popen[bytes]
     split: Split
     model_path: Path
-    config: Config
+    spec: EngineSpec
 
 
 @pytest.fixture(scope="module", params=SPLITS)
@@ -76,8 +77,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             command, env=os.environ | {TOKEN_VARIABLE: TOKEN}, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        config = engine_config(model_path, directory, **split.engine, external_server_urls=[_address(process, log)])
-        yield Served(process=process, split=split, model_path=model_path, config=config)
+        spec = make_spec(model_path, directory, **split.engine, external_server_urls=[_address(process, log)])
+        yield Served(process=process, split=split, model_path=model_path, spec=spec)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -97,7 +98,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 @pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
 async def test_every_rank_of_its_engine_receives_verified_weights(served, transport, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    client = await vllm.create(served.config)
+    client = await vllm.create(served.spec)
     assert client.num_weight_receivers() == served.split.num_workers
     try:
         async with policy_of(served.model_path) as policy:
@@ -122,7 +123,7 @@ async def test_without_its_token_a_run_is_told_what_to_set(served, token, monkey
     else:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(GenerationError, match=f"asks for an access token.*{TOKEN_VARIABLE}"):
-        await vllm.create(served.config)
+        await vllm.create(served.spec)
 
 
 def test_away_from_loopback_a_server_without_a_token_does_not_start(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +13,29 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.algorithms.logprobs import chunked_logprobs
-from rl_core.algorithms.objective import sum_metrics
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, ConfigError, WorkerError
+from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
     WeightSender,
     WorkerSpec,
 )
-from rl_core.weights import pack_buckets
-from rl_core.workers.objective import objective_from_spec
+from rl_core.rank_kit import (
+    batch_loss,
+    learning_rate,
+    objective_from_spec,
+    pack_buckets,
+    require_optimizer,
+    require_scores,
+    step_settings,
+    total_metrics,
+)
 
 
 class PlainDdpWorker:
@@ -62,41 +70,43 @@ class PlainDdpWorker:
                     column_T[positions] = part_T
         return scores
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds this rank's part of the gradient to its own; ranks are added up when the whole is asked for."""
-        self._trained()
-        objective, parts = objective_from_spec(loss), []
+        require_optimizer(self.optimizer, self.spec, "forward_backward")
+        require_scores(returns, ("logprobs", "entropies"), self.spec.role)
+        objective, parts, returned = objective_from_spec(loss), [], {n: torch.zeros(batch.num_tokens) for n in returns}
         for sequences in filter(len, plan):
             part = batch.select(sequences)
-            logprobs_T, entropies_T = self._score(part, temperature)
-            weighted_sum, metrics = objective(
-                {name: part[name] for name in objective.call_columns},
-                sequence_T=part.sequence_index,
-                logprobs_T=logprobs_T,
-                entropies_T=entropies_T,
-            )
+            scores = dict(zip(("logprobs", "entropies"), self._score(part, temperature), strict=True))
+            weighted_sum, metrics = batch_loss(objective, part, scores, torch.device("cpu"))
+            for name, values_T in returned.items():
+                values_T[batch.token_index(torch.tensor(sequences))] = torch.where(
+                    part["loss_mask"], scores[name].detach(), 0.0
+                )
             weighted_sum.backward()
             parts.append(metrics)
-        totals = sum_metrics(parts)
-        return {**totals, "loss": (totals["loss"][0] if parts else 0.0, 1.0)}
+        return {"loss": (0.0, 1.0), **total_metrics(parts), **returned}
 
-    def optim_step(self) -> OptimizerStep:
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """Adds the gradients over ranks, then every rank takes the same step."""
-        optimizer, config = self._trained(), self.spec.optimizer
+        optimizer, config = require_optimizer(self.optimizer, self.spec, "optim_step"), self.spec.optimizer
         assert config is not None
+        rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
+        settings = step_settings(config, update, scheduled_rate=rate)
         for parameter in self.model.parameters():
-            parameter.grad = self._summed(parameter)
+            parameter.grad = self._summed(parameter) * settings.gradient_scale
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        rate = config.lr * min(1.0, (self.steps_done + 1) / max(1, config.num_warmup_steps))
         is_finite = math.isfinite(norm.item())
         if is_finite:
-            if config.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.max_grad_norm, norm)
-            optimizer.param_groups[0]["lr"] = rate
+            if settings.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.max_grad_norm, norm)
+            settings.put_into(optimizer.param_groups)
             optimizer.step()
             self.steps_done += 1
         optimizer.zero_grad()
-        return OptimizerStep(grad_norm=norm.item(), learning_rate=rate, skipped=not is_finite)
+        return OptimizerStep(grad_norm=norm.item(), learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
         """Over all ranks."""
@@ -176,8 +186,3 @@ class PlainDdpWorker:
             write()
         if dist.is_initialized():
             dist.barrier()
-
-    def _trained(self) -> torch.optim.AdamW:
-        if self.optimizer is None:
-            raise WorkerError(f"{self.spec.role}: was started without an optimizer, so it is not trained")
-        return self.optimizer

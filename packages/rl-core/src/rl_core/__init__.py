@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_core import moved_modules
+
 if TYPE_CHECKING:
     from rl_core.batch import Batch
     from rl_core.config.tree import Config
@@ -63,6 +65,8 @@ __all__ = [
     "Recipe",
     "RLError",
 ]
+
+moved_modules.install()
 
 
 def __getattr__(name: str) -> Any:

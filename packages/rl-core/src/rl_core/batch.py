@@ -2,7 +2,7 @@
 
 There is no padding and no prompt/response split in storage. Every per-token column speaks of token t at index t:
 `rollout_logprobs[t]` is log p(token t | tokens before it in its sequence), 0.0 at each sequence's first token, which
-has nothing before it and is never trained on. Columns are declared once, in `FIELDS`; all code that selects,
+has nothing before it and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
 concatenates, saves or sends a batch is generic over that table, so a new column is one row.
 """
 
@@ -18,43 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_core.columns import FIELDS, PREPARED, Field
 from rl_core.errors import DataError, ShapeError, nearest
-
-
-@attrs.frozen
-class Field:
-    """One column of a batch."""
-
-    axes: str
-    """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
-    dtypes: tuple[torch.dtype, ...]
-    """Accepted dtypes; numbers become the first one, integers the first one that holds all of them."""
-    meaning: str
-
-
-_F32 = (torch.float32, torch.float64)
-
-FIELDS: dict[str, Field] = {
-    "tokens": Field("T", (torch.int64,), "prompt, sampled and observation tokens"),
-    "sampled": Field("T", (torch.bool,), "the policy sampled this token"),
-    "loss_mask": Field("T", (torch.bool,), "trained on; a subset of `sampled`"),
-    "rollout_logprobs": Field("T", _F32, "log-prob in the distribution that the engine sampled from"),
-    "old_logprobs": Field("T", _F32, "log-prob under the policy at the start of the update"),
-    "ref_logprobs": Field("T", _F32, "log-prob under the reference model"),
-    "values": Field("T", _F32, "the critic's value of the state in which token t is chosen"),
-    "old_entropies": Field("T", _F32, "entropy of the policy's distribution of token t at the start of the update"),
-    "rewards": Field("T", _F32, "token-level reward; an outcome reward sits on the last sampled token"),
-    "advantages": Field("T", _F32, "made by the controller for the whole mini-batch"),
-    "returns": Field("T", _F32, "the critic's target"),
-    "loss_weights": Field("T", _F32, "weight of each token's loss in the sum that is minimised"),
-    "routed_experts": Field("TLK", (torch.uint8, torch.int16), "experts chosen when token t was the input, per layer"),
-    "routed": Field("T", (torch.bool,), "whether `routed_experts` is known at t"),
-    "policy_version": Field("T", (torch.int32,), "which weights sampled the token; -1 where none did"),
-    "group_id": Field("N", (torch.int64,), "equal for the samples of one prompt"),
-    "trajectory_id": Field("N", (torch.int64,), "equal for the steps of one trajectory"),
-    "step_index": Field("N", (torch.int64,), "position of the sequence among its trajectory's steps"),
-    "is_last_step": Field("N", (torch.bool,), "exactly one sequence of a trajectory is its last step"),
-}
 
 
 @attrs.frozen(eq=False)
@@ -84,18 +49,18 @@ class Batch:
             missing = [i for i, sequence in enumerate(sequences) if name not in sequence]
             if missing:
                 raise ShapeError(f"Batch.from_sequences: sequence {missing[0]} has no {name!r}, sequence 0 has")
-            field = field_of(name)
+            dtypes = dtypes_of(name)
             values = [sequence[name] for sequence in sequences]
-            if field.axes[0] == "T":
+            if field_of(name).axes[0] == "T":
                 wrong = [
                     i for i, (value, length) in enumerate(zip(values, lengths, strict=True)) if len(value) != length
                 ]
                 if wrong:
                     i = wrong[0]
                     raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
-                columns[name] = _laid_end_to_end(name, values, field.dtypes)
+                columns[name] = _laid_end_to_end(name, values, dtypes)
             else:
-                columns[name] = torch.tensor(values, dtype=field.dtypes[0])
+                columns[name] = torch.tensor(values, dtype=dtypes[0])
         return cls(offsets_of(lengths), columns)
 
     @property
@@ -261,12 +226,17 @@ class PaddedBatch:
 def field_of(name: str) -> Field:
     """The row of `FIELDS`, or a per-token float for a loss's own column `x_…`."""
     if name.startswith("x_"):
-        return Field("T", (torch.float32, torch.float64, torch.bool, torch.int64), "made by a loss's `prepare`")
+        return PREPARED
     if name not in FIELDS:
         raise ShapeError(
             f"{name!r} is not a column of a batch.{nearest(name, FIELDS)} A loss's own column is named 'x_…'"
         )
     return FIELDS[name]
+
+
+def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a column may have, the preferred one first."""
+    return tuple(getattr(torch, dtype) for dtype in field_of(name).dtypes)
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -311,5 +281,5 @@ def _validate(offsets: Tensor, columns: Mapping[str, Tensor]) -> None:
         if values.dim() != len(field.axes) or values.shape[0] != sizes[field.axes[0]]:
             expected = f"[{field.axes}] with {field.axes[0]} = {sizes[field.axes[0]]}"
             raise ShapeError(f"{name}: expected {expected}, got {tuple(values.shape)}")
-        if values.dtype not in field.dtypes:
-            raise ShapeError(f"{name}: expected {' or '.join(map(str, field.dtypes))}, got {values.dtype}")
+        if values.dtype not in dtypes_of(name):
+            raise ShapeError(f"{name}: expected {' or '.join(map(str, dtypes_of(name)))}, got {values.dtype}")

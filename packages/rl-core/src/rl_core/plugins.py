@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import ConfigError, PluginError, nearest
-from rl_core.interfaces import CONTRACT_VERSION
+from rl_core.interfaces import CONTRACT_VERSION, ENGINE_CONTRACT_VERSION, GENERATOR_CONTRACT_VERSION
 
 GROUPS = {
     "rl_core.backends": "training backends",
@@ -27,7 +27,13 @@ GROUPS = {
     "rl_core.policy_losses": "policy losses",
     "rl_core.trackers": "trackers",
     "rl_core.recipes": "recipes",
+    "rl_core.commands": "commands",
 }
+_ACCEPTED_CONTRACTS = {
+    "rl_core.inference": (1, ENGINE_CONTRACT_VERSION),
+    "rl_core.generators": (1, GENERATOR_CONTRACT_VERSION),
+}
+"""Where others than CONTRACT_VERSION are: 1 goes on through `rl_core.config.contract_one`."""
 _PACKAGES = {
     ("rl_core.backends", "fsdp"): "rl-fsdp",
     ("rl_core.backends", "fsdp1"): "rl-fsdp",
@@ -99,11 +105,11 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         raise PluginError(
             f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
         ) from error
-    contract = getattr(plugin, "contract_version", CONTRACT_VERSION)
-    if contract != CONTRACT_VERSION:
+    contract, accepted = getattr(plugin, "contract_version", 1), _ACCEPTED_CONTRACTS.get(group, (CONTRACT_VERSION,))
+    if contract not in accepted:
         raise PluginError(
-            f"{where}the plug-in {name!r} was written for contract version {contract}, rl-core has {CONTRACT_VERSION}: "
-            "install matching versions of both"
+            f"{where}the plug-in {name!r} was written for contract version {contract}, rl-core has "
+            f"{' and '.join(map(str, accepted))}: install matching versions of both"
         )
     return plugin
 

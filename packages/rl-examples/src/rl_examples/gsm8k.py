@@ -8,7 +8,6 @@ Here:      rl train gsm8k --tiny      (2 cores, a random model, handwritten prob
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_examples.gsm8k_data import final_answer, write_tiny_data
 
 _TINY_TRAIN = "runs/gsm8k_tiny_data/train.parquet"
 _TINY_VALIDATION = "runs/gsm8k_tiny_data/validation.parquet"
@@ -58,8 +58,6 @@ recipe = Recipe(
     makes=(_TINY_TRAIN, _TINY_VALIDATION, _TINY_MODEL),
 )
 
-_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
-
 
 class Gsm8kEnvironment:
     """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and
@@ -82,15 +80,6 @@ class Gsm8kEnvironment:
         pass
 
 
-def final_answer(text: str) -> Decimal | None:
-    """The number after the last `####`, thousands separators aside; None where there is none."""
-    found = _FINAL_ANSWER.findall(text)
-    try:
-        return Decimal(found[-1].replace(",", "")) if found else None
-    except InvalidOperation:
-        return None
-
-
 def ground_truth(row: Row) -> Decimal:
     """The row's number, from `reward_spec.ground_truth`. Raises DataError when the row has none."""
     spec: Any = row.get("reward_spec")
@@ -102,7 +91,6 @@ def ground_truth(row: Row) -> Decimal:
 
 def prepare(config: Config) -> None:
     """Makes the tiny run's data and model, as far as they are named and missing."""
-    from rl_examples.gsm8k_data import write_tiny_data
     from rl_examples.tiny_model import write_tiny_chat_model
 
     for path, split in ((_TINY_TRAIN, "train"), (_TINY_VALIDATION, "validation")):

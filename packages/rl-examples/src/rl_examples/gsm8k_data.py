@@ -5,16 +5,18 @@ python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 import click
 
 from rl_core.errors import DataError, RLError
-from rl_examples.gsm8k import final_answer
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 
 def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
@@ -48,6 +50,15 @@ def write_tiny_data(target: Path, *, split: str) -> None:
     """A handful of handwritten problems: the `train` or the `validation` part."""
     problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
     _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
+
+
+def final_answer(text: str) -> Decimal | None:
+    """The number after the last `####`, thousands separators aside; None where there is none."""
+    found = _FINAL_ANSWER.findall(text)
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
 
 
 def _read(path: Path) -> Sequence[Mapping[str, Any]]:

@@ -19,13 +19,13 @@ import attrs
 
 from rl_core import plugins
 from rl_core.batch import Batch
-from rl_core.config import Config
+from rl_core.config import Config, engine_spec, generator_spec
 from rl_core.errors import RLError
 from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, SamplingParams
-from rl_core.trainer.advantages import with_loss_weights
+from rl_core.reports.progress import Progress
+from rl_core.trainer.batch_advantages import with_loss_weights
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate
-from rl_core.trainer.progress import Progress
 from rl_core.trainer.publish import publish_weights
 from rl_core.trainer.rollouts import RolloutSettings
 from rl_core.trainer.settings import worker_spec
@@ -57,9 +57,10 @@ def warm_start(config: Config, rows: Sequence[DataRow], directory: Path, setting
 async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
     backend, spec = worker_spec(config, "policy", num_training_steps=None)
     optimizer = OptimizerConfig(lr=settings.lr, weight_decay=0.0, num_warmup_steps=20)
-    engine = plugins.load("rl_core.inference", config.generator.inference_engine.backend)
-    client = await engine.create(config)
-    generator = plugins.load("rl_core.generators", config.generator.type)(config, client)
+    engine, engine_told = engine_spec(config)
+    player, generator_told = generator_spec(config)
+    client = await engine.create(engine_told)
+    generator = player.create(generator_told, client)
     # One rank that trains all weights, however the run that follows trains its own.
     whole = ModelConfig(path=spec.model.path)
     spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())

@@ -6,14 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_fsdp.backend import FsdpBackend, FsdpOptions, MixedPrecision, fsdp, fsdp1
+    from rl_fsdp.backend import FsdpBackend, fsdp, fsdp1
+    from rl_fsdp.options import FsdpOptions, MixedPrecision
     from rl_fsdp.worker import FsdpWorker
 
 _MODULES = {
     "FsdpBackend": "rl_fsdp.backend",
-    "FsdpOptions": "rl_fsdp.backend",
+    "FsdpOptions": "rl_fsdp.options",
     "FsdpWorker": "rl_fsdp.worker",
-    "MixedPrecision": "rl_fsdp.backend",
+    "MixedPrecision": "rl_fsdp.options",
     "fsdp": "rl_fsdp.backend",
     "fsdp1": "rl_fsdp.backend",
 }

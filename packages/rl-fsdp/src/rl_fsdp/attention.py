@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rl_core.errors import ConfigError
-from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.ulysses import heads_for_tokens, tokens_for_heads
 
 PACKED_ATTENTION = "rl_fsdp_packed"

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Role, Worker, WorkerSpec
-from rl_core.workers import require_schedule
+from rl_core.interfaces import CONTRACT_VERSION, LoraConfig, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.rank_kit.learning_rates import require_schedule
+from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
+from rl_fsdp.options import FsdpOptions, replay_key
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
 
-SECTIONS = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
 LORA_INIT_METHODS = ("kaiming", "gaussian")
-
-
-@attrs.frozen(kw_only=True)
-class MixedPrecision:
-    """Dtypes between ranks when `trainer.bf16` is set; in a float32 run all is float32."""
-
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """In which parameters are gathered and computed with."""
-    reduce_dtype: Literal["bf16", "fp32"] = "fp32"
-    """In which gradients are summed over the ranks."""
-
-
-@attrs.frozen(kw_only=True)
-class FsdpOptions:
-    """`fsdp_config`. One rank shards nothing: there only `cpu_offload` has a meaning, on an accelerator."""
-
-    fsdp_size: int = -1
-    """Ranks that share one copy of the parameters (hybrid sharding: the copies split the batch); -1 for all ranks."""
-    sequence_parallel_size: int = 1
-    """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
-    reshard_after_forward: bool = True
-    """Let a layer's parameters go between forward and backward; false gathers once and needs memory for all."""
-    mixed_precision: MixedPrecision = MixedPrecision()
-    """Dtypes of what travels between ranks."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied for its use."""
-    moe_enable_routing_replay: bool = False
-    """Policy with a Mixture of Experts: tokens go to the experts that the engine sent them to (R3), in scoring, in
-    training and in recomputation; together with `generator.inference_engine.enable_return_routed_experts`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,10 +46,7 @@ class FsdpBackend:
         """Raises ConfigError for what cannot be trained; reads no model file."""
         section = SECTIONS[spec.role]
         self.mesh(spec.options, world_size)
-        if spec.model.path is None:
-            raise ConfigError(
-                f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
-            )
+        require_model_path(spec)
         if spec.model.lora.rank > 0:
             _validate_lora(spec.model.lora, f"{section}.model.lora")
         if self.is_fsdp1:
@@ -113,11 +82,6 @@ class FsdpBackend:
 
         self.validate(spec, rank.world_size)
         return FsdpWorker(spec, rank, "fsdp1" if self.is_fsdp1 else "fsdp2")
-
-
-def replay_key(role: Role) -> str:
-    """The key that switches router replay on."""
-    return f"{SECTIONS[role]}.fsdp_config.moe_enable_routing_replay"
 
 
 def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:

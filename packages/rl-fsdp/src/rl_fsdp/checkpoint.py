@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from rl_core.errors import CheckpointError, WorkerError
-from rl_core.state_files import require_complete_state, write_state_list
-from rl_fsdp.ranks import Ranks
+from rl_core.errors import CheckpointError
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.process_group import agree, from_first
+from rl_core.rank_kit.state_files import reason_of, require_complete_state, state_not_written, write_state_list
+from rl_fsdp.rank_mesh import RankMesh
 
 _INDEX = ".metadata"
 
 
-def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: Ranks | None) -> None:
+def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None) -> None:
     """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
 
     Raises:
@@ -37,70 +39,37 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
     try:
         metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
     except CheckpointException as error:
-        raise _not_written(directory, "", error) from error
+        raise state_not_written(directory, error) from error
     if ranks is None or ranks.is_first:
         _write_list(directory, metadata, steps_done)
     if ranks is not None:
-        ranks.from_first(lambda: None)
+        from_first(lambda: None)
 
 
-class BackgroundWriter:
-    """Does what `write_state` does while the calling thread goes on, one state at a time.
+def start_writing(
+    writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None
+) -> None:
+    """As `write_state`, but returns when the tensors are copied: `writer` knows when all is done."""
 
-    Its ranks talk over a process group of their own: messages of the background must not fall between those of
-    training.
-    """
-
-    def __init__(self, ranks: Ranks | None):
-        """All ranks together."""
-        self._ranks = ranks
-        self._group = None if ranks is None else ranks.new_cpu_group()
-        self._writing: Future[Metadata] | None = None
-        self._directory = Path()
-        self._steps_done = 0
-
-    def start(self, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int) -> None:
-        """Returns when the tensors are copied to memory of the CPU's own."""
-        if not self.is_done():
-            raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
-        directory.mkdir(parents=True, exist_ok=True)
+    def write() -> Future[Metadata]:
         _expect_one_rank()
         writing = async_save(
             dict(tensors),
             storage_writer=FileSystemWriter(directory),
-            process_group=self._group,
-            no_dist=self._ranks is None,
+            process_group=writer.group,
+            no_dist=ranks is None,
         )
         assert isinstance(writing, Future)
-        self._writing, self._directory, self._steps_done = writing, directory, steps_done
+        return writing
 
-    def is_done(self) -> bool:
-        """The files of all ranks are there, and on rank 0 their list is; never waits.
+    def finish(metadata: Metadata) -> None:
+        if ranks is None or ranks.is_first:
+            _write_list(directory, metadata, steps_done)
 
-        Raises:
-            CheckpointError: the storage failed, on this rank or on another.
-            RuntimeError: another rank was lost.
-        """
-        if self._writing is None:
-            return True
-        if not self._writing.done():
-            return False
-        try:
-            metadata = self._writing.result()
-            if self._ranks is None or self._ranks.is_first:
-                _write_list(self._directory, metadata, self._steps_done)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise _not_written(self._directory, " in the background", error) from error
-        self._writing = None
-        return True
-
-    @property
-    def is_busy(self) -> bool:
-        """Its thread is at work."""
-        return self._writing is not None and not self._writing.done()
+    writer.start(directory, write, finish)
 
 
-def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks | None) -> int:
+def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMesh | None) -> int:
     """Fills `tensors` in place with what was saved under their names; returns the optimizer steps behind them.
 
     Args:
@@ -117,13 +86,13 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: Ranks |
         _require_same_tensors(directory, tensors)
         return steps_done
 
-    steps_done = check() if ranks is None else ranks.agree(check)
+    steps_done = check() if ranks is None else agree(check)
     try:
         _expect_one_rank()
         load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(
-            f"{directory}: cannot be read ({_reason(error)}); resume from an earlier checkpoint"
+            f"{directory}: cannot be read ({reason_of(error)}); resume from an earlier checkpoint"
         ) from error
     return steps_done
 
@@ -132,20 +101,6 @@ def _expect_one_rank() -> None:
     """torch warns of a single rank even where it is asked for; in the background it does so in a thread of its own, so
     the filter stays."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-
-
-def _reason(error: BaseException) -> str:
-    """In a line, of all ranks; torch tells it with every rank's traceback, in an exception that is no `Exception`."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
-
-
-def _not_written(directory: Path, how: str, error: BaseException) -> Exception:
-    """A CheckpointError where the storage failed; else, as when a rank is lost, an error of this program."""
-    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
-    return kind(f"{directory}: could not be written{how} ({_reason(error)})")
 
 
 def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:

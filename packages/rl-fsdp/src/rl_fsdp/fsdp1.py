@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.optim import AdamW
 
-from rl_fsdp.backend import FsdpOptions
 from rl_fsdp.micro_batch import ModelInput
 from rl_fsdp.model import Scorer
-from rl_fsdp.ranks import Ranks
+from rl_fsdp.options import FsdpOptions
+from rl_fsdp.rank_mesh import RankMesh
 from rl_fsdp.sharding import DTYPES, decoder_layers, receive, require_same_structure
 from rl_fsdp.shards import MOMENTS, moments_of
 from rl_fsdp.weights import checkpoint_tensors
@@ -32,7 +32,7 @@ _SCORER = "model."
 """In front of a parameter's own name, in the scorer."""
 
 
-def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: Ranks, *, bf16: bool) -> Fsdp1Shards:
+def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: bool) -> Fsdp1Shards:
     """As `sharding.shard`."""
     require_same_structure(scorer, ranks)
     is_hybrid = ranks.shards.ndim > 1
@@ -67,7 +67,7 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: Ranks, *, bf16: boo
 class Fsdp1Shards:
     """See `Shards`."""
 
-    def __init__(self, scorer: Scorer, root: FSDP, ranks: Ranks):
+    def __init__(self, scorer: Scorer, root: FSDP, ranks: RankMesh):
         self.scorer = scorer
         self._root = root
         self._num_ranks = ranks.mesh.world_size

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig
-from rl_fsdp.ranks import whole
+from rl_fsdp.rank_mesh import whole
 
 _NAME = "default"
 

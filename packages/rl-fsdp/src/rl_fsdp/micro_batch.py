@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.layout.slices import even_slice, inverse_index, packed_layout, padded_layout
 from rl_fsdp.attention import PackedSequences, scatter_rows
-from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.ulysses import sum_over_ranks
 
 

@@ -16,15 +16,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
-from rl_core.hugging_face import ExpertChoices, no_progress_bars
 from rl_core.interfaces import WorkerSpec
-from rl_core.weights import broken_weights_file
+from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
+from rl_core.rank_kit.weight_buckets import broken_weights_file
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.attention import PACKED_ATTENTION
-from rl_fsdp.backend import SECTIONS, replay_key
 from rl_fsdp.hidden_states import autocast, predicting_states
 from rl_fsdp.lora import add_adapters
 from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
-from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.options import replay_key
+from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.router_replay import follow, require_followed_routes
 from rl_fsdp.value_head import ValueScorer, load_head
 from rl_fsdp.weights import exported_weights, state_weights

@@ -10,8 +10,8 @@ from torch import nn
 from rl_core.errors import ConfigError
 from rl_core.interfaces import RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.model_shape import ModelShape, model_shape
-from rl_fsdp.backend import SECTIONS
+from rl_core.rank_kit.model_shapes import ModelShape, model_shape
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.model import load_scorer
 
 _BYTES_OF_LOGITS = 3 * 4

@@ -1,7 +1,7 @@
 """Router replay (R3, Ma et al. 2025, arXiv 2510.11370): the policy's tokens go to the experts that the engine chose.
 
-What is replaced is the choice alone (`rl_core.hugging_face`): the weights of the chosen experts come from the router's
-scores of now, and gradients flow through them.
+What is replaced is the choice alone (`rl_core.rank_kit.expert_choices`): the weights of the chosen experts come from
+the router's scores of now, and gradients flow through them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.errors import ConfigError
-from rl_core.hugging_face import ExpertChoices
+from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_fsdp.hidden_states import predicting_states
 from rl_fsdp.micro_batch import ModelInput, Routes
 

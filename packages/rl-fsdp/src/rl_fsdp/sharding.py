@@ -17,15 +17,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.errors import ConfigError
-from rl_fsdp.backend import FsdpOptions
+from rl_core.rank_kit.process_group import agree, from_first
 from rl_fsdp.model import Scorer
-from rl_fsdp.ranks import Ranks
+from rl_fsdp.options import FsdpOptions
+from rl_fsdp.rank_mesh import RankMesh
 from rl_fsdp.shards import TensorShards
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def shard(scorer: Scorer, options: FsdpOptions, ranks: Ranks, *, bf16: bool) -> TensorShards:
+def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: bool) -> TensorShards:
     """Makes every rank's scorer hold rank 0's weights, sharded. One unit exists whole at a time besides the shards.
 
     Args:
@@ -60,7 +61,7 @@ def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
     return [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def receive(unit: nn.Module, ranks: Ranks, *, leave_out: Container[nn.Module]) -> None:
+def receive(unit: nn.Module, ranks: RankMesh, *, leave_out: Container[nn.Module]) -> None:
     """Puts rank 0's parameters and buffers of `unit` on this rank's device; tied ones stay tied.
 
     Args:
@@ -81,14 +82,14 @@ def receive(unit: nn.Module, ranks: Ranks, *, leave_out: Container[nn.Module]) -
             tensors[name] = new
 
 
-def _from_first(tensor: Tensor, ranks: Ranks) -> Tensor:
+def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
     data = tensor.detach().to(ranks.device) if ranks.is_first else torch.empty_like(tensor, device=ranks.device)
     data = data.contiguous()
     dist.broadcast(data, 0)
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
-def require_same_structure(scorer: nn.Module, ranks: Ranks) -> None:
+def require_same_structure(scorer: nn.Module, ranks: RankMesh) -> None:
     """The others built the model from its configuration alone: it must be what rank 0 read, and in separate units."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:
@@ -103,8 +104,8 @@ def require_same_structure(scorer: nn.Module, ranks: Ranks) -> None:
             )
         _require_separate_units(scorer)
 
-    loaded = ranks.from_first(describe)
-    ranks.agree(compare)
+    loaded = from_first(describe)
+    agree(compare)
 
 
 def _require_separate_units(scorer: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from rl_fsdp.micro_batch import ModelInput
 from rl_fsdp.model import Scorer
-from rl_fsdp.ranks import whole
+from rl_fsdp.rank_mesh import whole
 from rl_fsdp.weights import checkpoint_tensors, exported_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

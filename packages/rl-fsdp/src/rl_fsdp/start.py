@@ -8,17 +8,18 @@ from typing import Literal
 import torch
 
 from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.process_group import agree, from_first
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.attention import PACKED_ATTENTION
-from rl_fsdp.backend import SECTIONS
 from rl_fsdp.model import load_scorer, require_close, two_sequences
-from rl_fsdp.ranks import Ranks
+from rl_fsdp.rank_mesh import RankMesh
 from rl_fsdp.shards import Shards
 from rl_fsdp.ulysses import require_heads
 
 Generation = Literal["fsdp2", "fsdp1"]
 
 
-def start_shards(spec: WorkerSpec, ranks: Ranks, generation: Generation) -> Shards:
+def start_shards(spec: WorkerSpec, ranks: RankMesh, generation: Generation) -> Shards:
     """Rank 0 reads the model and tries it; the others make its structure without memory and get their shards.
 
     Raises:
@@ -26,13 +27,13 @@ def start_shards(spec: WorkerSpec, ranks: Ranks, generation: Generation) -> Shar
             all ranks alike.
     """
     where = SECTIONS[spec.role]
-    scorer = ranks.agree(lambda: load_scorer(spec, torch.device("cpu" if ranks.is_first else "meta")))
+    scorer = agree(lambda: load_scorer(spec, torch.device("cpu" if ranks.is_first else "meta")))
     if ranks.ulysses is not None:
         num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
-        ranks.agree(lambda: require_heads(num_heads, group, f"{where}.fsdp_config"))
+        agree(lambda: require_heads(num_heads, group, f"{where}.fsdp_config"))
     inputs = partial(two_sequences, scorer.model, use_sample_packing=spec.use_sample_packing)
     with torch.no_grad():
-        expected_S = ranks.from_first(lambda: scorer(inputs(device=torch.device("cpu")), temperature=1.0)[0])
+        expected_S = from_first(lambda: scorer(inputs(device=torch.device("cpu")), temperature=1.0)[0])
         if ranks.ulysses is not None:
             scorer.model.set_attn_implementation(PACKED_ATTENTION)
         if generation == "fsdp2":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import ConfigError
-from rl_fsdp.ranks import UlyssesGroup
+from rl_fsdp.rank_mesh import UlyssesGroup
 
 
 def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_core.errors import ConfigError
+from rl_core.rank_kit.model_files import read_head
 from rl_fsdp.hidden_states import predicting_states
 from rl_fsdp.micro_batch import ModelInput
-from rl_fsdp.ranks import whole
+from rl_fsdp.rank_mesh import whole
 from rl_fsdp.weights import exported_weights, state_weights
-
-HEAD_FILE = "value_head.safetensors"
-"""Beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
 
 
 class ValueScorer(nn.Module):
@@ -63,24 +58,17 @@ class ValueScorer(nn.Module):
             yield f"value_head.{name}", whole(weight.detach())
 
 
-def save_head(scorer: ValueScorer, directory: Path, *, is_first: bool) -> None:
-    """Gathers the head on all ranks; rank 0 writes it beside the base model's files."""
-    head = {f"value_head.{name}": whole(weight.detach()) for name, weight in scorer.value_head.named_parameters()}
-    if is_first:
-        save_file(head, directory / HEAD_FILE, metadata={"format": "pt"})
+def head_tensors(scorer: ValueScorer) -> dict[str, Tensor]:
+    """The head's parameters, or what stands for them on this rank, by the names in a model's files."""
+    return {f"value_head.{name}": weight for name, weight in scorer.value_head.named_parameters()}
 
 
 def load_head(scorer: ValueScorer, directory: str, where: str) -> None:
     """Takes the head that `save_model` wrote, where the directory of the base model has one."""
-    file = Path(directory) / HEAD_FILE
-    if not file.is_file():
+    expected = head_tensors(scorer)
+    head = read_head(directory, expected, where)
+    if head is None:
         return
-    head = load_file(file)
-    expected = {f"value_head.{name}": weight for name, weight in scorer.value_head.named_parameters()}
-    for name in sorted(expected.keys() | head.keys()):
-        shapes = [list(weights[name].shape) if name in weights else "absent" for weights in (head, expected)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(f"{where}.model.path: {name} in {file} is {shapes[0]}, this model's is {shapes[1]}")
     with torch.no_grad():
         for name, weight in expected.items():
             weight.copy_(head[name])

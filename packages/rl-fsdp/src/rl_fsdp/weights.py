@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_fsdp.lora import adapter_weights, has_adapters, merged_weights
-from rl_fsdp.ranks import whole
+from rl_fsdp.rank_mesh import whole
 
 
 def state_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from rl_core.algorithms.objective import sum_metrics
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, WorkerError
+from rl_core.columns import INPUT_COLUMNS
+from rl_core.errors import WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
     WeightSender,
     WorkerSpec,
 )
-from rl_core.model_files import ADAPTER_FOLDER
-from rl_core.routes import require_routes
-from rl_core.weights import pack_buckets
-from rl_core.workers.group import INPUT_COLUMNS
-from rl_core.workers.objective import objective_from_spec
-from rl_core.workers.schedule import learning_rate
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.learning_rates import learning_rate
+from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
+from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.optimizer_steps import step_settings
+from rl_core.rank_kit.perturbation import Perturbation
+from rl_core.rank_kit.process_group import own_device
+from rl_core.rank_kit.publishing import pack_on_first, publish
+from rl_core.rank_kit.route_checks import require_routes
+from rl_core.rank_kit.worker_specs import require_model_path, require_optimizer
 from rl_fsdp.attention import scatter_rows
-from rl_fsdp.backend import replay_key
-from rl_fsdp.checkpoint import BackgroundWriter, read_state, write_state
+from rl_fsdp.checkpoint import read_state, start_writing, write_state
 from rl_fsdp.lora import adapter_tensors, has_adapters, save_adapters
 from rl_fsdp.micro_batch import model_input, predicted_tokens
 from rl_fsdp.model import load_scorer
-from rl_fsdp.perturbation import Perturbation
-from rl_fsdp.ranks import Ranks
-from rl_fsdp.saved_model import write_config, write_whole_weights
+from rl_fsdp.options import replay_key
+from rl_fsdp.perturbation import trained_pieces
+from rl_fsdp.rank_mesh import RankMesh, whole
 from rl_fsdp.shards import Shards, TensorShards
 from rl_fsdp.start import Generation, start_shards
-from rl_fsdp.value_head import ValueScorer, save_head
+from rl_fsdp.value_head import ValueScorer, head_tensors
 from rl_fsdp.weights import persistent_buffers
-
-_CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
-"""What a score is to a loss."""
 
 
 class FsdpWorker:
@@ -62,9 +62,9 @@ class FsdpWorker:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         self.spec = spec
-        self.device = _device(rank)
+        self.device = own_device(rank)
         is_sharded = rank.world_size > 1 or (spec.options.cpu_offload and self.device.type != "cpu")
-        self.ranks = Ranks.join(rank, self.device, spec.options) if is_sharded else None
+        self.ranks = RankMesh.join(rank, self.device, spec.options) if is_sharded else None
         self.shards: Shards = (
             TensorShards(load_scorer(spec, self.device))
             if self.ranks is None
@@ -80,6 +80,7 @@ class FsdpWorker:
                 [parameter for parameter in self.scorer.parameters() if parameter.requires_grad],
                 lr=spec.optimizer.lr,
                 betas=spec.optimizer.adam_betas,
+                eps=spec.optimizer.eps,
                 weight_decay=spec.optimizer.weight_decay,
                 fused=True,
             )
@@ -103,46 +104,49 @@ class FsdpWorker:
         self.shards.let_go()
         return scores if self.ranks.returns_results else {}
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
-        self._require_trained("forward_backward")
+        require_optimizer(self.optimizer, self.spec, "forward_backward")
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
-        parts = []
-        for _, micro_batch in self._micro_batches(batch, plan):
+        require_scores(returns, self.scorer.score_names, self.spec.role)
+        parts, returned = [], {name: torch.zeros(batch.num_tokens) for name in returns}
+        for sequences, micro_batch in self._micro_batches(batch, plan):
             trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
             scores_S = self._score(micro_batch, trained_S, temperature)
             index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
-            weighted_sum, metrics = objective(
-                {name: micro_batch[name].to(self.device) for name in objective.call_columns},
-                sequence_T=micro_batch.sequence_index.to(self.device),
-                **{
-                    _CURRENT[name]: scatter_rows(values_S, index_S, num_tokens)
-                    for name, values_S in zip(self.scorer.score_names, scores_S, strict=True)
-                },
-            )
+            scores = {
+                name: scatter_rows(values_S, index_S, num_tokens)
+                for name, values_S in zip(self.scorer.score_names, scores_S, strict=True)
+            }
+            weighted_sum, metrics = batch_loss(objective, micro_batch, scores, self.device)
             self.shards.backward(weighted_sum)
             parts.append(metrics)
-        totals = sum_metrics(parts)
-        # Each part weighs its loss 1; that of the whole call is their sum, however many parts it was cut into.
-        return {**totals, "loss": (totals["loss"][0], 1.0)}
+            if sequences and returned:
+                stream_index_T = batch.token_index(torch.as_tensor(sequences))
+                for name, values_T in returned.items():
+                    values_T[stream_index_T] = scores[name].detach().float().cpu()
+        return {**total_metrics(parts), **returned}
 
-    def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
-        optimizer, config = self._require_trained("optim_step"), self.spec.optimizer
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        optimizer, config = require_optimizer(self.optimizer, self.spec, "optim_step"), self.spec.optimizer
         assert config is not None
         if all(parameter.grad is None for parameter in self.scorer.parameters()):
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
-        grad_norm = self.shards.clip(config.max_grad_norm)
         rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
+        settings = step_settings(config, update, scheduled_rate=rate)
+        self._scale_gradients(settings.gradient_scale)
+        grad_norm = self.shards.clip(settings.max_grad_norm)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            settings.put_into(optimizer.param_groups)
             optimizer.step()
             self.steps_done += 1
         optimizer.zero_grad()
-        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
@@ -150,26 +154,30 @@ class FsdpWorker:
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        return self._packed(self.shards.exported(), max_bucket_bytes)
+        return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The adapter alone, as `export_weights`; in the same dtype, which is the engine's too."""
-        return self._packed(adapter_tensors(self.scorer.model, self.scorer.compute_dtype), max_bucket_bytes)
+        tensors = adapter_tensors(self.scorer.model, self.scorer.compute_dtype)
+        return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`, or `export_adapter` where the configuration says so."""
-        export = self.export_adapter if self.spec.model.lora.is_sent_alone else self.export_weights
-        return sender.send(export(max_bucket_bytes), version)
+        return publish(self, sender, version, max_bucket_bytes)
 
     def perturb(self, seed: int, scale: float) -> None:
         """Noise on every trained parameter, until `restore`."""
         self.restore()
-        self._perturbation = Perturbation.perturb(self.shards, seed=seed, scale=scale)
+        state = self.shards.state(None)
+        self._perturbation = Perturbation.perturb(list(trained_pieces(state)), seed=seed, scale=scale)
+        self.shards.take(state, None)
 
     def restore(self) -> None:
         """Takes the noise away again."""
         if self._perturbation is not None:
-            self._perturbation.restore(self.shards)
+            state = self.shards.state(None)
+            self._perturbation.restore(trained_pieces(state))
+            self.shards.take(state, None)
             self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
@@ -178,8 +186,9 @@ class FsdpWorker:
 
     def start_saving(self, directory: Path) -> None:
         """As `save_state`, from a copy in CPU memory."""
-        self.background = self.background or BackgroundWriter(self.ranks)
-        self.background.start(directory, self.shards.state(self.optimizer), steps_done=self.steps_done)
+        self.background = self.background or BackgroundWriter(is_alone=self.ranks is None)
+        state = self.shards.state(self.optimizer)
+        start_writing(self.background, directory, state, steps_done=self.steps_done, ranks=self.ranks)
 
     def has_saved(self) -> bool:
         """See `BackgroundSaver`. Raises CheckpointError."""
@@ -202,14 +211,18 @@ class FsdpWorker:
         Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
-        write_whole_weights(
-            chain(self.shards.model_weights(), persistent_buffers(model).items()), directory, is_first=is_first
-        )
+        tensors = chain(self.shards.model_weights(), persistent_buffers(model).items())
+        write_weights(tensors, directory, is_first=is_first)
         if is_first:
-            write_config(model, dtype, directory)
-            self._tokenizer().save_pretrained(directory)
+            generation = model.generation_config if model.can_generate() else None
+            write_config(
+                model.config, directory, dtype=dtype, generation=generation, architectures=[type(model).__name__]
+            )
+            write_tokenizer(require_model_path(self.spec), directory)
         if isinstance(scorer, ValueScorer):
-            save_head(scorer, directory, is_first=is_first)
+            head = {name: whole(weight.detach()) for name, weight in head_tensors(scorer).items()}
+            if is_first:
+                write_head(head, directory)
         if has_adapters(model):
             save_adapters(model, directory / ADAPTER_FOLDER, is_first=is_first)
 
@@ -224,7 +237,6 @@ class FsdpWorker:
     def close(self) -> None:
         """Drops model and optimizer, and leaves the other ranks."""
         self.optimizer = None
-        # A thread that still waits for other ranks would crash without them; it ends with the process.
         is_busy = self.background is not None and self.background.is_busy
         if self.__dict__.pop("scorer", None) is not None and self.ranks is not None and not is_busy:
             self.ranks.leave()
@@ -232,6 +244,12 @@ class FsdpWorker:
     def _require_fitting_routes(self, batch: Batch) -> None:
         choices = self.scorer.choices
         require_routes(batch, None if choices is None else choices.shape, key=replay_key(self.spec.role))
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self.scorer.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
         inputs = model_input(
@@ -254,14 +272,6 @@ class FsdpWorker:
                 untrained_T = torch.zeros(shortest.num_tokens, dtype=torch.bool)
                 yield [], shortest.with_columns(loss_mask=untrained_T) if "loss_mask" in shortest else shortest
 
-    def _packed(self, tensors: Iterator[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """On rank 0; the others take part in gathering."""
-        if self._is_first:
-            yield from pack_buckets(tensors, max_bucket_bytes)
-        else:
-            for _ in tensors:
-                pass
-
     @property
     def _is_first(self) -> bool:
         return self.ranks is None or self.ranks.is_first
@@ -275,24 +285,3 @@ class FsdpWorker:
             for moments in self.optimizer.state.values():
                 moments.update({name: tensor.to(device) for name, tensor in moments.items()})
         torch.cuda.empty_cache()
-
-    def _require_trained(self, call: str) -> torch.optim.AdamW:
-        if self.optimizer is None:
-            raise WorkerError(f"{self.spec.role}: {call} needs an optimizer, and this model was started without one")
-        return self.optimizer
-
-    def _tokenizer(self):
-        path = self.spec.model.path
-        try:
-            return AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: has no tokenizer that could be saved with the model: {error}") from error
-
-
-def _device(rank: RankInfo) -> torch.device:
-    """The node's GPU of this rank; a rank that sees one GPU only takes that."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

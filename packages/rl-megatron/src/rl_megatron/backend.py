@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rl_core.errors import ConfigError
 from rl_core.interfaces import CONTRACT_VERSION, RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.rank_kit.worker_specs import require_model_path
 from rl_megatron.megatron_fields import require_bridge
-from rl_megatron.options import SECTIONS, MegatronOptions, mesh_of, transformer_fields
+from rl_megatron.options import MegatronOptions, mesh_of, transformer_fields
 from rl_megatron.refusals import refuse
 from rl_megatron.training_checks import require_trainable
 
@@ -32,14 +32,10 @@ class MegatronBackend:
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
         """Raises ConfigError for what cannot be trained correctly."""
-        section = SECTIONS[spec.role]
         require_bridge()
         refuse(spec, world_size)
         require_trainable(spec)
-        if spec.model.path is None:
-            raise ConfigError(
-                f"{section}.model.path: no model was given; expected a Hugging Face model directory or name"
-            )
+        require_model_path(spec)
 
     def follows_routes(self, options: MegatronOptions) -> bool:
         """See `RouteFollowing`."""

@@ -6,10 +6,10 @@ reads what any other wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Parameter
 
-from rl_core.errors import CheckpointError, RLError, WorkerError
-from rl_core.state_files import STATE_LIST, require_complete_state, write_state_list
+from rl_core.errors import CheckpointError
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.process_group import agree
+from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, state_not_written, write_state_list
 from rl_megatron.optimizer import Optimizer
 
 _METADATA = {
@@ -40,7 +42,6 @@ _METADATA = {
     # Each layer under its own name: layers may differ, and lie on other stages when they are read.
     "non_homogeneous_layers": True,
 }
-T = TypeVar("T")
 
 
 class _PlainFiles(TorchDistSaveShardedStrategy):
@@ -79,52 +80,23 @@ class _FilesInBackground(_PlainFiles):
         self.writing = self._thread.submit(self._write, sharded_state_dict, checkpoint_dir, self._group)
 
 
-class BackgroundWriter:
-    """Does what `write_state` does while the calling thread goes on, one state at a time.
+_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+"""Starts no thread before it is used."""
 
-    Its ranks talk over a process group of their own: messages of the background must not fall between those of
-    training.
-    """
 
-    def __init__(self) -> None:
-        """All ranks together."""
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-        self._directory, self._steps_done = Path(), 0
+def start_writing(
+    writer: BackgroundWriter, directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int
+) -> None:
+    """As `write_state`, but returns when the state is copied: `writer` knows when all is done."""
 
-    def start(self, directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
-        """Returns when the state is copied to memory of the CPU's own."""
-        if not self.is_done():
-            raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
-        files = _FilesInBackground(self._thread, self._group)
+    def write() -> Future[None]:
+        assert writer.group is not None
+        files = _FilesInBackground(_thread, writer.group)
         _save(directory, chunks, optimizer, files)
-        self._writing, self._directory, self._steps_done = files.writing, directory, steps_done
+        assert files.writing is not None
+        return files.writing
 
-    def is_done(self) -> bool:
-        """The files of all ranks are there, and on rank 0 their list is; never waits.
-
-        Raises:
-            CheckpointError: they could not be written, on this rank or on another.
-        """
-        if self._writing is None:
-            return True
-        if not self._writing.done():
-            return False
-        try:
-            self._writing.result()
-            _write_list(self._directory, self._steps_done)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"{self._directory}: could not be written in the background ({error})") from error
-        self._writing = None
-        return True
-
-    @property
-    def is_busy(self) -> bool:
-        """Its thread is at work."""
-        return self._writing is not None and not self._writing.done()
+    writer.start(directory, write, lambda _: _write_list(directory, steps_done))
 
 
 def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
@@ -144,7 +116,7 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
     try:
         dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(directory), files)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{directory}: could not be written ({error})") from error
+        raise state_not_written(directory, error) from error
 
 
 def _write_list(directory: Path, steps_done: int) -> None:
@@ -177,21 +149,6 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
         optimizer.set_steps(steps_done)
         optimizer.zero_grad()
     return steps_done
-
-
-def agree(act: Callable[[], T]) -> T:
-    """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
-    result, error = None, None
-    try:
-        result = act()
-    except RLError as raised:
-        error = raised
-    errors: list[RLError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((error for error in errors if error is not None), None)
-    if first is not None:
-        raise first from error
-    return result  # pyright: ignore[reportReturnType]
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, WorkerSpec
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.bridge import CanonicalLoRA, LoRA
 from rl_megatron.lora_targets import adapted_layers, bridge_layers
-from rl_megatron.options import SECTIONS
 
 _INIT_METHODS = {"kaiming": "kaiming", "gaussian": "normal"}
 

@@ -18,12 +18,13 @@ from transformers import AutoConfig
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
-from rl_core.weights import broken_weights_file
+from rl_core.rank_kit.weight_buckets import broken_weights_file
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
 from rl_megatron.groups import embedding_group
 from rl_megatron.layers import layer_specs
 from rl_megatron.lora import add_adapters
-from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.options import transformer_fields
 from rl_megatron.start import Place
 from rl_megatron.value_head import ValueHead, load_head, put_heads
 

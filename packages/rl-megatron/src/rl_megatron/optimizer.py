@@ -16,7 +16,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from rl_core.interfaces import OptimizerConfig, WorkerSpec
-from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
+from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_megatron.options import MegatronOptions, optimizer_fields
 
 
 def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
@@ -42,7 +44,7 @@ class Optimizer:
             "lr": self.config.lr,
             "adam_beta1": self.config.adam_betas[0],
             "adam_beta2": self.config.adam_betas[1],
-            "adam_eps": 1e-8,
+            "adam_eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
             "clip_grad": self.config.max_grad_norm,
             "decoupled_weight_decay": True,
@@ -86,16 +88,18 @@ class Optimizer:
                 if "step" in state:
                     state["step"] = torch.tensor(float(steps_done))
 
-    def step(self, learning_rate: float) -> float:
-        """Sums gradients, clips them and steps; returns their norm before clipping. One that is not finite changes
-        nothing."""
+    def step(self, settings: StepSettings) -> float:
+        """Sums gradients, scales and clips them and steps; returns their norm before clipping. One that is not finite
+        changes nothing."""
         finalize_model_grads(self.chunks, None)
+        if settings.gradient_scale != 1.0:
+            for buffer in self.buffers:
+                buffer.grad_data.mul_(settings.gradient_scale)
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if math.isfinite(grad_norm):
-            for group in self.megatron.param_groups:
-                group["lr"] = learning_rate
-            self._clip(grad_norm)
+            settings.put_into(self.megatron.param_groups)
+            self._clip(grad_norm, settings.max_grad_norm)
             self.megatron.step_with_ready_grads()
         self.zero_grad()
         return grad_norm
@@ -121,9 +125,9 @@ class Optimizer:
             for buffer, gradient in zip(self.buffers, kept, strict=True):
                 buffer.grad_data.copy_(gradient)
 
-    def _clip(self, grad_norm: float) -> None:
-        if self.config.max_grad_norm <= 0:
+    def _clip(self, grad_norm: float, max_norm: float) -> None:
+        if max_norm <= 0:
             return
         for optimizer in self.megatron.chained_optimizers:
             if not optimizer.is_stub_optimizer and (parameters := optimizer.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.max_grad_norm, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)

@@ -11,9 +11,6 @@ from rl_core.errors import ConfigError
 from rl_core.layout.mesh import Mesh
 from rl_megatron.megatron_fields import require_fields
 
-SECTIONS = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
-"""Where each role's configuration stands."""
-
 
 @attrs.frozen(kw_only=True)
 class DdpOptions:

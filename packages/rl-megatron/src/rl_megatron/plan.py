@@ -8,8 +8,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange
-from rl_core.model_shape import ModelShape
-from rl_megatron.options import SECTIONS
+from rl_core.rank_kit.model_shapes import ModelShape
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4

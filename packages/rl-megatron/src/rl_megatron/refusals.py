@@ -19,9 +19,10 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
-from rl_core.model_shape import ModelShape, model_shape, read_config
+from rl_core.rank_kit.model_shapes import ModelShape, model_shape, read_config
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
-from rl_megatron.options import SECTIONS, transformer_fields
+from rl_megatron.options import transformer_fields
 
 SIZES = {
     "tensor_model_parallel_size": "tensor",
@@ -481,8 +482,11 @@ def _adapters_of_experts(setup: Setup) -> str | None:
                 f"{complaint}, whose checkpoints Megatron-Bridge 0.3.1 cannot write with {name}={setup.size(name)}; "
                 "name layers of attention, or set it to 1"
             )
-    if find_spec("transformer_engine") is not None:
-        return f"{complaint}; with Transformer Engine all experts of a rank would share one: name layers of attention"
+    if find_spec("transformer_engine") is not None and setup.fields.get("moe_grouped_gemm"):
+        return (
+            f"{complaint}, which all experts of a rank would share in grouped products; name layers of attention, or "
+            f"set {setup.key('moe_grouped_gemm')}=false"
+        )
     return None
 
 

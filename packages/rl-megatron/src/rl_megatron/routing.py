@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.interfaces import Plan, WorkerSpec
-from rl_core.model_shape import model_shape
-from rl_core.routes import RouteShape, require_routes
-from rl_megatron.options import SECTIONS, transformer_fields
+from rl_core.rank_kit.model_shapes import model_shape
+from rl_core.rank_kit.route_checks import RouteShape, require_routes
+from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_megatron.options import transformer_fields
 from rl_megatron.router_replay import RoutedChunks
 from rl_megatron.schedule import Around
 from rl_megatron.start import Place

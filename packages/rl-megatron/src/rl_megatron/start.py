@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import attrs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
 
 from rl_core.interfaces import RankInfo
 from rl_core.layout.mesh import Coordinates, Mesh
+from rl_core.rank_kit.process_group import COLLECTIVE_TIMEOUT, join_process_group, own_device
 from rl_megatron import fixes_bridge, fixes_megatron, platform
-
-_TIMEOUT = timedelta(minutes=30)
-"""The controller's deadline ends a call sooner, and kills the ranks; this one ends ranks whose controller is gone."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,17 +56,9 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
         mesh: how they are arranged.
         seed: of what is random (nothing is, unless a pass-through section asks for dropout).
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-    device = prepare_process()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{info.master_address}:{info.master_port}" if info.world_size > 1 else None,
-        store=HashStore() if info.world_size == 1 else None,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=_TIMEOUT,
-    )
+    device = own_device(info)
+    prepare_process()
+    join_process_group(info, device)
     parallel_state.initialize_model_parallel(
         mesh.tensor,
         mesh.pipeline,
@@ -79,7 +66,7 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
         context_parallel_size=mesh.context,
         expert_model_parallel_size=mesh.expert,
         expert_tensor_parallel_size=mesh.expert_tensor,
-        distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Place(rank=info.rank, mesh=mesh, device=device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, WorkerSpec
-from rl_core.workers import require_schedule
+from rl_core.rank_kit.learning_rates import require_schedule
+from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.lora_targets import bridge_layers
-from rl_megatron.options import SECTIONS, MegatronOptions, optimizer_fields
+from rl_megatron.options import MegatronOptions, optimizer_fields
 
 LORA_INIT_METHODS = ("kaiming", "gaussian")
 _CHOSEN_ELSEWHERE = {
@@ -14,6 +15,7 @@ _CHOSEN_ELSEWHERE = {
     "min_lr": "optimizer_config.scheduler",
     "adam_beta1": "optimizer_config.adam_betas",
     "adam_beta2": "optimizer_config.adam_betas",
+    "adam_eps": "optimizer_config.eps",
     "weight_decay": "optimizer_config.weight_decay",
     "clip_grad": "optimizer_config.max_grad_norm",
 }

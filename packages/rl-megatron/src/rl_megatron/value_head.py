@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
-from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_core.errors import ConfigError
+from rl_core.rank_kit.model_files import read_head
 from rl_megatron.groups import pipeline_group
-
-HEAD_FILE = "value_head.safetensors"
-"""Beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
 
 
 class ValueHead(torch.nn.Module):
@@ -90,15 +85,8 @@ def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def load_head(models: Sequence[Any], directory: str, where: str) -> None:
     """Takes the head that `save_model` wrote, where the directory of the base model has one."""
-    file = Path(directory) / HEAD_FILE
-    if not file.is_file() or not models[-1].post_process:
+    if not models[-1].post_process:
         return
-    head = load_file(file)
-    for name, weight in models[-1].output_layer.value_head.named_parameters():
-        found = head.get(f"value_head.{name}")
-        if found is None or found.shape != weight.shape:
-            shape = "absent" if found is None else list(found.shape)
-            raise ConfigError(
-                f"{where}.model.path: value_head.{name} in {file} is {shape}, this model's is {list(weight.shape)}"
-            )
-        weight.data.copy_(found)
+    own = {f"value_head.{name}": weight for name, weight in models[-1].output_layer.value_head.named_parameters()}
+    for name, weight in (read_head(directory, own, where) or {}).items():
+        own[name].data.copy_(weight)

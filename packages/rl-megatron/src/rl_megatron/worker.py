@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
-from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
-from rl_core.algorithms.objective import Objective, sum_metrics
+from rl_core.algorithms.objective import Objective
 from rl_core.batch import Batch
 from rl_core.errors import WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     RankInfo,
     WeightBucket,
     WeightSender,
     WorkerSpec,
 )
-from rl_core.model_files import ADAPTER_FOLDER, write_weights
-from rl_core.weights import pack_buckets
-from rl_core.workers.objective import objective_from_spec
-from rl_core.workers.schedule import learning_rate
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.learning_rates import learning_rate
+from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
+from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.optimizer_steps import step_settings
+from rl_core.rank_kit.perturbation import Perturbation
+from rl_core.rank_kit.publishing import pack_on_first, publish
+from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
 from rl_megatron.auxiliary_losses import AuxiliaryLosses
-from rl_megatron.checkpoint import BackgroundWriter, read_state, write_state
+from rl_megatron.checkpoint import read_state, start_writing, write_state
 from rl_megatron.export import exported, gradients_as_weights
 from rl_megatron.groups import context_group
 from rl_megatron.lora import adapter_tensors, write_adapter
@@ -39,17 +43,13 @@ from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
 from rl_megatron.model import build_chunks, open_bridge
 from rl_megatron.offloading import HostCopy
 from rl_megatron.optimizer import Optimizer, wrap_for_training
-from rl_megatron.options import SECTIONS, mesh_of
-from rl_megatron.perturbation import Perturbation
+from rl_megatron.options import mesh_of
+from rl_megatron.perturbation import trained_pieces
 from rl_megatron.routing import Routing
-from rl_megatron.saved_model import write_config
 from rl_megatron.schedule import run_schedule
 from rl_megatron.scoring import TokenScorer, zero_of
 from rl_megatron.start import join, leave
-from rl_megatron.value_head import HEAD_FILE, ValueScorer, head_tensors
-
-_CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
-"""What a score is to a loss."""
+from rl_megatron.value_head import ValueScorer, head_tensors
 
 
 class MegatronWorker:
@@ -96,71 +96,73 @@ class MegatronWorker:
         if not self.place.returns_results:
             return {}
         assert self.scorer is not None
-        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
-        for sequences, part in zip(plan, parts, strict=True):
-            index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
-            for values_T, part_T in zip(scores.values(), part, strict=True):
-                values_T[index_T] = part_T
-        return {**scores, **taken}
+        return {**self._on_stream(batch, plan, self.scorer.score_names, parts), **taken}
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
-        self._require_trained("forward_backward")
+        require_optimizer(self.optimizer, self.spec, "forward_backward")
         self.routing.require(batch)
         objective = objective_from_spec(loss)
+        score_names = ValueScorer.score_names if self.spec.role == "critic" else TokenScorer.score_names
+        require_scores(returns, score_names, self.spec.role)
 
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
-            return self._loss(objective, micro_batch, hidden_BSH, temperature)
+            loss, metrics, scores = self._loss(objective, micro_batch, hidden_BSH, temperature)
+            return loss, (metrics, [scores[name].detach().cpu() for name in returns if scores])
 
         laid_out = self._lay_out(batch, plan)
         with self.auxiliary.weighted(sum(part.num_tokens for part in laid_out)):
             parts = self._run(laid_out, finish, forward_only=False)
         auxiliary = self.auxiliary.metrics(len(laid_out))
         self._has_gradients = True
-        totals = sum_metrics(parts)
-        # Each part weighs its loss 1; that of the whole call is their sum, however many parts it was cut into.
-        return {**totals, **auxiliary, "loss": (totals["loss"][0], 1.0)} if totals else {}
+        totals = total_metrics(metrics for metrics, _ in parts)
+        if not totals:
+            return {}
+        return {**totals, **auxiliary, **self._on_stream(batch, plan, returns, [scores for _, scores in parts])}
 
-    def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
-        optimizer = self._require_trained("optim_step")
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        optimizer = require_optimizer(self.optimizer, self.spec, "optim_step")
         if not self._has_gradients:
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
         rate = learning_rate(self.steps_done, optimizer.config, self.spec.total_optimizer_steps)
-        grad_norm = optimizer.step(rate)
+        settings = step_settings(optimizer.config, update, scheduled_rate=rate)
+        grad_norm = optimizer.step(settings)
         self._has_gradients = False
         is_finite = math.isfinite(grad_norm)
         self.steps_done += is_finite
-        return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
-        optimizer = self._require_trained("gradients")
+        optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        return self._packed(self._exported(), max_bucket_bytes)
+        return pack_on_first(self._exported(), max_bucket_bytes, is_first=self.place.rank == 0)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The adapter alone, as `export_weights`."""
-        return self._packed(adapter_tensors(self.bridge, self.chunks), max_bucket_bytes)
+        tensors = adapter_tensors(self.bridge, self.chunks)
+        return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`, or `export_adapter` where the configuration says so."""
-        export = self.export_adapter if self.spec.model.lora.is_sent_alone else self.export_weights
-        return sender.send(export(max_bucket_bytes), version)
+        return publish(self, sender, version, max_bucket_bytes)
 
     def perturb(self, seed: int, scale: float) -> None:
         """Noise on every trained parameter, until `restore`; the same on any mesh."""
         self.restore()
-        self._perturbation = Perturbation.perturb(self.chunks, seed=seed, scale=scale)
+        self._perturbation = Perturbation.perturb(list(trained_pieces(self.chunks)), seed=seed, scale=scale)
 
     def restore(self) -> None:
         """Takes the noise away again."""
         if self._perturbation is not None:
-            self._perturbation.restore()
+            self._perturbation.restore(trained_pieces(self.chunks))
             self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
@@ -169,8 +171,8 @@ class MegatronWorker:
 
     def start_saving(self, directory: Path) -> None:
         """As `save_state`, from a copy in CPU memory."""
-        self._background = self._background or BackgroundWriter()
-        self._background.start(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
+        self._background = self._background or BackgroundWriter(is_alone=False)
+        start_writing(self._background, directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def has_saved(self) -> bool:
         """See `BackgroundSaver`. Raises CheckpointError."""
@@ -188,19 +190,18 @@ class MegatronWorker:
 
         Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
         """
+        path, is_first = require_model_path(self.spec), self.place.rank == 0
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
-        tensors = exported(self.bridge, self.chunks, with_buffers=True)
-        if self.place.rank == 0:
-            dtype = "bfloat16" if self.spec.bf16 else "float32"
-            write_weights(tensors, directory)
-            write_config(self.bridge.hf_pretrained.config, str(self.spec.model.path), dtype, directory)
+        write_weights(exported(self.bridge, self.chunks, with_buffers=True), directory, is_first=is_first)
+        if is_first:
+            dtype = torch.bfloat16 if self.spec.bf16 else torch.float32
+            generation = (
+                GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").is_file() else None
+            )
+            write_config(self.bridge.hf_pretrained.config, directory, dtype=dtype, generation=generation)
+            write_tokenizer(path, directory)
             if head:
-                save_file(
-                    {name: tensor.cpu() for name, tensor in head.items()}, directory / HEAD_FILE, {"format": "pt"}
-                )
-        else:
-            for _ in tensors:
-                pass
+                write_head(head, directory)
         if self.spec.model.lora.rank > 0:
             adapters = dict(adapter_tensors(self.bridge, self.chunks))
             if self.place.rank == 0:
@@ -229,7 +230,6 @@ class MegatronWorker:
         """Drops model and optimizer, and leaves the other ranks."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
-            # A thread that still waits for other ranks would crash without them; it ends with the process.
             if self._background is None or not self._background.is_busy:
                 leave()
 
@@ -251,15 +251,20 @@ class MegatronWorker:
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
 
-    def _packed(self, tensors: Iterator[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        if self.place.rank == 0:
-            yield from pack_buckets(tensors, max_bucket_bytes)
-        else:
-            for _ in tensors:
-                pass
-
     def _lay_out(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         return micro_batches(batch, plan, self.place, use_sample_packing=self.spec.use_sample_packing)
+
+    def _on_stream(
+        self, batch: Batch, plan: Plan, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
+    ) -> dict[str, Tensor]:
+        """Scores of the whole stream, from those of each micro-batch's; a micro-batch without sequences has none."""
+        scores = {name: torch.zeros(batch.num_tokens) for name in names}
+        for sequences, part in zip(plan, parts, strict=True):
+            if len(sequences):
+                index_T = batch.token_index(torch.as_tensor(list(sequences), dtype=torch.int64))
+                for values_T, part_T in zip(scores.values(), part, strict=True):
+                    values_T[index_T] = part_T
+        return scores
 
     def _run(self, parts: list[MicroBatch], finish: Any, *, forward_only: bool) -> list[Any]:
         return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.routing.around)
@@ -279,21 +284,12 @@ class MegatronWorker:
 
     def _loss(
         self, objective: Objective, micro_batch: MicroBatch, hidden_BSH: Tensor, temperature: float
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
         assert self.scorer is not None
         batch = micro_batch.batch
         mask_T = None if batch is None else batch["loss_mask"]
         scores = self._scores(micro_batch, hidden_BSH, mask_T, temperature)
         if batch is None:
-            return zero_of(hidden_BSH), {}
-        weighted_sum, metrics = objective(
-            {name: batch[name].to(self.place.device) for name in objective.call_columns},
-            sequence_T=batch.sequence_index.to(self.place.device),
-            **{_CURRENT[name]: values_T for name, values_T in zip(self.scorer.score_names, scores, strict=True)},
-        )
-        return weighted_sum, metrics
-
-    def _require_trained(self, call: str) -> Optimizer:
-        if self.optimizer is None:
-            raise WorkerError(f"{self.spec.role}: {call} needs an optimizer, and this model was started without one")
-        return self.optimizer
+            return zero_of(hidden_BSH), {}, {}
+        named: dict[str, Tensor] = dict(zip(self.scorer.score_names, scores, strict=True))
+        return *batch_loss(objective, batch, named, self.place.device), named

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from rl_rollout.chat import TokenCodec, load_tokenizer
     from rl_rollout.episode import Limits
     from rl_rollout.generator import EnvironmentGenerator, Episodes, create_generator
+    from rl_rollout.generator_options import EnvironmentGeneratorOptions
     from rl_rollout.local.engine import LocalEngine
     from rl_rollout.local.plugin import LocalEnginePlugin
     from rl_rollout.transports.files import FilesTransport
 
 _MODULES = {
     "EnvironmentGenerator": "rl_rollout.generator",
+    "EnvironmentGeneratorOptions": "rl_rollout.generator_options",
     "Episodes": "rl_rollout.generator",
     "FilesTransport": "rl_rollout.transports.files",
     "Limits": "rl_rollout.episode",
@@ -31,6 +33,7 @@ _MODULES = {
 
 __all__ = [
     "EnvironmentGenerator",
+    "EnvironmentGeneratorOptions",
     "Episodes",
     "FilesTransport",
     "Limits",

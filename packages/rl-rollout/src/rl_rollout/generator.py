@@ -6,11 +6,10 @@ What the engine sampled is what the trajectory holds; text is decoded for the en
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -20,20 +19,20 @@ from rl_core.interfaces import (
     Completion,
     EnvironmentFactory,
     GenerateRequest,
+    GeneratorSpec,
     GroupRequest,
     Prompt,
     Row,
     Sampler,
     Trajectory,
 )
+from rl_core.seeds import seed_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play, within
+from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
 from rl_rollout.turn_tokens import TurnTokens
-
-if TYPE_CHECKING:
-    from rl_core.config import Config
 
 
 @attrs.frozen(kw_only=True)
@@ -169,10 +168,8 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """63 bits that depend on all four, the same on every machine and in every version of Python."""
-    name = f"{seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    """Of one turn of one sample."""
+    return seed_of(seed, group_id, sample_index, *([turn] if turn else []))
 
 
 class _GroupPrompts:
@@ -192,41 +189,41 @@ class _GroupPrompts:
         return tokens, text
 
 
-def create_generator(config: Config, client: Sampler) -> EnvironmentGenerator:
-    """The entry point `environment`.
+def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerator:
+    """The generator that `spec`, with `EnvironmentGeneratorOptions`, describes.
 
     Raises:
         ConfigError: a model without a tokenizer.
         PluginError: an unknown environment.
     """
-    generator = config.generator
+    options: EnvironmentGeneratorOptions = spec.options
     return EnvironmentGenerator(
         client,
-        TokenCodec(load_tokenizer(config.policy_model_path), chat_template_kwargs=generator.chat_template_kwargs),
+        TokenCodec(load_tokenizer(spec.model_path), chat_template_kwargs=options.chat_template_kwargs),
         Episodes(
-            environment_of=_environment_of(config.environment.env_class),
-            environment_options=config.environment.options,
+            environment_of=_environment_of(spec.env_class),
+            environment_options=spec.environment_options,
             limits=Limits(
-                max_turns=generator.max_turns,
-                max_input_length=generator.max_input_length,
-                context_window=context_window(config),
-                environment_timeout_s=config.environment.timeout_s,
+                max_turns=spec.max_turns,
+                max_input_length=spec.max_input_length,
+                context_window=context_window(spec),
+                environment_timeout_s=spec.environment_timeout_s,
             ),
-            step_wise=generator.step_wise_trajectories,
-            max_concurrency=generator.max_concurrency,
-            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+            step_wise=spec.step_wise,
+            max_concurrency=options.max_concurrency,
+            zero_reward_on_non_stop=options.zero_reward_on_non_stop,
         ),
     )
 
 
-def context_window(config: Config) -> int | None:
+def context_window(spec: GeneratorSpec) -> int | None:
     """Tokens that the engine takes: its `max_model_len`, else the model's positions; None where neither is said."""
     from transformers import AutoConfig
 
-    limit = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    limit = spec.engine_init_kwargs.get("max_model_len")
     if isinstance(limit, int):
         return limit
-    text_config: Any = AutoConfig.from_pretrained(config.policy_model_path).get_text_config(decoder=True)
+    text_config: Any = AutoConfig.from_pretrained(spec.model_path).get_text_config(decoder=True)
     return getattr(text_config, "max_position_embeddings", None)
 
 

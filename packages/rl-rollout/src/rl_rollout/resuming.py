@@ -6,7 +6,6 @@ prompt ends with that part: tokens, log-probs and versions of the part stay as t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import attrs
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Sampler
+from rl_core.seeds import seed_of
 from rl_rollout.local.stop_strings import StopStringWatch
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ def _rest(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequ
     if not parts:
         return request
     done = tuple(token for part in parts for token in part.tokens)
-    digest = hashlib.blake2b(f"{request.seed}/{len(parts)}".encode(), digest_size=8).digest()
     return attrs.evolve(
         request,
         sample_id=f"{request.sample_id}.{len(parts)}",
         prompt_tokens=request.prompt_tokens + done,
         params=attrs.evolve(request.params, max_tokens=request.params.max_tokens - len(done)),
         # Random numbers that the first part used would repeat its choices.
-        seed=int.from_bytes(digest, "big") >> 1,
+        seed=seed_of(request.seed, len(parts)),
     )
 
 

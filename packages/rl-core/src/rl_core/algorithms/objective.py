@@ -26,26 +26,13 @@ from torch import Tensor
 
 from rl_core.algorithms.kl import estimate_kl, require_kl_estimator
 from rl_core.algorithms.token_loss import LossFunction, keyword_parameters, masked, require_tokens
+from rl_core.columns import FIELDS, ROUTE_COLUMNS
 from rl_core.errors import ConfigError, PluginError, RLError, ShapeError, nearest
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
 """What comes from the current model."""
-COLUMNS = (
-    "tokens",
-    "sampled",
-    "loss_mask",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "old_entropies",
-    "rewards",
-    "advantages",
-    "returns",
-    "loss_weights",
-    "policy_version",
-)
-"""Per-token columns of a batch; repeats `rl_core.batch.FIELDS`, whose import needs more than torch. A test compares."""
+COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
+"""Per-token columns of a batch that a loss may read."""
 
 SumAndWeight = tuple[Tensor, Tensor]
 
@@ -89,8 +76,13 @@ class Objective:
     @cached_property
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
-        read = [*self.call_columns, *(column_of(name) for name in self._prepare_parameters)]
+        read = [*self.call_columns, *self.prepare_columns]
         return tuple(dict.fromkeys(name for name in read if name != "sequence" and not name.startswith("x_")))
+
+    @cached_property
+    def prepare_columns(self) -> tuple[str, ...]:
+        """Columns that `prepare` reads of the whole mini-batch; none for most losses."""
+        return tuple(column_of(name) for name in self._prepare_parameters)
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
+from rl_core.cli.commands import CommandGroup
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
 
 RANK_THREAD = "rl-rank-"
@@ -55,7 +56,8 @@ def _end_beside_a_busy_rank(status: int) -> NoReturn:
 
 def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
     try:
-        return rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings) or 0
+        result = rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings)
+        return result if isinstance(result, int) else 0  # a package's command may return anything
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -71,7 +73,7 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
         return 2 if isinstance(error, ConfigError | PluginError | DataError) else 1
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rl-core", prog_name="rl")
 def rl() -> None:
     """Reinforcement learning post-training for language models.
@@ -164,7 +166,7 @@ def show_plugins() -> None:
     """List what is installed, and what is broken."""
     from rl_core.cli import listing
 
-    listing.show_plugins()
+    listing.show_plugins(rl)
 
 
 @rl.command()

@@ -15,7 +15,7 @@ _WIDTH = 13
 
 def show_episodes(samples: Path) -> None:
     """Prints the first few episodes of several turns of a file that `rl generate` wrote; of single turns none."""
-    from rl_core.trainer.jsonl import read_rows
+    from rl_core.reports.jsonl import read_rows
 
     for row in islice((row for row in read_rows(samples) if row.get("turns")), NUM_SHOWN):
         for line in _lines(row):

@@ -9,6 +9,7 @@ import click
 
 from rl_core import config as configuration
 from rl_core import plugins
+from rl_core.cli import commands
 from rl_core.errors import PluginError
 from rl_core.interfaces import Recipe
 
@@ -26,26 +27,33 @@ def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
         click.echo(line)
 
 
-def show_plugins() -> None:
-    """Every plug-in of every group. Each is imported here, and only here, to see whether it can be."""
+def show_plugins(group_of_commands: click.Group) -> None:
+    """Every plug-in of every group. Each is imported here, and only here, to see whether it can be.
+
+    Args:
+        group_of_commands: `rl`, whose own commands no package replaces.
+    """
     for group, title in plugins.GROUPS.items():
         click.echo(f"{title} ({group})")
         found = plugins.installed(group)
         for line in columns(
-            (f"  {plugin.name}", plugin.distribution, plugin.value, _state(plugin)) for plugin in found
+            (f"  {plugin.name}", plugin.distribution, plugin.value, _state(plugin, group_of_commands))
+            for plugin in found
         ):
             click.echo(line)
         if not found:
             click.echo("  none")
 
 
-def _state(plugin: plugins.Plugin) -> str:
+def _state(plugin: plugins.Plugin, group_of_commands: click.Group) -> str:
     try:
+        if plugin.group == commands.GROUP:
+            return commands.refusal(group_of_commands, plugin.name) or commands.load(plugin.name).get_short_help_str()
         loaded = plugins.load(plugin.group, plugin.name)
     except PluginError as error:
         return f"BROKEN: {error}"
     if plugin.group == "rl_core.advantage_estimators":
-        from rl_core.trainer.advantages import why_not_in_a_run  # imports torch, as the estimators do
+        from rl_core.trainer.batch_advantages import why_not_in_a_run  # imports torch, as the estimators do
 
         reason = why_not_in_a_run(loaded)
         return f"not for training runs: {reason}" if reason else ""

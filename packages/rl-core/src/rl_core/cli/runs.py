@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +31,11 @@ def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loa
 
 def train(loaded: configuration.Loaded, started: float) -> int:
     """Checks, prepares and trains; the exit code."""
-    _check(loaded, reads="data.train_data", prepares=True)
+    _check(loaded)
     from rl_core.trainer.run import run_training
 
     try:
-        summary = run_training(loaded.config, started=started)
+        summary = run_training(loaded.config, started=started, prepare=_prepare(loaded))
     except KeyboardInterrupt:
         click.echo(f"interrupted; {_resume_command(loaded)}", err=True)
         return 130
@@ -48,8 +48,11 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 def describe(loaded: configuration.Loaded) -> int:
     """A dry run: all checks, and what the run would be."""
-    _check(loaded, reads="data.train_data", prepares=False)
+    _check(loaded)
+    from rl_core.trainer.run_lock import require_unused
+
     config = loaded.config
+    require_unused(config)
     trainer, generator = config.trainer, config.generator
     click.echo(
         f"model      {config.policy_model_path} ({trainer.strategy}, {'bfloat16' if trainer.bf16 else 'float32'})"
@@ -87,18 +90,28 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
     return 0
 
 
-def _check(loaded: configuration.Loaded, *, reads: str, prepares: bool) -> None:
+def _check(loaded: configuration.Loaded) -> None:
     """Every check before anything starts. What the recipe makes itself is looked for after it was made."""
-    config, prepare = loaded.config, loaded.recipe.prepare if loaded.recipe else None
+    config = loaded.config
     configuration.check_values(config)
-    configuration.check_files(config, reads=reads, makes=loaded.makes)
+    configuration.check_files(config, makes=loaded.makes)
     configuration.check_plugins(config, chosen=loaded.chosen_keys)
     _check_callbacks(config)
-    _check_environments(config, keys=[reads, "data.val_data"])
+    _check_environments(config, keys=["data.train_data", "data.val_data"])
     _check_ranks(config)
-    if prepare is not None and prepares:
-        plugins.import_object(prepare, "the recipe's `prepare`: ")(config)
-        configuration.check_files(config, reads=reads)
+
+
+def _prepare(loaded: configuration.Loaded) -> Callable[[configuration.Config], None] | None:
+    """Makes what the recipe makes, and looks whether it is there then."""
+    if loaded.recipe is None or loaded.recipe.prepare is None:
+        return None
+    make = plugins.import_object(loaded.recipe.prepare, "the recipe's `prepare`: ")
+
+    def prepare(config: configuration.Config) -> None:
+        make(config)
+        configuration.check_files(config)
+
+    return prepare
 
 
 def _check_playing(loaded: configuration.Loaded, *, reads: str) -> None:

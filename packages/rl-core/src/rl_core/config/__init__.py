@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rl_core.config.reference import reference_page
     from rl_core.config.resolving import RULES, dump_yaml, resolve
     from rl_core.config.sources import Loaded, Origin, from_mapping, load, origins
+    from rl_core.config.specs import engine_spec, generator_spec
     from rl_core.config.tree import (
         AlgorithmConfig,
         Config,
@@ -62,6 +63,8 @@ _MODULES = {
     "resolve": "resolving",
     "dump_yaml": "resolving",
     "RULES": "resolving",
+    "engine_spec": "specs",
+    "generator_spec": "specs",
     "correction_params": "function_params",
     "loss_params": "function_params",
     "advantage_params": "function_params",
@@ -101,6 +104,8 @@ __all__ = [
     "resolve",
     "dump_yaml",
     "RULES",
+    "engine_spec",
+    "generator_spec",
     "correction_params",
     "loss_params",
     "advantage_params",

@@ -16,10 +16,11 @@ from rl_core.config.file_checks import check_files, require_files, require_model
 from rl_core.config.function_params import correction_params, loss_params, needs_critic, unread_params
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
+from rl_core.config.specs import engine_spec, generator_spec
 from rl_core.config.tree import Config
-from rl_core.config.value_checks import check_values, require_bounds, require_divides_batch
+from rl_core.config.value_checks import check_values, require_bounds, require_divides_batch, require_run_name
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import InferencePlugin, LossSpec, RouteFollowing
+from rl_core.interfaces import LossSpec, RouteFollowing
 
 
 def check(config: Config, *, reads: str = "data.train_data") -> None:
@@ -38,6 +39,7 @@ def check_playing(config: Config, *, reads: str, makes: Container[str] = ()) -> 
 
     Raises ConfigError or PluginError.
     """
+    require_run_name(config)
     require_bounds(config)
     if not value_at(config, reads):
         raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
@@ -45,7 +47,7 @@ def check_playing(config: Config, *, reads: str, makes: Container[str] = ()) -> 
     require_policy_model(config)
     if config.policy_model_path not in makes or Path(config.policy_model_path).exists():
         require_model("trainer.policy.model.path", config.policy_model_path)
-    _load_rollout_plugins(config).validate(config)
+    _validate_rollout_plugins(config)
 
 
 def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> None:
@@ -55,7 +57,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
         chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
     """
     trainer = config.trainer
-    engine = _load_rollout_plugins(config)
+    _load_rollout_plugins(config)
     transport_key = "generator.inference_engine.weight_sync_backend"
     plugins.load("rl_core.weight_transports", value_at(config, transport_key), key=transport_key)
     for name in trainer.logger:
@@ -70,7 +72,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
         if chosen is None or key in chosen:
             message = f"{key}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
             warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
-    engine.validate(config)
+    _validate_rollout_plugins(config)
 
 
 def _check_routes(config: Config) -> None:
@@ -96,19 +98,26 @@ def _check_routes(config: Config) -> None:
         raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
 
 
-def _load_rollout_plugins(config: Config) -> InferencePlugin:
-    """Engine, generator and environment; the engine is returned."""
+def _load_rollout_plugins(config: Config) -> None:
+    """Engine, generator and environment are there."""
     generator = config.generator
     plugins.load("rl_core.generators", generator.type, key="generator.type")
     if config.environment.env_class is not None:
         plugins.load("rl_core.environments", config.environment.env_class, key="environment.env_class")
-    return plugins.load(
-        "rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend"
-    )
+    plugins.load("rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend")
+
+
+def _validate_rollout_plugins(config: Config) -> None:
+    """They are there, and engine and generator accept what they would be told."""
+    _load_rollout_plugins(config)
+    generator, generator_told = generator_spec(config)
+    engine, engine_told = engine_spec(config)
+    generator.validate(generator_told)
+    engine.validate(engine_told)
 
 
 def _check_loss(config: Config) -> None:
-    from rl_core.workers.objective import objective_from_spec  # imports torch
+    from rl_core.rank_kit.objectives import objective_from_spec  # imports torch
 
     key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
     params = loss_params(config)

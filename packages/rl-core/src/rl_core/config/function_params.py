@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rl_core import plugins
 from rl_core.config.tree import AlgorithmConfig, Config
 from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_core.algorithms.objective import Objective
 
 LOSSES = "rl_core.policy_losses"
 ESTIMATORS = "rl_core.advantage_estimators"
@@ -37,9 +42,20 @@ def loss_params(config: Config) -> dict[str, Any]:
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
-    """Of the advantage estimator, by the same rule from `advantage_params`."""
+    """Of the advantage estimator, by the same rule from `advantage_params`.
+
+    Raises ConfigError also for an estimator that counts successes, where the KL is taken off the scores it counts by.
+    """
     algorithm = config.trainer.algorithm
-    return _params(ESTIMATORS, "advantage_estimator", "advantage_params", algorithm)
+    params = _params(ESTIMATORS, "advantage_estimator", "advantage_params", algorithm)
+    if algorithm.use_kl_in_reward and _counts_successes(plugins.load(ESTIMATORS, algorithm.advantage_estimator)):
+        raise ConfigError(
+            "trainer.algorithm.use_kl_in_reward: true is given, but trainer.algorithm.advantage_estimator="
+            f"{algorithm.advantage_estimator!r} reads success and failure from the score itself, which is neither once "
+            "the KL is taken off it. Set use_kl_in_reward=false and use_kl_loss=true, or choose an estimator that "
+            "compares scores, e.g. rloo"
+        )
+    return params
 
 
 def correction_params(config: Config) -> dict[str, Any] | None:
@@ -47,31 +63,63 @@ def correction_params(config: Config) -> dict[str, Any] | None:
 
     Samples of earlier weights are corrected for unless the configuration says otherwise, or the loss does it itself.
 
-    Raises ConfigError for a correction that the policy loss cannot use.
+    Raises ConfigError for a correction that the policy loss cannot use, also for one that is on by default.
     """
-    key = "trainer.algorithm.off_policy_correction"
+    key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
     correction, is_stale = config.trainer.algorithm.off_policy_correction, config.trainer.max_staleness > 0
-    reason = _why_uncorrected(config)
+    objective = _objective(config)
+    reason = _why_uncorrected(objective)
     tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and reason is None else "off")
     params = attrs.asdict(correction) | {"tis_ratio_type": None if tis_ratio_type == "off" else tis_ratio_type}
-    if all(params[name] is None for name in _CORRECTION_SWITCHES):
+    if all(params[switch] is None for switch in _CORRECTION_SWITCHES):
         return None
     if reason is not None:
-        name = config.trainer.algorithm.policy_loss_type
         raise ConfigError(f"{key}: the loss {name!r} {reason} and cannot use one; leave it out, or choose another loss")
+    if params["tis_ratio_type"] is not None and "advantages" in objective.prepare_columns:
+        raise ConfigError(f"{key}.tis_ratio_type: {_weights_choose_tokens(config, tis_ratio_type)}")
     return params
 
 
-def _why_uncorrected(config: Config) -> str | None:
-    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+def _objective(config: Config) -> Objective:
     from rl_core.interfaces import LossSpec
-    from rl_core.workers.objective import objective_from_spec
+    from rl_core.rank_kit.objectives import objective_from_spec
 
     spec = LossSpec(name=config.trainer.algorithm.policy_loss_type, params=loss_params(config))
-    columns = objective_from_spec(spec, key="trainer.algorithm.policy_loss_type").required_columns
+    return objective_from_spec(spec, key="trainer.algorithm.policy_loss_type")
+
+
+def _why_uncorrected(objective: Objective) -> str | None:
+    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+    columns = objective.required_columns
     if "rollout_logprobs" in columns:
         return "corrects by itself"
     return "weighs no advantages" if "advantages" not in columns else None
+
+
+def _weights_choose_tokens(config: Config, tis_ratio_type: str) -> str:
+    """Why a loss whose `prepare` reads the advantages gets no weights, and what to set.
+
+    The weights multiply the advantages before `prepare` sees them. A mask goes with such a loss: like any token that is
+    not trained, one that a mask drops has no part in what is chosen among the others.
+    """
+    loss, staleness = config.trainer.algorithm.policy_loss_type, config.trainer.max_staleness
+    is_default = config.trainer.algorithm.off_policy_correction.tis_ratio_type is None
+    given = f"is the default with trainer.max_staleness={staleness}" if is_default else "is given"
+    remedy = "Set tis_ratio_type=off, which leaves only masks to correct by, or choose another loss, e.g. regular"
+    return (
+        f"{tis_ratio_type!r} {given}, and multiplies the advantages by which the loss {loss!r} chooses tokens, so that "
+        f"it would choose others. {remedy}{', or set trainer.max_staleness=0' * is_default}"
+    )
+
+
+def _counts_successes(estimator: Callable[..., Any]) -> bool:
+    """A score means success or failure to it by its value, not by comparison with other scores."""
+    from rl_core.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
+
+    function = inspect.unwrap(estimator)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    return function in (maxrl_advantages, pass_at_k_advantages)
 
 
 def needs_critic(config: Config) -> bool:

@@ -7,7 +7,7 @@ where it changes nothing (`trainer.flash_attn=true`) is dropped with a warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -138,9 +138,13 @@ for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("write the sampling keys themselves", (None,))
 
 
-def translated(layer: Layer) -> Layer:
-    """The layer in this project's keys. Raises ConfigError for a key that needs its author."""
-    kept = [(path, given) for path, given in layer if not _is_dropped(path, given)]
+def translated(layer: Layer, is_of_a_plugin: Callable[[str], bool] = lambda path: False) -> Layer:
+    """The layer in this project's keys. Raises ConfigError for a key that needs its author.
+
+    Args:
+        is_of_a_plugin: a plug-in brings the key, whatever it means elsewhere; asked of keys of the tables alone.
+    """
+    kept = [(path, given) for path, given in layer if not _is_dropped(path, given, is_of_a_plugin)]
     return [(ALIASES.get(path, path), _translated_value(path, given)) for path, given in kept]
 
 
@@ -151,14 +155,14 @@ def _translated_value(path: str, given: Given) -> Given:
     return given
 
 
-def _is_dropped(path: str, given: Given) -> bool:
-    renamed = _entry(path, RENAMED)
+def _is_dropped(path: str, given: Given, is_of_a_plugin: Callable[[str], bool]) -> bool:
+    renamed, unsupported = _entry(path, RENAMED), _entry(path, UNSUPPORTED)
+    if (renamed is None and unsupported is None) or is_of_a_plugin(path):
+        return False
     if renamed is not None:
         section, successor = renamed
         raise ConfigError(f"{path}: is not a key here; write {successor}{path.removeprefix(section)} ({given.source})")
-    unsupported = _entry(path, UNSUPPORTED)
-    if unsupported is None:
-        return False
+    assert unsupported is not None
     reason = unsupported[1].reason
     if any(type(given.value) is type(value) and given.value == value for value in unsupported[1].harmless):
         warnings.warn(f"{path}: has no effect and can go: {reason} ({given.source})", ConfigWarning, stacklevel=2)

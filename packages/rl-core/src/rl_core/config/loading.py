@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,31 +19,55 @@ from rl_core.config.layers import Given, plain
 from rl_core.errors import ConfigError, nearest
 
 _T = TypeVar("_T")
-SectionClass = Callable[[str], type | None]
-"""The options class of a `<backend>_config` section; `dict` keeps it raw; None: no such section."""
+OF_PLUGINS = ("backend_sections", "plugin_options")
+"""Fields of a class that hold what is written as keys of plug-ins."""
 
 
-def load_class(cls: type[_T], node: Any, path: str, section_class: SectionClass) -> _T:
+@attrs.frozen(kw_only=True)
+class PluginKeys:
+    """How the keys of plug-ins are loaded."""
+
+    section_class: Callable[[str], type | None] = lambda section: None
+    """The options class of a `<backend>_config` section; `dict` keeps it raw; None: no such section."""
+    load_options: Callable[[Any, Mapping[str, Any], str], Mapping[str, Any]] = lambda section, keys, path: {}
+    """Of a section with `plugin_options` that has its own keys, the other keys given there, and its path: the options
+    objects by plug-in."""
+    paths: Callable[[], Sequence[str]] = tuple
+    """Every key that an installed plug-in has in such a section."""
+
+
+def load_class(cls: type[_T], node: Any, path: str, plugins: PluginKeys) -> _T:
     """An instance of the attrs class `cls` from a tree of `Given` leaves; `path` is its key, empty for the whole."""
     if isinstance(node, Given):
         if node.value is None or node.value == {}:
             node = {}
         else:
-            raise _wrong(node, path, f"a section, e.g. {path}.{next(iter(hints(cls)))}")
+            raise _wrong(node, path, f"a section, e.g. {path}.{own_keys(cls)[0]}")
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for key, child in node.items():
         child_path = f"{path}.{key}" if path else key
-        if key in hints(cls) and key != "backend_sections":
-            values[key] = _load(hints(cls)[key], child, child_path, section_class)
-        elif "backend_sections" in hints(cls) and (options_class := section_class(key)) is not None:
-            sections[key] = _load(options_class, child, child_path, section_class)
+        if key in own_keys(cls):
+            values[key] = _load(hints(cls)[key], child, child_path, plugins)
+        elif "plugin_options" in hints(cls):
+            others[key] = child
+        elif "backend_sections" in hints(cls) and (options_class := plugins.section_class(key)) is not None:
+            sections[key] = _load(options_class, child, child_path, plugins)
         else:
-            raise _unknown(child, child_path, cls)
+            raise unknown_key(child, child_path, dict.fromkeys(own_keys(cls), ""), plugins.paths())
     if sections:
         values["backend_sections"] = sections
+    if others:
+        values["plugin_options"] = plugins.load_options(_built(cls, values, path), others, path)
+    return _built(cls, values, path)
+
+
+def _built(cls: type[_T], values: Mapping[str, Any], path: str) -> _T:
     try:
         return cls(**values)
+    except ConfigError as error:  # a validator's: it begins with the field's name
+        raise ConfigError(f"{path}.{error}") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -55,9 +79,14 @@ def hints(cls: type) -> dict[str, Any]:
     return {field.name: resolved[field.name] for field in attrs.fields(cls)}
 
 
-def _load(hint: Any, node: Any, path: str, section_class: SectionClass) -> Any:
+def own_keys(cls: type) -> list[str]:
+    """The keys that a class has itself; not those of plug-ins."""
+    return [name for name in hints(cls) if name not in OF_PLUGINS]
+
+
+def _load(hint: Any, node: Any, path: str, plugins: PluginKeys) -> Any:
     if attrs.has(hint):
-        return load_class(hint, node, path, section_class)
+        return load_class(hint, node, path, plugins)
     if _is_mapping(hint):
         value = plain(node)
         if value is None or isinstance(value, Mapping):
@@ -147,18 +176,26 @@ def _wrong(given: Any, path: str, expected: str) -> ConfigError:
     return ConfigError(f"{path}: {shown} is given ({given.source}); expected {expected}.{close}")
 
 
-def _unknown(node: Any, path: str, cls: type) -> ConfigError:
+def unknown_key(
+    node: Any, path: str, siblings: Mapping[str, str], paths: Sequence[str], *, chosen: str = ""
+) -> ConfigError:
+    """The error of a key that nobody knows.
+
+    Args:
+        siblings: the keys of its section, each with a remark on whose it is, empty for those that a run reads.
+        paths: keys of plug-ins, besides the core's.
+        chosen: which plug-in the section has, e.g. `backend=local`.
+    """
     from rl_core.config.tree import Config
 
     section, _, key = path.rpartition(".")
-    siblings = [name for name in hints(cls) if name != "backend_sections"]
-    elsewhere = [known for known in known_paths(Config) if known.rpartition(".")[2] == key]
+    elsewhere = [known for known in (*known_paths(Config), *paths) if known.rpartition(".")[2] == key]
     close = difflib.get_close_matches(key, siblings, n=1)
-    near = elsewhere or [f"{section}.{name}" if section else name for name in close]
-    remedy = (
-        f"Did you mean {' or '.join(near)}?" if near else f"{section or 'The top level'} has {', '.join(siblings)}."
-    )
-    return ConfigError(f"{path}: unknown key ({next(_leaves(node)).source}). {remedy}")
+    near = elsewhere or [f"{section}.{name}{siblings[name]}" if section else name for name in close]
+    read = ", ".join(name for name in siblings if not siblings[name])
+    remedy = f"Did you mean {' or '.join(near)}?" if near else f"{section or 'The top level'} has {read}."
+    place = next(_leaves(node)).source + (f", with {chosen}" if chosen else "")
+    return ConfigError(f"{path}: unknown key ({place}). {remedy}")
 
 
 def _leaves(node: Any) -> Iterator[Given]:
@@ -173,10 +210,8 @@ def _leaves(node: Any) -> Iterator[Given]:
 def known_paths(cls: type, above: str = "") -> tuple[str, ...]:
     """The path of every key below `cls`, sections included."""
     paths: list[str] = []
-    for name, hint in hints(cls).items():
-        if name == "backend_sections":
-            continue
+    for name in own_keys(cls):
         paths.append(f"{above}{name}")
-        if attrs.has(hint):
-            paths += known_paths(hint, f"{above}{name}.")
+        if attrs.has(hints(cls)[name]):
+            paths += known_paths(hints(cls)[name], f"{above}{name}.")
     return tuple(paths)

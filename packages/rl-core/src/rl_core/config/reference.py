@@ -1,4 +1,4 @@
-"""The configuration reference page, made from the classes and the texts under their fields.
+"""The configuration reference page, made from the classes and the texts under their fields, those of plug-ins included.
 
 Run as `python -m rl_core.config.reference > docs/configuration.md`; a test fails when the page is stale.
 """
@@ -15,7 +15,9 @@ from typing import Any
 
 import attrs
 
-from rl_core.config.loading import describe, hints
+from rl_core import plugins
+from rl_core.config.loading import describe, hints, own_keys
+from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.resolving import RULES, as_mapping
 from rl_core.config.tree import Config
 
@@ -23,6 +25,8 @@ _HEAD = """\
 # Configuration
 
 Generated from `rl_core.config` by `python -m rl_core.config.reference > docs/configuration.md`. Do not edit.
+
+Sections of plug-ins are those of the packages that were installed.
 
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
 with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
@@ -33,10 +37,10 @@ warning, and the last one counts.
 _BACKENDS = """\
 ## Backend sections
 
-`trainer.policy.<backend>_config`, and the same of `trainer.ref` and `trainer.critic`, belongs to the backend:
-`fsdp_config` is described in rl-fsdp. The section of an installed backend is loaded as exactly as the rest; that of
-another one is kept with a warning.
+`trainer.policy.<backend>_config`, and the same of `trainer.ref` and `trainer.critic`, belongs to the backend. The
+section of an installed backend is loaded as exactly as the rest; that of another one is kept with a warning.
 """
+_OPTIONS = "Keys of {package}, for `{chooser}`; with another one they have no effect, and a warning says so."
 _DERIVED = """\
 ## Derived values
 
@@ -49,25 +53,66 @@ def reference_page() -> str:
     """The page as Markdown."""
     rules = [f"| `{rule.key}` | `{rule.text}` |" for rule in RULES]
     derived = "\n".join([_DERIVED, "| key | value |", "|---|---|", *rules])
-    return "\n".join([_HEAD, *(f"{section}\n" for section in _sections(Config, "")), _BACKENDS, derived]) + "\n"
+    sections = [*_sections(Config, ""), _BACKENDS.rstrip(), *_backend_sections()]
+    return "\n".join([_HEAD, *(f"{section}\n" for section in sections), derived]) + "\n"
 
 
 def _sections(cls: type, above: str) -> Iterator[str]:
-    docs, fields = field_docs(cls), attrs.fields_dict(cls)
-    rows, nested = [], []
-    for name, hint in hints(cls).items():
-        if name == "backend_sections":
-            continue
-        if attrs.has(hint):
-            nested.append((name, hint))
-        else:
-            rows.append(f"| `{name}` | {_cell(describe(hint))} | {_default(fields[name])} | {_cell(docs[name])} |")
     if above:
-        title = f"## {above}" if "." not in above else f"### {above}"
-        table = ["", "| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
-        yield "\n".join([title, "", inspect.getdoc(cls) or "", *table])
-    for name, hint in nested:
-        yield from _sections(hint, f"{above}.{name}" if above else name)
+        yield _section(cls, f"## {above}" if "." not in above else f"### {above}", inspect.getdoc(cls) or "")
+    yield from _sections_of_plugins(cls)
+    for name in own_keys(cls):
+        if attrs.has(hints(cls)[name]):
+            yield from _sections(hints(cls)[name], f"{above}.{name}" if above else name)
+
+
+def _section(cls: type, title: str, text: str) -> str:
+    """One table; nested classes are sections of their own."""
+    docs, fields = field_docs(cls), attrs.fields_dict(cls)
+    rows = [
+        f"| `{name}` | {_cell(describe(hints(cls)[name]))} | {_default(fields[name])} | {_cell(docs.get(name, ''))} |"
+        for name in own_keys(cls)
+        if not attrs.has(hints(cls)[name])
+    ]
+    table = ["", "| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+    return "\n".join([title, "", text, *table])
+
+
+def _sections_of_plugins(cls: type) -> Iterator[str]:
+    """The keys that installed plug-ins have in a section of the core."""
+    for section in SECTIONS:
+        if section.cls is cls:
+            packages = {plugin.name: plugin.distribution for plugin in plugins.installed(section.group)}
+            for name, options in installed_classes(section):
+                chooser = f"{section.field}={name}"
+                text = _OPTIONS.format(package=_package(packages[name]), chooser=f"{section.path}.{chooser}")
+                yield from _with_nested(options, section.path, f"{section.path}, {chooser}", text)
+
+
+def _backend_sections() -> Iterator[str]:
+    """Backends that share a section, as `fsdp` and `fsdp1` do, share its table."""
+    strategies: dict[str, list[plugins.Plugin]] = {}
+    for plugin in plugins.installed("rl_core.backends"):
+        section = plugins.load("rl_core.backends", plugin.name).config_section
+        strategies.setdefault(section, []).append(plugin)
+    for section, found in strategies.items():
+        path = f"trainer.policy.{section}"
+        names = " and ".join(f"`trainer.strategy={plugin.name}`" for plugin in found)
+        text = f"Keys of {_package(found[0].distribution)}, for {names}."
+        cls = plugins.load("rl_core.backends", found[0].name).options_class
+        yield from _with_nested(cls, path, path, text)
+
+
+def _with_nested(cls: type, path: str, title: str, text: str) -> Iterator[str]:
+    """A plug-in's table, and those of the classes in it."""
+    yield _section(cls, f"### {title}", " ".join(filter(None, [inspect.getdoc(cls), text])))
+    for name in own_keys(cls):
+        if attrs.has(hints(cls)[name]):
+            yield from _sections(hints(cls)[name], f"{path}.{name}")
+
+
+def _package(distribution: str) -> str:
+    return distribution.partition(" ")[0]
 
 
 @cache

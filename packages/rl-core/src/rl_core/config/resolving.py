@@ -13,6 +13,7 @@ import attrs
 import yaml
 
 from rl_core import plugins
+from rl_core.config import plugin_options
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.loading import known_paths
 from rl_core.config.tree import Config
@@ -99,10 +100,14 @@ _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron",
 
 
 def resolve(config: Config) -> Config:
-    """Every rule applied to the keys that are None, and the selected backend's sections present.
+    """Every rule applied to the keys that are None, and present the selected backend's sections and the options of the
+    chosen engine and generator.
 
-    Resolving twice changes nothing. Raises PluginError if the selected backend is not installed.
+    Resolving twice changes nothing. Raises PluginError if the selected backend is not installed; a missing engine or
+    generator is the error of what uses it, so that a model can be planned and trained without one.
     """
+    for section in plugin_options.SECTIONS:
+        config = with_value(config, section.path, plugin_options.with_defaults(section, section.node(config)))
     for key in PATHS:
         config = with_value(config, key, expanded(config, key, value_at(config, key)))
     for rule in RULES:
@@ -124,7 +129,7 @@ def expanded(config: Config, key: str, text: Any) -> Any:
         return None
 
     def other(found: re.Match[str]) -> str:
-        if found[1] not in known_paths(Config):
+        if found[1] not in known_paths(Config) and not _is_option(config, found[1]):
             raise ConfigError(f"{key}: {found[0]} in {text!r} is not a key.{nearest(found[1], known_paths(Config))}")
         value = value_at(config, found[1])
         if not isinstance(value, str | int | float) or "${" in str(value):
@@ -175,10 +180,20 @@ def section_class(strategy: str) -> Callable[[str], type | None]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value of a key path."""
+    """The value of a key path; in a section that a plug-in shares, also of the chosen plug-in's options."""
     for name in key.split("."):
-        config = getattr(config, name)
+        is_option = not hasattr(config, name) and hasattr(config, "plugin_options")
+        config = getattr(config.options if is_option else config, name)
     return config
+
+
+def _is_option(config: Config, key: str) -> bool:
+    """A key of the chosen engine's or generator's own."""
+    return any(
+        key in known_paths(type(section.node(config).options), f"{section.path}.")
+        for section in plugin_options.SECTIONS
+        if attrs.has(type(section.node(config).options))
+    )
 
 
 def with_value(config: _T, key: str, value: Any) -> _T:
@@ -193,6 +208,8 @@ def as_mapping(node: Any) -> Any:
     if attrs.has(type(node)):
         fields = {field.name: getattr(node, field.name) for field in attrs.fields(type(node))}
         fields |= fields.pop("backend_sections", {})
+        if fields.pop("plugin_options", None):
+            fields |= plugin_options.written(node)
         return {name: as_mapping(value) for name, value in fields.items()}
     if isinstance(node, Mapping):
         return {name: as_mapping(value) for name, value in node.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,19 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
+from rl_core.config import plugin_options
 from rl_core.config.keys import translated
-from rl_core.config.layers import Given, Layer, file_layer, mapping_layer, merge, nested, override_layer
-from rl_core.config.loading import load_class
+from rl_core.config.layers import (
+    ConfigWarning,
+    Given,
+    Layer,
+    file_layer,
+    mapping_layer,
+    merge,
+    nested,
+    override_layer,
+)
+from rl_core.config.loading import PluginKeys, load_class
 from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class
 from rl_core.config.tree import Config
 from rl_core.errors import ConfigError
@@ -86,23 +97,44 @@ def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> C
 def origins(loaded: Loaded) -> Iterator[Origin]:
     """Every key of the resolved configuration with its source, in the order of the classes."""
     rules = {rule.key: rule.text for rule in RULES}
+    unread = plugin_options.unread_keys(loaded.config)
     for key, value in leaves(as_mapping(loaded.config)):
         given = loaded.given.get(key)
-        if given is not None and (given.value is not None or key not in rules):
+        reason = next((unread[name] for name in unread if f"{key}.".startswith(f"{name}.")), None)
+        if reason is not None:
+            yield Origin(key, value, f"{given.source if given else 'default'}; without effect: {reason}")
+        elif given is not None and (given.value is not None or key not in rules):
             yield Origin(key, value, given.source)
         else:
             yield Origin(key, value, f"derived: {rules[key]}" if key in rules else "default")
 
 
 def _loaded(layers: Sequence[Layer]) -> Loaded:
-    given = merge([translated(layer) for layer in layers])
+    values = {path: given.value for layer in layers for path, given in layer}
+    given = merge([translated(layer, lambda path: plugin_options.is_known(path, values)) for layer in layers])
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else Config().trainer.strategy
     if not isinstance(strategy, str):
         raise ConfigError(f"trainer.strategy: {strategy!r} is given; expected a backend's name")
     if strategy == "deepspeed" and strategy not in {plugin.name for plugin in plugins.installed("rl_core.backends")}:
         raise ConfigError("trainer.strategy: there is no deepspeed backend yet; choose fsdp")
-    config = load_class(Config, nested(given), "", section_class(strategy))
-    return Loaded(config=resolve(config), given=given)
+    keys = PluginKeys(
+        section_class=section_class(strategy),
+        load_options=plugin_options.load_options,
+        paths=plugin_options.installed_paths,
+    )
+    loaded = Loaded(config=resolve(load_class(Config, nested(given), "", keys)), given=given)
+    _warn_of_unread_options(loaded)
+    return loaded
+
+
+def _warn_of_unread_options(loaded: Loaded) -> None:
+    """One line per plug-in whose keys the user gave, and that is not chosen."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in plugin_options.unread_keys(loaded.config).items():
+        if any(f"{given}.".startswith(f"{key}.") for given in loaded.chosen_keys):
+            keys.setdefault(reason, []).append(key)
+    for reason, unread in keys.items():
+        warnings.warn(f"{', '.join(unread)}: without effect: {reason}", ConfigWarning, stacklevel=3)
 
 
 def _require_no_path(source: str) -> None:

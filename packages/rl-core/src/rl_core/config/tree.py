@@ -1,7 +1,8 @@
 """The configuration of a run: every key, its type, its default and its meaning. No key stands here that nothing reads.
 
-`docs/configuration.md` is generated from this file. Where a key's text says "None: …" and names other keys,
-`rl_core.config.resolve` derives the value from them; whatever runs sees only the resolved tree.
+Keys that only one plug-in reads stand in the options class that it brings (`backend_sections`, `plugin_options`).
+`docs/configuration.md` is generated from this file and from those classes. Where a key's text says "None: …" and names
+other keys, `rl_core.config.resolve` derives the value from them; whatever runs sees only the resolved tree.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class OffPolicyCorrectionConfig:
 
     tis_ratio_type: Literal["token", "sequence", "off"] | None = None
     """Truncated importance sampling per token or per sequence; None: per token where `trainer.max_staleness` is above 0
-    and the policy loss does not correct by itself."""
+    and the policy loss does not correct by itself. `clip_cov` and `kl_cov` go with `off` only."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of the per-token ratio."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -244,7 +245,8 @@ class AlgorithmConfig:
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"); the suffix `+` takes the gradient-correct
     straight-through form."""
     use_kl_in_reward: bool = False
-    """Subtract the KL from the token rewards instead."""
+    """Subtract the KL from the token rewards instead. Not with `pass_at_k` and `maxrl`, which read success from the
+    score."""
     kl_ctrl: KLControlConfig = attrs.field(factory=KLControlConfig)
     """The coefficient of the KL in the reward over time."""
     use_entropy_loss: bool = False
@@ -345,9 +347,10 @@ class TrainerConfig:
     project_name: str = "rl"
     """The project under which trackers file the run."""
     run_name: str = "run"
-    """The run's name."""
+    """The run's name: not empty, no dot at its beginning, no slash."""
     run_dir: str | None = None
-    """Where everything a run leaves goes; None: `runs/<run_name>`."""
+    """Where everything a run leaves goes; None: `runs/<run_name>`. No two runs at a time may write into it, or into
+    `ckpt_path` or `export_path`."""
     ckpt_path: str | None = None
     """Checkpoints; None: `<run_dir>/checkpoints`."""
     export_path: str | None = None
@@ -478,44 +481,15 @@ class InferenceEngineConfig:
     """The engine's dtype; None: as `trainer.bf16` says, `bfloat16` or `float32`."""
     engine_init_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed on to the engine, which says which it knows."""
-    tensor_parallel_size: int = 1
-    """vLLM: ranks of an engine that split every layer."""
-    pipeline_parallel_size: int = 1
-    """vLLM: ranks of an engine that hold some of the layers."""
-    data_parallel_size: int = 1
-    """vLLM: copies of the model inside one engine."""
-    expert_parallel_size: int = 1
-    """vLLM: ranks that share the experts; 1, or tensor_parallel_size × data_parallel_size."""
-    max_num_batched_tokens: int = 8192
-    """vLLM: tokens that an engine computes in one step."""
-    enable_prefix_caching: bool = True
-    """vLLM: a prompt that begins as an earlier one is computed from there on."""
-    enable_chunked_prefill: bool = True
-    """vLLM: long prompts are computed in parts, between other requests' tokens."""
-    enforce_eager: bool | None = None
-    """vLLM: no compilation, no CUDA graphs. None: compiled on GPUs, eager on CPUs."""
-    gpu_memory_utilization: float = 0.8
-    """vLLM: part of a GPU's memory that an engine takes."""
-    served_model_name: str | None = None
-    """vLLM: the model's name in the OpenAI API; None: `trainer.policy.model.path`."""
-    fully_sharded_loras: bool = False
-    """vLLM: adapters that are sent alone are split over the tensor-parallel ranks as a whole, not only half of each."""
-    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
-    """vLLM: how an engine runs its ranks; None: processes of one machine, or Ray where one machine is too small."""
-    external_server_urls: tuple[str, ...] | None = None
-    """vLLM: servers that somebody else started (`python -m rl_rollout.vllm.serve`); num_engines is their number."""
-    host: str | None = None
-    """vLLM: address that servers listen on. None: loopback, or all of the machine's if Ray has several. Away from
-    loopback they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
-    router_port: int | None = None
-    """vLLM: one address, with OpenAI's API, for agents that are no part of the run: this port of `host`, 0 for a free
-    one; None: none."""
-    start_timeout_s: float = 600.0
-    """vLLM: longest wait for a server to be ready."""
-    heartbeat_interval_s: float = 5.0
-    """vLLM: seconds between two questions whether a server is well."""
-    hung_after_s: float = 60.0
-    """vLLM: a server that gives no answer for so long is started again."""
+    plugin_options: Mapping[str, Any] = attrs.field(factory=dict)
+    """Written beside the keys above: keys of engines' own, by the name in `backend`; those of engines that are not
+    chosen only where somebody gave them."""
+
+    @property
+    def options(self) -> Any:
+        """The options object of the chosen engine; None if it has no keys of its own, or before
+        `rl_core.config.resolve`."""
+        return self.plugin_options.get(self.backend)
 
 
 @attrs.frozen(kw_only=True)
@@ -523,11 +497,9 @@ class GeneratorConfig:
     """From prompts to trajectories."""
 
     type: str = "environment"
-    """The generator (`rl plugins`) or `package.module:function`."""
+    """The generator (`rl plugins`) or `package.module:object`."""
     n_samples_per_prompt: int = 5
     """Samples of a training prompt: its group."""
-    max_concurrency: int = 1024
-    """Episodes that run at a time."""
     max_turns: int = 1
     """Responses of an episode; an environment that wants more of them is ended after so many."""
     max_input_length: int | None = None
@@ -545,14 +517,19 @@ class GeneratorConfig:
     """Sampling in evaluation."""
     eval_n_samples_per_prompt: int = 1
     """Samples of a held-out prompt."""
-    chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Passed to the tokenizer's chat template, e.g. `enable_thinking`."""
-    zero_reward_on_non_stop: bool = False
-    """A response that did not end by itself gets reward 0."""
     apply_overlong_filtering: bool = False
     """A response cut off by its length is not trained on; it still counts in its group's baseline."""
     inference_engine: InferenceEngineConfig = attrs.field(factory=InferenceEngineConfig)
     """The engine that samples."""
+    plugin_options: Mapping[str, Any] = attrs.field(factory=dict)
+    """Written beside the keys above: keys of generators' own, by the name in `type`; those of generators that are not
+    chosen only where somebody gave them."""
+
+    @property
+    def options(self) -> Any:
+        """The options object of the chosen generator; None if it has no keys of its own, or before
+        `rl_core.config.resolve`."""
+        return self.plugin_options.get(self.type)
 
 
 # --- data, environment ----------------------------------------------------------------------------------------------
@@ -637,6 +614,6 @@ class Config:
         return resolved("trainer.algorithm.temperature", self.trainer.algorithm.temperature)
 
     @property
-    def engine_dtype(self) -> str:
+    def engine_dtype(self) -> Literal["bfloat16", "float16", "float32"]:
         """The engine's dtype: `bfloat16`, `float16` or `float32`."""
         return resolved("generator.inference_engine.model_dtype", self.generator.inference_engine.model_dtype)

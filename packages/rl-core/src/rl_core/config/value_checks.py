@@ -62,7 +62,6 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.seed": (0, None),
     "generator.n_samples_per_prompt": (1, None),
     "generator.eval_n_samples_per_prompt": (1, None),
-    "generator.max_concurrency": (1, None),
     "generator.max_turns": (1, None),
     "generator.max_input_length": (1, None),
     "generator.sampling_params.max_generate_length": (1, None),
@@ -75,12 +74,6 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_bucket_bytes": (1, None),
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
-    "generator.inference_engine.tensor_parallel_size": (1, None),
-    "generator.inference_engine.pipeline_parallel_size": (1, None),
-    "generator.inference_engine.data_parallel_size": (1, None),
-    "generator.inference_engine.expert_parallel_size": (1, None),
-    "generator.inference_engine.max_num_batched_tokens": (1, None),
-    "generator.inference_engine.gpu_memory_utilization": (0, 1),
 }
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
@@ -91,9 +84,6 @@ ABOVE_ZERO = (
     "trainer.generation_timeout_s",
     "environment.timeout_s",
     "trainer.worker_timeout_s",
-    "generator.inference_engine.start_timeout_s",
-    "generator.inference_engine.heartbeat_interval_s",
-    "generator.inference_engine.hung_after_s",
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )
@@ -118,6 +108,16 @@ def require_bounds(config: Config) -> None:
             remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
             is_sampling = key == "generator.sampling_params.temperature"
             raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
+
+
+def require_run_name(config: Config) -> None:
+    """A directory below `runs` can have the run's name; with an empty one the run would take `runs` for its own."""
+    name = config.trainer.run_name
+    if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
+        raise ConfigError(
+            f"trainer.run_name: {name!r} is given; expected a name that is not empty, does not begin with a dot and "
+            "has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into trainer.run_dir"
+        )
 
 
 def _optimizers(config: Config) -> None:
@@ -270,6 +270,7 @@ def _resume(config: Config) -> None:
 
 
 _VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
+    require_run_name,
     require_bounds,
     _optimizers,
     _sampling,

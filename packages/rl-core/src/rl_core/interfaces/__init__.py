@@ -1,15 +1,19 @@
 """The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`).
+Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`,
+`Configurable`).
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
-`InferenceClient`), a `WeightTransport`, a `Generator`; a recipe an `Environment`. `WorkerGroup` and the loop are ours.
+`InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
+`WorkerGroup` and the loop are ours. A plug-in is told what it needs as plain data: `WorkerSpec`, `EngineSpec`,
+`GeneratorSpec`, each with the plug-in's own options in it.
 
     training    a model and its update, `Worker`, `Backend`
     weights     what a sync sends, `WeightTransport` and its two ends
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
-    rollouts    `Environment`, `Trajectory`, `Generator`
+    rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
+    options     keys of a plug-in's own: `Configurable`, and validators for them
     runs        `Recipe`, `Tracker`
 
 All names are imported from here, whichever of these modules defines them.
@@ -21,6 +25,7 @@ from rl_core.interfaces.inference import (
     AdapterServing,
     Completion,
     EngineHealth,
+    EngineSpec,
     GenerateRequest,
     InferenceClient,
     InferencePlugin,
@@ -32,11 +37,14 @@ from rl_core.interfaces.inference import (
     StopReason,
     WeightReceivers,
 )
+from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.rollouts import (
     Action,
     Environment,
     EnvironmentFactory,
     Generator,
+    GeneratorPlugin,
+    GeneratorSpec,
     GroupRequest,
     Message,
     Prompt,
@@ -63,6 +71,7 @@ from rl_core.interfaces.training import (
     Offloadable,
     OptimizerConfig,
     OptimizerStep,
+    OptimizerUpdate,
     Perturbable,
     Plan,
     Planner,
@@ -73,7 +82,7 @@ from rl_core.interfaces.training import (
     Worker,
     WorkerSpec,
 )
-from rl_core.interfaces.version import CONTRACT_VERSION
+from rl_core.interfaces.version import CONTRACT_VERSION, ENGINE_CONTRACT_VERSION, GENERATOR_CONTRACT_VERSION
 from rl_core.interfaces.weights import (
     Manifest,
     Rendezvous,
@@ -86,6 +95,8 @@ from rl_core.interfaces.weights import (
 
 __all__ = [
     "CONTRACT_VERSION",
+    "ENGINE_CONTRACT_VERSION",
+    "GENERATOR_CONTRACT_VERSION",
     "Message",
     "Metrics",
     "Plan",
@@ -101,6 +112,7 @@ __all__ = [
     "RankInfo",
     "LossSpec",
     "OptimizerStep",
+    "OptimizerUpdate",
     "Worker",
     "Offloadable",
     "BackgroundSaver",
@@ -128,6 +140,7 @@ __all__ = [
     "WeightReceivers",
     "Scoring",
     "AdapterServing",
+    "EngineSpec",
     "InferencePlugin",
     "Action",
     "StepResult",
@@ -138,6 +151,12 @@ __all__ = [
     "Trajectory",
     "GroupRequest",
     "Generator",
+    "GeneratorSpec",
+    "GeneratorPlugin",
+    "Configurable",
+    "at_least",
+    "above",
+    "between",
     "Tracker",
     "PhaseAware",
     "Recipe",

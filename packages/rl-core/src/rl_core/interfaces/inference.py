@@ -1,20 +1,20 @@
-"""Inference: token ids in, token ids out (`InferenceClient`), and what starts the engines (`InferencePlugin`)."""
+"""Inference: token ids in, token ids out (`InferenceClient`), and what starts the engines (`InferencePlugin`, which is
+told an `EngineSpec`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
+from rl_core.interfaces.training import LoraConfig
 from rl_core.interfaces.weights import Manifest, Rendezvous
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-
-    from rl_core.config import Config
 
 
 @attrs.frozen(kw_only=True)
@@ -186,10 +186,48 @@ class Recovering(Protocol):
         ...
 
 
+@attrs.frozen(kw_only=True)
+class EngineSpec:
+    """Everything that an engine is told before it is started; plain data. What it is told later are calls of its
+    client."""
+
+    options: Any
+    """An instance of the plug-in's own options class (see `Configurable`); None where it has none."""
+    model_path: str
+    """Directory or name of the model that it serves until the first weight update, and whose tokenizer it uses."""
+    dtype: Literal["bfloat16", "float16", "float32"]
+    """In which it computes."""
+    num_engines: int
+    """How many engines the client stands for."""
+    max_num_seqs: int
+    """Sequences that an engine decodes together."""
+    return_routed_experts: bool
+    """Completions have `routed_experts`."""
+    lora: LoraConfig
+    """The policy's adapters. Where `lora.is_sent_alone`, the model stays as it is and the adapter alone is updated;
+    else updates are whole weights."""
+    sampling: SamplingParams
+    """How training samples are drawn; every request carries its own."""
+    eval_sampling: SamplingParams
+    """How samples of evaluations are drawn."""
+    init_kwargs: Mapping[str, Any]
+    """`engine_init_kwargs`: passed on to the library that the engine is built on."""
+    shares_devices: bool
+    """Training has the same devices: the engine leaves them between phases (see `Sleepable`)."""
+    seed: int
+    """Of the run; every request carries its own."""
+    num_threads: int | None
+    """CPU threads of an engine in the trainer's process; None leaves it to the library."""
+    request_timeout_s: float
+    """Longest wait for the answer to a request, and for a weight update."""
+    run_dir: Path
+    """Where the run leaves its files; logs of engines go into `logs` there. It may not exist yet."""
+
+
 @runtime_checkable
 class InferencePlugin(Protocol):
     """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
-    torch."""
+    torch. An engine with keys of its own is `Configurable` too."""
 
     @property
     def contract_version(self) -> int: ...
@@ -197,15 +235,13 @@ class InferencePlugin(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def num_engines_key(self) -> str | None:
-        """The configuration key that says how many engines there are, or None if always one."""
+    def validate(self, spec: EngineSpec) -> None:
+        """Raises ConfigError before any process is started.
+
+        A model that is not there yet is no reason: recipes may make theirs after this call.
+        """
         ...
 
-    def validate(self, config: Config) -> None:
-        """Raises ConfigError before any process is started."""
-        ...
-
-    async def create(self, config: Config) -> InferenceClient:
-        """Starts the engine(s); they hold the weights of `trainer.policy.model.path` until the first update."""
+    async def create(self, spec: EngineSpec) -> InferenceClient:
+        """Starts the engine(s); they hold the weights of `spec.model_path` until the first update."""
         ...

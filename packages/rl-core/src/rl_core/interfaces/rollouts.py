@@ -1,4 +1,5 @@
-"""Rollouts: an episode (`Environment`), what was said in it (`Trajectory`), and who plays it (`Generator`)."""
+"""Rollouts: an episode (`Environment`), what was said in it (`Trajectory`), and who plays it (`Generator`, made by a
+`GeneratorPlugin`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
-from rl_core.interfaces.inference import SamplingParams, StopReason
+from rl_core.interfaces.inference import Sampler, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,8 +147,7 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out (entry-point group `rl_core.generators`: a callable `(config, client) →
-    Generator`). The client is a `Sampler` to it: pauses, aborts and new weights are the loop's."""
+    """Prompts in, trajectories out. Its client is a `Sampler`: pauses, aborts and new weights are the loop's."""
 
     def prompt_length(self, row: Row) -> int:
         """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
@@ -155,4 +155,52 @@ class Generator(Protocol):
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class GeneratorSpec:
+    """Everything that a generator is told before the first prompt; plain data."""
+
+    options: Any
+    """An instance of the plug-in's own options class (see `Configurable`); None where it has none."""
+    model_path: str
+    """Directory or name of the policy's model, whose tokenizer and chat template it uses."""
+    max_turns: int
+    """Responses of an episode."""
+    max_input_length: int | None
+    """Tokens of a later turn's prompt, everything said before included; None: no bound of its own."""
+    step_wise: bool
+    """Each turn is a step of its own; else a trajectory is one sequence."""
+    engine_init_kwargs: Mapping[str, Any]
+    """What the engine's library was given, for one that bounds the context there (`max_model_len`)."""
+    env_class: str | None
+    """The environment of all rows, an entry point's name or `package.module:Class`; None: each row's own
+    `env_class`."""
+    environment_options: Mapping[str, Any]
+    """Passed to every environment."""
+    environment_timeout_s: float
+    """Longest wait for one answer of an environment."""
+
+
+@runtime_checkable
+class GeneratorPlugin(Protocol):
+    """Makes the generator: the object behind an entry point of `rl_core.generators`. Its module imports no torch. A
+    generator with keys of its own is `Configurable` too."""
+
+    @property
+    def contract_version(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def validate(self, spec: GeneratorSpec) -> None:
+        """Raises ConfigError before any process is started.
+
+        A model that is not there yet is no reason: recipes may make theirs after this call.
+        """
+        ...
+
+    def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
+        """Called once, when the engine serves `client`. Raises ConfigError, PluginError."""
         ...

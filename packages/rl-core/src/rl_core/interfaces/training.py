@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces.weights import Manifest, WeightBucket, WeightSender
 
 if TYPE_CHECKING:
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
 
     from rl_core.batch import Batch
     from rl_core.layout.mesh import Mesh
+
+_Bound = tuple[str, Callable[[float], bool], str]
+_UPDATE_BOUNDS: tuple[_Bound, ...] = (
+    ("learning_rate", lambda value: 0 <= value < math.inf, "a finite number, at least 0"),
+    ("eps", lambda value: 0 < value < math.inf, "a finite number above 0"),
+    ("weight_decay", lambda value: 0 <= value < math.inf, "a finite number, at least 0"),
+    ("max_grad_norm", lambda value: value >= 0, "at least 0; 0 switches clipping off"),
+    ("gradient_scale", lambda value: 0 < value < math.inf, "a finite number above 0"),
+)
 
 Role = Literal["policy", "reference", "critic"]
 Metrics = Mapping[str, tuple[float, float]]
@@ -33,6 +44,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment, which a step divides by."""
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and norms are decayed too, as the field does."""
     max_grad_norm: float = 1.0
@@ -163,6 +176,38 @@ class OptimizerStep:
     """A gradient was not finite: weights, optimizer state and schedule are as before."""
 
 
+@attrs.frozen(kw_only=True)
+class OptimizerUpdate:
+    """What one optimizer step does otherwise than the worker's `OptimizerConfig`; None: as that says.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    learning_rate: float | None = None
+    """In place of the schedule's, which goes on by one step all the same; finite, at least 0."""
+    adam_betas: tuple[float, float] | None = None
+    """Each from 0 to below 1."""
+    eps: float | None = None
+    """Above 0."""
+    weight_decay: float | None = None
+    """Finite, at least 0."""
+    max_grad_norm: float | None = None
+    """At least 0; 0 switches clipping off."""
+    gradient_scale: float = 1.0
+    """Every gradient is multiplied by it, before the norm is taken and clipped; finite, above 0."""
+
+    def __attrs_post_init__(self) -> None:
+        for name, is_right, expected in _UPDATE_BOUNDS:
+            value = getattr(self, name)
+            if value is not None and not is_right(value):
+                raise ConfigError(f"OptimizerUpdate.{name}: {value} was given; expected {expected}")
+        if self.adam_betas is not None and not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(
+                f"OptimizerUpdate.adam_betas: {self.adam_betas} was given; expected two numbers from 0 to below 1"
+            )
+
+
 @runtime_checkable
 class Worker(Protocol):
     """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same
@@ -176,15 +221,34 @@ class Worker(Protocol):
         """
         ...
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds the gradient of the loss over `batch` to the gradients; returns the metrics' sums and weights.
 
         Metrics: `loss` (sum, 1) and those the loss function names, weighted by the trained tokens.
+
+        Args:
+            batch: the rank's part.
+            plan: its micro-batches.
+            loss: what is minimised.
+            temperature: divides the logits.
+            returns: scores of this same pass to return as well, of those that `forward` gives: under its name each is
+                [T] of the stream, float32 on the CPU, without gradient; 0 where `loss_mask` is False. Left out by a
+                caller that wants none.
+
+        Raises:
+            ConfigError: `returns` names a score that this model does not have.
         """
         ...
 
-    def optim_step(self) -> OptimizerStep:
-        """Clips, steps, advances the schedule, clears the gradients; skips all that when a gradient is not finite."""
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; skips all but the last when a gradient is
+        not finite.
+
+        Args:
+            update: what this one step does otherwise. Left out by a caller that wants none.
+        """
         ...
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -202,7 +266,8 @@ class Worker(Protocol):
         ...
 
     def load_state(self, directory: Path) -> None:
-        """Continues exactly where `save_state` stopped, also at another world size. Raises CheckpointError."""
+        """Continues exactly where `save_state` stopped, also at another world size. Gradients that were added up since
+        the last step are dropped. Raises CheckpointError."""
         ...
 
     def save_model(self, directory: Path) -> None:
@@ -348,7 +413,7 @@ class Backend(Protocol):
 @runtime_checkable
 class RouteFollowing(Protocol):
     """A backend that can send the policy's tokens to the experts that the engine chose (router replay). Its workers
-    then refuse batches without routes, and others batches with routes (`rl_core.routes.require_routes`)."""
+    then refuse batches without routes, and others batches with routes (`rl_core.rank_kit.require_routes`)."""
 
     def follows_routes(self, options: Any) -> bool:
         """Whether these options of the policy ask for it, whichever of them does."""

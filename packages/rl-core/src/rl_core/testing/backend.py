@@ -28,7 +28,19 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, ShapeError, WorkerError
-from rl_core.interfaces import CONTRACT_VERSION, Backend, LossSpec, ModelConfig, OptimizerStep, Worker
+from rl_core.interfaces import (
+    CONTRACT_VERSION,
+    Backend,
+    BackgroundSaver,
+    LossSpec,
+    ModelConfig,
+    Offloadable,
+    OptimizerStep,
+    OptimizerUpdate,
+    Perturbable,
+    Worker,
+)
+from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing.cases import (
     LIMITS,
     LOSS,
@@ -45,10 +57,11 @@ from rl_core.testing.cases import (
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.parity import Measurement, write_down
+from rl_core.testing.rank_process import SuiteHost
 from rl_core.testing.ranks import ONE_MICRO_BATCH, PRELOADED, RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
-from rl_core.weights import unpack_bucket
 from rl_core.workers.group import MicroBatchLimits
+from rl_core.workers.rank import RankHost
 
 __all__ = ["BackendConformance", "Case", "Tolerances", "VARIANTS", "Variant", "make_batch", "open_case", "weights"]
 
@@ -75,6 +88,15 @@ class Tolerances:
     with other models on two ranks."""
 
 
+OTHER_STEP = OptimizerUpdate(
+    learning_rate=3e-3,
+    adam_betas=(0.7, 0.8),
+    eps=1e-4,
+    weight_decay=0.3,
+    max_grad_norm=0.2,
+    gradient_scale=2.5,
+)
+"""Different in all that a step can be told."""
 MOVED = 1e-3
 """What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
 
@@ -126,10 +148,10 @@ class BackendConformance:
             variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
             none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
             # Of this scope, so that the checks of one variant follow each other.
-            metafunc.parametrize("variant", variants or [none], ids=str, scope="class")
+            metafunc.parametrize("variant", [_marked(v) for v in variants] or [none], scope="class")
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
-            pairs = [pytest.param(pair, id=f"{pair[0]} to {pair[1]}") for pair in self._resumes()]
+            pairs = [_marked(*pair) for pair in self._resumes()]
             metafunc.parametrize("resumed", pairs or [none])
 
     @pytest.fixture(autouse=True)
@@ -179,7 +201,7 @@ class BackendConformance:
         assert isinstance(case.spec.options, self.backend.options_class)
         assert self.backend.mesh(case.spec.options, case.world_size).world_size == case.world_size
         group = case.start()
-        for rank, abilities in enumerate(group.call("abilities")):
+        for rank, abilities in enumerate(group.call(SuiteHost.fulfilled)):
             assert {"Worker", "Inspectable"} <= abilities, f"rank {rank} is only {sorted(abilities)}"
         group.close()
 
@@ -292,6 +314,17 @@ class BackendConformance:
             assert weight == int(mask_T.sum()), f"{name} weighs {weight}, trained are {int(mask_T.sum())} tokens"
             require_close(torch.tensor(total / weight), values_T.mean(), 10 * self.tolerances.logprob, name)
 
+    def test_a_training_pass_returns_the_scores_that_it_is_asked_for(self, case: Case) -> None:
+        group, mask_T = case.start(), case.batch["loss_mask"]
+        names = ("entropies", "logprobs")
+        found = group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=names)
+        expected = expected_scores(case.reference, case.batch)
+        for name in names:
+            values_T = torch.where(mask_T, expected[name], 0.0)
+            require_close(found[name], values_T, self.tolerances.logprob, f"{name} of the training pass")
+        with pytest.raises(ConfigError, match="'heights'"):
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=("heights",))
+
     def test_micro_batches_and_calls_only_add_up(self, case: Case) -> None:
         whole, parts = case.start(), case.start()
         whole.forward_backward(case.batch, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
@@ -312,6 +345,24 @@ class BackendConformance:
         self.require_same_gradients(case, group.gradients(), case.reference.gradients())
 
     # --- optimizer steps ---
+
+    def test_one_step_can_be_taken_otherwise_than_the_configuration_says(self, case: Case) -> None:
+        """The second of three; the third is taken as the configuration says again."""
+        group, plain = case.start(), case.new_reference()
+        for update, batch in zip((None, OTHER_STEP, None), steps_of(case.batch), strict=True):
+            group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            for reference in (case.reference, plain):
+                backward(reference, batch, LOSS)
+            step, expected, without = group.optim_step(update), case.reference.optim_step(update), plain.optim_step()
+            assert step.learning_rate == pytest.approx(expected.learning_rate)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+            if update is not None:
+                scaled = update.gradient_scale * without.grad_norm
+                assert step.grad_norm == pytest.approx(scaled, rel=self.tolerances.gradient_norm)
+        moved = largest_difference(weights(case.reference), weights(plain))
+        assert moved >= MOVED, f"the other step moved the weights by {moved:.1e} only: this test would see nothing"
+        difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
+        assert difference <= limit, f"weights after another step differ by {difference:.1e}, allowed {limit:g}"
 
     def test_three_optimizer_steps(self, case: Case) -> None:
         group, before = case.start(), weights(case.reference)
@@ -348,32 +399,32 @@ class BackendConformance:
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
         """The ranks stand where the case's reference does."""
         for batch in steps_of(case.batch)[:num_steps]:
-            group.call("offload", parameters=True, optimizer=True)
-            group.call("onload", parameters=True, optimizer=False)
+            group.call(Offloadable.offload, parameters=True, optimizer=True)
+            group.call(Offloadable.onload, parameters=True, optimizer=False)
             group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)
-            group.call("onload", parameters=False, optimizer=True)
+            group.call(Offloadable.onload, parameters=False, optimizer=True)
             group.optim_step()
             backward(case.reference, batch, LOSS)
             case.reference.optim_step()
         before = group.weights()
-        group.call("offload", parameters=True, optimizer=True)
-        group.call("onload", parameters=True, optimizer=True)
+        group.call(Offloadable.offload, parameters=True, optimizer=True)
+        group.call(Offloadable.onload, parameters=True, optimizer=True)
         require_equal(group.weights(), before, "moved off the device and back")
         tolerance = self._weight_tolerance(case)
         self.require_close(case, "weights, offloaded", before, weights(case.reference), tolerance)
 
     def test_noise_changes_every_trained_weight_and_goes_bit_for_bit(self, case: Case) -> None:
         group = case.start()
-        if not all(group.call("is_perturbable")):
+        if not all(group.call(RankHost.is_perturbable)):
             pytest.skip("the worker is not Perturbable, which is an ability that a backend may have or not")
         before = group.weights()
-        group.call("perturb", 1, 1.0)
+        group.call(Perturbable.perturb, 1, 1.0)
         noisy = group.weights()
         unmoved = [name for name, weight in noisy.items() if torch.equal(weight, before[name])]
         assert not unmoved or (case.spec.model.lora.rank and len(unmoved) < len(noisy)), f"no noise on {unmoved[:3]}"
         logprobs_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
         assert logprobs_T.isfinite().all(), "with noise the model still computes"
-        group.call("restore")
+        group.call(Perturbable.restore)
         require_equal(group.weights(), before, "noise put on and taken away")
 
     def test_the_gradient_is_clipped_by_its_global_norm(self, case: Case) -> None:
@@ -414,9 +465,9 @@ class BackendConformance:
     def test_saved_state_continues_exactly(self, case: Case) -> None:
         first, second = case.start(), case.start()
         train_step(first, case)
-        first.call("save_state", case.directory / "state")
+        first.call(Worker.save_state, case.directory / "state")
         second.forward_backward(case.batch.select([0]), LIMITS, LOSS, temperature=TEMPERATURE)
-        second.call("load_state", case.directory / "state")
+        second.call(Worker.load_state, case.directory / "state")
         require_equal(second.weights(), first.weights(), "loaded")
         steps = [train_step(first, case), train_step(second, case)]
         assert steps[0] == steps[1], f"the step after loading is {steps[1]}, without saving and loading {steps[0]}"
@@ -440,12 +491,12 @@ class BackendConformance:
         for directory in (case.directory / "state-1", case.directory / "state-2"):
             train_step(first, case)
             saved = first.weights()
-            first.call("start_saving", directory)
+            first.call(BackgroundSaver.start_saving, directory)
             train_step(first, case)
             deadline = time.monotonic() + self.timeout_s
-            while not all(first.call("has_saved")):
+            while not all(first.call(BackgroundSaver.has_saved)):
                 assert time.monotonic() < deadline, f"{directory.name} was not saved within {self.timeout_s:g} s"
-            second.call("load_state", directory)
+            second.call(Worker.load_state, directory)
             require_equal(second.weights(), saved, "loaded")
             train_step(second, case)
             after = second.weights()
@@ -456,8 +507,8 @@ class BackendConformance:
         """What `case` saved goes on at `other_case`."""
         first, second = case.start(), other_case.start()
         train_step(first, case)
-        first.call("save_state", case.directory / "state")
-        second.call("load_state", case.directory / "state")
+        first.call(Worker.save_state, case.directory / "state")
+        second.call(Worker.load_state, case.directory / "state")
         loaded_at = str(other_case.variant)
         self.require_close(case, "loaded weights", second.weights(), first.weights(), 0.0, loaded_at=loaded_at)
         losses = [
@@ -474,27 +525,27 @@ class BackendConformance:
     def test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error(self, case: Case) -> None:
         group = case.start()
         with pytest.raises(CheckpointError, match="nothing"):
-            group.call("load_state", case.directory / "nothing")
+            group.call(Worker.load_state, case.directory / "nothing")
         group = train_and_save(case, case.directory / "state")
         before = group.weights()
         for file in sorted(path for path in (case.directory / "state").rglob("*") if path.is_file()):
             content = file.read_bytes()
             file.write_bytes(content[: len(content) // 2])
             with pytest.raises(CheckpointError, match=file.name):
-                group.call("load_state", case.directory / "state")
+                group.call(Worker.load_state, case.directory / "state")
             file.write_bytes(content)
             if group.ranks.has_ended:
                 group = case.start()
-                group.call("load_state", case.directory / "state")
+                group.call(Worker.load_state, case.directory / "state")
             require_equal(group.weights(), before, f"after {file.name} was refused")
-        group.call("load_state", case.directory / "state")
+        group.call(Worker.load_state, case.directory / "state")
 
     def test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer(self, case: Case) -> None:
         from transformers import AutoTokenizer
 
         group = case.start()
         train_step(group, case)
-        group.call("save_model", case.directory / "model")
+        group.call(Worker.save_model, case.directory / "model")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(case.directory / "model"))))
         require_equal(weights(saved), group.weights(), "saved model")
         text = "3+4=7"
@@ -578,6 +629,13 @@ def checks() -> tuple[str, ...]:
     return tuple(name for name in vars(BackendConformance) if name.startswith("test_"))
 
 
+def _marked(*variants: Variant) -> Any:
+    """One variant, or a pair, as a parameter of a check."""
+    marks = [getattr(pytest.mark, name) for variant in variants for name in variant.marks]
+    value = variants[0] if len(variants) == 1 else variants
+    return pytest.param(value, id=" to ".join(map(str, variants)), marks=marks)
+
+
 def steps_of(batch: Batch) -> list[Batch]:
     """The mini-batches of three optimizer steps."""
     return [batch.select(sequences) for sequences in STEPS]
@@ -616,7 +674,7 @@ def train_and_save(case: Case, directory: Path) -> RankGroup:
     """New ranks that took a step and saved their state."""
     group = case.start()
     train_step(group, case)
-    group.call("save_state", directory)
+    group.call(Worker.save_state, directory)
     return group
 
 

@@ -47,6 +47,8 @@ class Variant:
     backend is told so stands in its `options`."""
     parity_only: bool = False
     """Run only the checks behind the parity table: for further mixtures of what other variants prove one by one."""
+    marks: tuple[str, ...] = attrs.field(default=(), eq=False)
+    """Names of pytest markers for its checks, by which a run can leave it out."""
 
     def __str__(self) -> str:
         changes = {**_changed(self.options), **self.spec, **self.checkpoint}

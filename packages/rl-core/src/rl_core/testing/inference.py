@@ -34,9 +34,9 @@ from rl_core.interfaces import (
     Sleepable,
     WeightTransport,
 )
+from rl_core.rank_kit.weight_buckets import pack_buckets, require_same
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_engine import slow_distribution
-from rl_core.weights import pack_buckets, require_same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,19 +17,30 @@ from typing import Any
 import attrs
 import torch
 
+from rl_core.batch import Batch
 from rl_core.errors import RLError
-from rl_core.interfaces import Backend, Inspectable, Offloadable, RankInfo, Worker, WorkerSpec
-from rl_core.workers.rank import RankHost
+from rl_core.interfaces import Backend, Inspectable, Offloadable, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.workers.rank import Abilities, RankHost
 
 
 class SuiteHost(RankHost):
     """A rank that also says what its worker can do."""
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `RankHost.call`."""
-        if method == "abilities":
-            return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
-        return super().call(method, *args, **kwargs)
+    def start(self) -> Abilities:
+        """The first call: the worker is built by now."""
+        return self.abilities
+
+    def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the worker that is in no contract."""
+        return getattr(self._worker, name)(*args, **kwargs)
+
+    def ask_on_part(self, batch: Batch, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
+        """As `ask`, of a method that takes this rank's part of a batch."""
+        return self.ask(name, batch, plan, *args, **kwargs)
+
+    def fulfilled(self) -> set[str]:
+        """Names of the contracts that the worker fulfils."""
+        return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
 
 
 @attrs.frozen(kw_only=True)
@@ -82,7 +93,7 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
             faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
             try:
                 host = host or SuiteHost(backend, spec, rank)
-                answer = pickle.dumps(host.abilities if method == "start" else host.call(method, *args, **kwargs))
+                answer = pickle.dumps(host.call(method, *args, **kwargs))
             except Exception as error:
                 answer = pickle.dumps(_failure_of(error))
             faulthandler.cancel_dump_traceback_later()

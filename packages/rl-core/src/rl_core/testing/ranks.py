@@ -18,12 +18,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, Protocol
 
 import numpy as np
 import torch
@@ -31,14 +31,25 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
-from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, RankInfo, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    Inspectable,
+    LossSpec,
+    Manifest,
+    OptimizerStep,
+    OptimizerUpdate,
+    Plan,
+    RankInfo,
+    Worker,
+    WorkerSpec,
+)
 from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.weight_buckets import merge_manifests, require_same, tensor_record
 from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
 from rl_core.testing.recording_transport import Published, recording_transport
-from rl_core.weights import merge_manifests, require_same, tensor_record
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.group import MicroBatchLimits, WorkerGroup
-from rl_core.workers.rank import Abilities, Part
+from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
@@ -61,11 +72,16 @@ class SuiteRanks(Protocol):
         """No further call is possible."""
         ...
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]: ...
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]: ...
 
     async def close(self) -> None: ...
 
@@ -83,25 +99,31 @@ class LocalRank:
         """It was closed."""
         return self._host is None
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`; errors come as they are."""
         if self._host is None:
-            raise WorkerError(f"rank 0 was asked to {method} but is closed")
-        self.last_results = [self._host.call(method, *args, **kwargs)]
-        return list(self.last_results)
+            raise WorkerError(f"rank 0 was asked to {method.__name__} but is closed")
+        result = self._host.call(method, *args, **kwargs)
+        self.last_results = [result]
+        return [result]
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """See `Ranks.call_on_parts`."""
         (part,) = parts
-        return await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)
+        return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
         """Closes the worker, twice: a second call must do nothing."""
         if self._host is not None:
-            await self.call("close")
-            await self.call("close")
+            await self.call(Worker.close)
+            await self.call(Worker.close)
             self._host = None
 
 
@@ -132,7 +154,7 @@ class ProcessRanks:
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            self.abilities: Abilities = self._exchange("start", [((), {})] * mesh.world_size)[0]
+            self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
         except BaseException:
             self._end("it did not start")
             raise
@@ -142,13 +164,18 @@ class ProcessRanks:
         """They were closed, or a call failed and left them out of step."""
         return self._ended is not None
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`. Blocks: a suite has nothing else to do."""
         return self._exchange(method, [(args, kwargs)] * self._mesh.world_size)
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """See `Ranks.call_on_parts`; here every rank returns its result."""
         mine = [parts[self._mesh.data_rank(rank)] for rank in range(self._mesh.world_size)]
         return self._exchange(method, [((batch.select(torch.from_numpy(p.sent)), p.plan, *args), kwargs) for p in mine])
@@ -157,14 +184,14 @@ class ProcessRanks:
         """Closes the workers, twice, and ends the processes."""
         try:
             if self._ended is None:
-                await self.call("close")
-                await self.call("close")
+                await self.call(Worker.close)
+                await self.call(Worker.close)
         finally:
             self._end("it was closed")
 
-    def _exchange(self, method: str, arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _exchange(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
         if self._ended is not None:
-            raise WorkerError(f"asked to {method}, but the ranks have ended: {self._ended}")
+            raise WorkerError(f"asked to {method.__name__}, but the ranks have ended: {self._ended}")
         answers: dict[int, Any] = {}
         for rank, (args, kwargs) in enumerate(arguments):
             try:
@@ -174,7 +201,7 @@ class ProcessRanks:
         self._receive(answers)
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if failures or len(answers) < len(arguments):
-            raise self._error_of(method, failures, sorted(set(range(len(arguments))) - set(answers)))
+            raise self._error_of(method.__name__, failures, sorted(set(range(len(arguments))) - set(answers)))
         self.last_results = [answers[rank] for rank in range(len(arguments))]
         return list(self.last_results)
 
@@ -294,14 +321,20 @@ class RankGroup:
         return asyncio.run(self._group.forward(batch, limits, temperature=temperature))
 
     def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
-    ) -> Metrics:
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        loss: LossSpec,
+        *,
+        temperature: float,
+        returns: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """See `WorkerGroup.forward_backward`."""
-        return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature))
+        return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature, returns=returns))
 
-    def optim_step(self) -> OptimizerStep:
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """One optimizer step, which all ranks must report alike."""
-        first, *others = self.call("optim_step")
+        first, *others = self.call(Worker.optim_step, *(() if update is None else (update,)))
         for rank, other in enumerate(others, start=1):
             same_norm = abs(other.grad_norm - first.grad_norm) <= 1e-6 * first.grad_norm or first.skipped
             alike = (other.learning_rate, other.skipped) == (first.learning_rate, first.skipped)
@@ -314,7 +347,7 @@ class RankGroup:
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
         rendezvous = recording_transport.open(directory)
-        manifest = merge_manifests(self.call("publish", rendezvous, version, max_bucket_bytes))
+        manifest = merge_manifests(self.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
         sent = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(self.mesh.world_size)]
         tensors = {name: tensor for part in sent for name, tensor in part["tensors"].items()}
         arrived = Manifest(version=version, tensors={name: tensor_record(t) for name, t in tensors.items()})
@@ -328,14 +361,14 @@ class RankGroup:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients from all ranks; those that several hold must agree."""
         merged: dict[str, Tensor] = {}
-        for rank, gradients in enumerate(self.call("gradients")):
+        for rank, gradients in enumerate(self.call(Inspectable.gradients)):
             for name, gradient in gradients.items():
                 known = merged.setdefault(name, gradient)
                 error = (gradient - known).norm()
                 assert not error > 1e-6 * known.norm(), f"rank {rank} has another gradient of {name} ({error:.1e})"
         return merged
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Calls every rank's worker; results by rank."""
         return asyncio.run(self.ranks.call(method, *args, **kwargs))
 

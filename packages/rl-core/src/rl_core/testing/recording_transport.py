@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket
-from rl_core.weights import tensor_record, unpack_bucket
+from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ from rl_core.interfaces import (
     SamplingParams,
     StopReason,
 )
-from rl_core.weights import tensor_record, unpack_bucket
+from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ too large in memory for anything but tiny models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from rl_core.errors import CheckpointError, ConfigError, WorkerError
 from rl_core.interfaces import (
     LossSpec,
     Manifest,
-    Metrics,
     OptimizerStep,
+    OptimizerUpdate,
     Plan,
     WeightBucket,
     WeightSender,
     WorkerSpec,
 )
+from rl_core.rank_kit.objectives import require_scores
+from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.forced_routes import forced_routes
-from rl_core.weights import pack_buckets
 
 
 class ReferenceWorker:
@@ -74,11 +75,14 @@ class ReferenceWorker:
         entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
         return torch.cat([torch.zeros(1), logprobs_T]), torch.cat([torch.zeros(1), entropies_T])
 
-    def forward_backward(self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Adds up sum_t w_t · (loss_t + kl_coef · KL_t − entropy_coef · H_t) over the trained tokens."""
         if self.optimizer is None:
             raise WorkerError("forward_backward: this model was started without an optimizer")
-        total = 0.0
+        require_scores(returns, ("logprobs", "entropies"), self.spec.role)
+        total, returned = 0.0, {name: torch.zeros(batch.num_tokens) for name in returns}
         for tokens in self._sequences(batch, plan):
             mask_T = batch["loss_mask"][tokens]
             logprobs_T, entropies_T = (
@@ -89,23 +93,32 @@ class ReferenceWorker:
             weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
             weighted_sum.backward()
             total += weighted_sum.item()
-        return {"loss": (total, 1.0)}
+            for name, values_T in returned.items():
+                scores_T = {"logprobs": logprobs_T, "entropies": entropies_T}[name].detach()
+                values_T[tokens] = values_T[tokens].masked_scatter(mask_T, scores_T)
+        return {"loss": (total, 1.0), **returned}
 
-    def optim_step(self) -> OptimizerStep:
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
         """Clip by the global norm, AdamW with linear warm-up and then a constant rate."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
-        config = self.spec.optimizer
+        config, update = self.spec.optimizer, update or OptimizerUpdate()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(update.gradient_scale)
         grad_norm = sum(gradient.double().pow(2).sum().item() for gradient in gradients) ** 0.5
         rate = config.lr * min(1.0, (self.steps_done + 1) / max(config.num_warmup_steps, 1))
+        rate = rate if update.learning_rate is None else update.learning_rate
+        max_norm = config.max_grad_norm if update.max_grad_norm is None else update.max_grad_norm
         is_finite = grad_norm < float("inf")
         if is_finite:
             for gradient in gradients:
-                gradient.mul_(
-                    min(1.0, config.max_grad_norm / max(grad_norm, 1e-12)) if config.max_grad_norm > 0 else 1.0
-                )
-            self.optimizer.param_groups[0]["lr"] = rate
+                gradient.mul_(min(1.0, max_norm / max(grad_norm, 1e-12)) if max_norm > 0 else 1.0)
+            group = self.optimizer.param_groups[0]
+            group["lr"] = rate
+            group["betas"] = config.adam_betas if update.adam_betas is None else update.adam_betas
+            group["eps"] = config.eps if update.eps is None else update.eps
+            group["weight_decay"] = config.weight_decay if update.weight_decay is None else update.weight_decay
             self.optimizer.step()
             self.steps_done += 1
         self.optimizer.zero_grad()

@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import CONTRACT_VERSION, Manifest, Rendezvous, WeightBucket, WeightTransport
-from rl_core.weights import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
+from rl_core.rank_kit.weight_buckets import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
 
 _WAIT_S = 60.0
 _BUCKET_BYTES = 64

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_core.batch import Batch, offsets_of
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Metrics, Trajectory, TrajectoryStep
-from rl_core.merging import merge_steps
+from rl_core.trainer.step_merging import merge_steps
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_core.interfaces import Row
+from rl_core.seeds import generator_of
 
 
 @attrs.frozen(eq=False)
@@ -128,6 +129,6 @@ class PromptSource:
         """The row that group `group_id` plays, counted over all epochs."""
         epoch, position = divmod(group_id, len(self._rows))
         if self._shuffle and epoch != self._epoch:
-            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+            self._order = generator_of(self._seed, epoch).permutation(len(self._rows))
             self._epoch = epoch
         return self._rows[self._order[position]]

@@ -42,11 +42,11 @@ from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
+from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.models import Models
 from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
-from rl_core.trainer.selection import Selection
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
 from rl_core.trainer.verification import VerificationSettings, verification_of
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """Who is told what happened; `rl_core.trainer.reporting` writes it into the run directory."""
+    """Who is told what happened; `rl_core.reports.run_reporter` writes it into the run directory."""
 
     def phase(self, name: str) -> None: ...
 

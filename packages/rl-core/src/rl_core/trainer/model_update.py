@@ -9,11 +9,14 @@ import attrs
 import torch
 
 from rl_core.batch import Batch
+from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces import LossSpec, Metrics, OptimizerStep
-from rl_core.trainer.advantages import with_loss_weights
-from rl_core.workers import MicroBatchLimits, WorkerGroup, objective_from_spec
-from rl_core.workers.group import INPUT_COLUMNS, add_metrics
+from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.seeds import seed_of
+from rl_core.trainer.batch_advantages import with_loss_weights
+from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_core.workers.group import add_metrics
 
 
 @attrs.frozen(kw_only=True)
@@ -49,7 +52,7 @@ class ModelUpdate:
         for epoch in range(settings.epochs):
             for number, mini_batch in enumerate(mini_batches(batch, settings.groups_per_mini_batch)):
                 mini_batch = with_loss_weights(mini_batch, settings.reduction, settings.reduction_params)
-                mini_batch = self._for_workers(mini_batch, seed=hash((settings.seed, step, epoch, number)) & 0x7FFFFFFF)
+                mini_batch = self._for_workers(mini_batch, seed_of(settings.seed, step, epoch, number))
                 parts.append(
                     await self._group.forward_backward(
                         mini_batch, settings.limits, settings.loss, temperature=settings.temperature

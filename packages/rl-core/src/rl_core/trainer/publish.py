@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.interfaces import InferenceClient, Manifest, WeightReceivers, WeightTransport
-from rl_core.weights import require_same
+from rl_core.rank_kit.weight_buckets import require_same
 from rl_core.workers import WorkerGroup
 
 PauseMode = Literal["keep", "abort", "wait"]

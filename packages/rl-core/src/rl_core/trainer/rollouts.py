@@ -12,7 +12,7 @@ from rl_core.errors import GenerationError, first_error
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
-from rl_core.trainer.selection import has_zero_variance
+from rl_core.trainer.group_selection import has_zero_variance
 
 
 @attrs.frozen(kw_only=True)

@@ -13,23 +13,25 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config
+from rl_core.config import Config, engine_spec, generator_spec
+from rl_core.config.value_checks import require_run_name
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
+from rl_core.interfaces import AdapterServing, Generator, InferenceClient, Role
+from rl_core.reports.report_page import write_report
+from rl_core.reports.run_reporter import RunReporter
+from rl_core.reports.samples import SamplesWriter, sample_of
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
+from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
-from rl_core.trainer.report import write_report
-from rl_core.trainer.reporting import RunReporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
-from rl_core.trainer.samples import SamplesWriter, sample_of
-from rl_core.trainer.selection import Selection
+from rl_core.trainer.run_lock import held_directories
 from rl_core.trainer.settings import (
     eval_rollouts,
     loop_settings,
@@ -39,27 +41,39 @@ from rl_core.trainer.settings import (
     update_settings,
     worker_spec,
 )
-from rl_core.trainer.update import BatchUpdate
+from rl_core.trainer.update import BatchUpdate, UpdateSettings
 from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: Config, *, started: float | None = None) -> RunSummary:
+def run_training(
+    config: Config, *, started: float | None = None, prepare: Callable[[Config], None] | None = None
+) -> RunSummary:
     """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was stopped.
 
     In the main thread SIGINT and SIGTERM stop it at the next step boundary, with a checkpoint; a second one ends it at
     once. In a notebook, whose event loop has that thread: `await asyncio.to_thread(run_training, config)`.
 
+    Until it returns, no other run can have its directories (`trainer.run_lock`).
+
     Args:
         started: `time.perf_counter()` at which the process began its work; now, when not given.
+        prepare: makes what the run reads and is missing, as a recipe does; called once the directories are the run's.
 
     Raises:
+        ConfigError: for one, another run has one of the directories; nothing was changed.
         RLError: everything that input, data or machine can cause.
         KeyboardInterrupt: it was ended at once.
     """
-    interrupts = Interrupts()
-    return interrupts.run(lambda: _train(config, time.perf_counter() if started is None else started, interrupts))
+    begun = time.perf_counter() if started is None else started
+    require_run_name(config)
+    update = update_settings(config)
+    with held_directories(config):
+        if prepare is not None:
+            prepare(config)
+        interrupts = Interrupts()
+        return interrupts.run(lambda: _train(config, update, begun, interrupts))
 
 
 def run_evaluation(config: Config) -> dict[str, float]:
@@ -82,7 +96,7 @@ def run_generation(config: Config, output: Path, *, limit: int | None = None) ->
     return Interrupts().run(lambda: _generate(config, output, limit))
 
 
-async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
+async def _train(config: Config, update: UpdateSettings, started: float, interrupts: Interrupts) -> RunSummary:
     trainer = config.trainer
     train_rows = read_rows(config.data.train_data, key="data.train_data")
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
@@ -122,7 +136,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             loop_settings(config, total_steps),
             models=models,
             update=BatchUpdate(
-                update_settings(config),
+                update,
                 models,
                 kl_coef=state.kl_coef,
                 nonfinite_steps=state.nonfinite_steps,
@@ -187,19 +201,18 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 @asynccontextmanager
 async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Generator]]:
-    engine: InferencePlugin = plugins.load(
-        "rl_core.inference", config.generator.inference_engine.backend, key="generator.inference_engine.backend"
-    )
-    engine.validate(config)
-    create = plugins.load("rl_core.generators", config.generator.type, key="generator.type")
-    client = await engine.create(config)
+    engine, engine_told = engine_spec(config)
+    generator, generator_told = generator_spec(config)
+    engine.validate(engine_told)
+    generator.validate(generator_told)
+    client = await engine.create(engine_told)
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
                 f"trainer.policy.model.lora.merge_lora: false is given, and the engine {engine.name!r} takes whole "
                 "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
             )
-        yield client, create(config, client)
+        yield client, generator.create(generator_told, client)
     finally:
         await _closed(client.close, "the inference engine")
 

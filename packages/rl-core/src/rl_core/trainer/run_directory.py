@@ -13,6 +13,9 @@ import attrs
 
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import CheckpointError, ConfigError
+from rl_core.reports.jsonl import StepLog, read_rows
+from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
+from rl_core.reports.trackers import METRICS_FILE_NAME
 from rl_core.trainer.checkpoint import (
     RunState,
     is_step_name,
@@ -21,9 +24,6 @@ from rl_core.trainer.checkpoint import (
     load_state,
     step_of,
 )
-from rl_core.trainer.jsonl import StepLog, read_rows
-from rl_core.trainer.samples import FILE_NAME as SAMPLES_FILE_NAME
-from rl_core.trainer.trackers import METRICS_FILE_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from rl_core import plugins
 from rl_core.config import Config, advantage_params, correction_params, loss_params, needs_critic
 from rl_core.errors import DataError
 from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
-from rl_core.trainer.advantages import load_estimator
+from rl_core.trainer.batch_advantages import load_estimator
 from rl_core.trainer.loop import LoopSettings
 from rl_core.trainer.model_update import ModelUpdateSettings
 from rl_core.trainer.rollouts import RolloutSettings

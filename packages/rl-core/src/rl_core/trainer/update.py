@@ -10,10 +10,10 @@ import attrs
 
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
+from rl_core.columns import ROUTE_COLUMNS
 from rl_core.errors import first_error
 from rl_core.interfaces import Metrics
-from rl_core.routes import ROUTE_COLUMNS
-from rl_core.trainer.advantages import (
+from rl_core.trainer.batch_advantages import (
     Estimator,
     with_advantages,
     with_kl_in_reward,
@@ -130,7 +130,7 @@ class BatchUpdate:
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
         own = {self._policy: batch, self._critic: batch.without_columns(*ROUTE_COLUMNS)}
-        if critic.takes_turns_with(policy):
+        if critic.shares_devices_with(policy):
             return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
         try:
             async with asyncio.TaskGroup() as both:

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.workers.group import MicroBatchLimits, WorkerGroup
-    from rl_core.workers.objective import objective_from_spec
-    from rl_core.workers.schedule import learning_rate, require_schedule
 
-_MODULES = {
-    "MicroBatchLimits": "rl_core.workers.group",
-    "WorkerGroup": "rl_core.workers.group",
-    "learning_rate": "rl_core.workers.schedule",
-    "objective_from_spec": "rl_core.workers.objective",
-    "require_schedule": "rl_core.workers.schedule",
-}
-__all__ = ["MicroBatchLimits", "WorkerGroup", "learning_rate", "objective_from_spec", "require_schedule"]
+_MODULES = {"MicroBatchLimits": "rl_core.workers.group", "WorkerGroup": "rl_core.workers.group"}
+__all__ = ["MicroBatchLimits", "WorkerGroup"]
 
 
 def __getattr__(name: str) -> Any:

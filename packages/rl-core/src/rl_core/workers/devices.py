@@ -1,4 +1,4 @@
-"""Groups that share devices take turns on them."""
+"""Groups that share devices use them one after another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import attrs
 
+from rl_core.interfaces import Offloadable
 from rl_core.workers.rank import Ranks
 
 
@@ -17,20 +18,20 @@ class Tenant:
 
     ranks: Ranks
     keeps_optimizer: bool = False
-    """Its optimizer's state stays on the devices while another group has its turn (`offload_after_step=false`)."""
+    """Its optimizer's state stays on the devices while another group has them (`offload_after_step=false`)."""
     has_parameters: bool = True
     has_optimizer: bool = True
 
 
 class SharedDevices:
-    """The devices of one placement. Whoever takes a turn moves the others off first; one turn at a time.
+    """The devices of one placement. Whoever they are given to moves the others off first; one group at a time.
 
-    A group whose workers cannot move stays where it is and waits for nobody. Workers that can move take turns also on
-    a machine without accelerators, where there is nothing to move: they would only compete for the same cores.
+    A group whose workers cannot move stays where it is and waits for nobody. Workers that can move wait for each other
+    also on a machine without accelerators, where there is nothing to move: they would only compete for the same cores.
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._in_use = asyncio.Lock()
         self._tenants: list[Tenant] = []
 
     def add(self, tenant: Tenant) -> None:
@@ -43,19 +44,19 @@ class SharedDevices:
             self._tenants.remove(tenant)
 
     @asynccontextmanager
-    async def turn(self, tenant: Tenant, *, optimizer: bool = False) -> AsyncIterator[None]:
+    async def given_to(self, tenant: Tenant, *, optimizer: bool = False) -> AsyncIterator[None]:
         """`tenant` has the devices inside: its parameters are there, and with `optimizer` the optimizer's state too."""
         if not tenant.ranks.abilities.offload:
             yield
             return
-        async with self._turn:
+        async with self._in_use:
             await self._clear_except(tenant)
             await _onload(tenant, optimizer=optimizer)
             yield
 
     async def clear(self) -> None:
         """Moves everyone off."""
-        async with self._turn:
+        async with self._in_use:
             await self._clear_except(None)
 
     async def _clear_except(self, stays: Tenant | None) -> None:
@@ -67,7 +68,7 @@ class SharedDevices:
 async def _offload(tenant: Tenant) -> None:
     optimizer = tenant.has_optimizer and not tenant.keeps_optimizer
     if tenant.has_parameters or optimizer:
-        await tenant.ranks.call("offload", parameters=tenant.has_parameters, optimizer=optimizer)
+        await tenant.ranks.call(Offloadable.offload, parameters=tenant.has_parameters, optimizer=optimizer)
         tenant.has_parameters = False
         tenant.has_optimizer = tenant.has_optimizer and not optimizer
 
@@ -75,6 +76,6 @@ async def _offload(tenant: Tenant) -> None:
 async def _onload(tenant: Tenant, *, optimizer: bool) -> None:
     optimizer = optimizer and not tenant.has_optimizer
     if not tenant.has_parameters or optimizer:
-        await tenant.ranks.call("onload", parameters=not tenant.has_parameters, optimizer=optimizer)
+        await tenant.ranks.call(Offloadable.onload, parameters=not tenant.has_parameters, optimizer=optimizer)
         tenant.has_parameters = True
         tenant.has_optimizer = tenant.has_optimizer or optimizer

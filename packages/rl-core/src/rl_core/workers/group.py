@@ -17,17 +17,27 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
+from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, LossSpec, Manifest, Metrics, OptimizerStep, Rendezvous, WorkerSpec
+from rl_core.interfaces import (
+    Backend,
+    BackgroundSaver,
+    LossSpec,
+    Manifest,
+    Metrics,
+    OptimizerStep,
+    OptimizerUpdate,
+    Perturbable,
+    Rendezvous,
+    Worker,
+    WorkerSpec,
+)
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches
-from rl_core.weights import merge_manifests
+from rl_core.rank_kit.weight_buckets import merge_manifests
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.inline import InlineRank
-from rl_core.workers.rank import Part, Ranks
-
-INPUT_COLUMNS = ("tokens", "routed_experts", "routed")
-"""What a model reads of a batch; the rest is the loss's."""
+from rl_core.workers.rank import Part, RankHost, Ranks
 
 
 @attrs.frozen(kw_only=True)
@@ -77,7 +87,7 @@ class WorkerGroup:
             spec: what each rank is told.
             num_nodes: machines.
             ranks_per_node: GPUs on each; on machines without, processes.
-            share_devices_of: a group of as many ranks whose devices this one uses too, in turns: `Offloadable` workers
+            share_devices_of: a group of as many ranks whose devices this one uses too: `Offloadable` workers
                 leave them while the other group computes. None: devices of its own.
             timeout_s: longest wait for this start and for each later call.
 
@@ -119,57 +129,66 @@ class WorkerGroup:
         were taken, where the backend records them."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
-        async with self._turn():
-            results = await self._ranks.call_on_parts("forward", inputs, parts, temperature=temperature)
-        columns: dict[str, np.ndarray] = {}
-        for part, result in self._of_results(parts, results):
-            positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
-            for name, values in result.items():
-                values = np.asarray(values)
-                column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
-                column[positions] = values[: len(positions)]
-        return {name: torch.from_numpy(column) for name, column in columns.items()}
+        async with self._on_devices():
+            results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature)
+        return _on_stream(batch, self._of_results(parts, results))
 
     async def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
-    ) -> Metrics:
-        """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up."""
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        loss: LossSpec,
+        *,
+        temperature: float,
+        returns: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up, and the scores
+        that `returns` names, [T] of the stream. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
-        async with self._turn():
-            results = await self._ranks.call_on_parts("forward_backward", batch, parts, loss, temperature=temperature)
-        metrics = add_metrics(result for _, result in self._of_results(parts, results))
+        asked = {"returns": tuple(returns)} if returns else {}
+        async with self._on_devices():
+            results = await self._ranks.call_on_parts(
+                Worker.forward_backward, batch, parts, loss, temperature=temperature, **asked
+            )
+        answers = list(self._of_results(parts, results))
+        scores = _on_stream(batch, [(part, {name: result[name] for name in returns}) for part, result in answers])
+        metrics = add_metrics(
+            {name: value for name, value in result.items() if name not in returns} for _, result in answers
+        )
         # The loss is a sum over the mini-batch already: its parts add up and are not averaged.
-        return {**metrics, "loss": (metrics["loss"][0], 1.0)}
+        return {**metrics, "loss": (metrics["loss"][0], 1.0), **scores}
 
-    async def optim_step(self) -> OptimizerStep:
-        """One optimizer step on all ranks."""
-        async with self._turn(optimizer=True):
-            return (await self._ranks.call("optim_step"))[0]
+    async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """One optimizer step on all ranks; `update` says what it does otherwise than the configuration."""
+        async with self._on_devices(optimizer=True):
+            # A worker of an earlier contract takes no update.
+            asked = () if update is None else (update,)
+            return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
-        async with self._turn():
-            return merge_manifests(await self._ranks.call("publish", rendezvous, version, max_bucket_bytes))
+        async with self._on_devices():
+            return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
     async def is_perturbable(self) -> bool:
         """Every worker is `Perturbable`."""
-        async with self._turn():
-            return all(await self._ranks.call("is_perturbable"))
+        async with self._on_devices():
+            return all(await self._ranks.call(RankHost.is_perturbable))
 
     async def perturb(self, seed: int, scale: float) -> None:
         """See `Perturbable.perturb`."""
-        async with self._turn():
-            await self._ranks.call("perturb", seed, scale)
+        async with self._on_devices():
+            await self._ranks.call(Perturbable.perturb, seed, scale)
 
     async def restore(self) -> None:
         """See `Perturbable.restore`."""
-        async with self._turn():
-            await self._ranks.call("restore")
+        async with self._on_devices():
+            await self._ranks.call(Perturbable.restore)
 
     async def save_state(self, directory: Path) -> None:
         """Writes weights, optimizer and schedule."""
-        async with self._turn(optimizer=True):
-            await self._ranks.call("save_state", directory)
+        async with self._on_devices(optimizer=True):
+            await self._ranks.call(Worker.save_state, directory)
 
     @property
     def can_save_in_background(self) -> bool:
@@ -179,22 +198,22 @@ class WorkerGroup:
     async def start_saving(self, directory: Path) -> None:
         """As `save_state`, but returns when every rank has copied its state: the files are written in the
         background."""
-        async with self._turn(optimizer=True):
-            await self._ranks.call("start_saving", directory)
+        async with self._on_devices(optimizer=True):
+            await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
         """What `start_saving` began is complete on all ranks. Raises what went wrong with it."""
-        return all(await self._ranks.call("has_saved"))
+        return all(await self._ranks.call(BackgroundSaver.has_saved))
 
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""
-        async with self._turn(optimizer=True):
-            await self._ranks.call("load_state", directory)
+        async with self._on_devices(optimizer=True):
+            await self._ranks.call(Worker.load_state, directory)
 
     async def save_model(self, directory: Path) -> None:
         """Writes the model in Hugging Face format."""
-        async with self._turn():
-            await self._ranks.call("save_model", directory)
+        async with self._on_devices():
+            await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
         """Clears the devices of `Offloadable` workers, also of neighbours; a call brings back what it needs."""
@@ -205,12 +224,12 @@ class WorkerGroup:
         self._devices.remove(self._tenant)
         await self._ranks.close()
 
-    def takes_turns_with(self, other: WorkerGroup) -> bool:
-        """The two share devices and move off them for each other: their work in turns is better not mixed."""
+    def shares_devices_with(self, other: WorkerGroup) -> bool:
+        """The two share devices and move off them for each other: their calls are better not mixed."""
         return self._devices is other._devices and self._ranks.abilities.offload and other._ranks.abilities.offload
 
-    def _turn(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
-        return self._devices.turn(self._tenant, optimizer=optimizer)
+    def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._devices.given_to(self._tenant, optimizer=optimizer)
 
     def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
         for rank, result in enumerate(results):
@@ -228,6 +247,18 @@ class WorkerGroup:
             sequence_multiple=self.mesh.sequence_multiple,
         )
         return [_part(plan, shortest=int(lengths_N.argmin())) for plan in plans]
+
+
+def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) -> dict[str, Tensor]:
+    """Columns of the whole stream, from those of each part's."""
+    columns: dict[str, np.ndarray] = {}
+    for part, result in results:
+        positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
+        for name, values in result.items():
+            values = np.asarray(values)
+            column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
+            column[positions] = values[: len(positions)]
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[int, int]) -> None:

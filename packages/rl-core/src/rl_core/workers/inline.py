@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Concatenate, Self
 
 import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
-from rl_core.interfaces import Backend, RankInfo, WorkerSpec
-from rl_core.workers.rank import Abilities, Part, RankHost
+from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
 
 class _Thread:
@@ -69,26 +69,31 @@ class InlineRank:
         rank._host, rank.abilities = host, host.abilities
         return rank
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it still runs."""
         if self._host is None:
-            raise WorkerError(f"{self._role} rank 0 was asked to {method} but is closed: start a new group")
+            raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
         host = self._host
-        return [await self._run(method, lambda: host.call(method, *args, **kwargs))]
+        return [await self._run(method.__name__, lambda: host.call(method, *args, **kwargs))]
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """See `Ranks.call_on_parts`."""
         (part,) = parts
-        return await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)
+        return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
         """Ends the worker and its thread."""
         if self._host is None:
             return
         try:
-            await self.call("close")
+            await self.call(Worker.close)
         finally:
             self._host = None
             self._thread.end()

@@ -1,9 +1,13 @@
-"""What a group asks of its ranks, and what runs at each of them: it builds the worker and answers calls by name."""
+"""What a group asks of its ranks, and what runs at each of them: it builds the worker and makes the calls on it.
+
+A call names the method of the contract that is meant, e.g. `Worker.optim_step`: its arguments are checked by the type
+checker, and it travels to other processes by reference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -22,6 +26,9 @@ from rl_core.interfaces import (
     Worker,
     WorkerSpec,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -52,8 +59,8 @@ class Ranks(Protocol):
     abilities: Abilities
     """The same of every worker."""
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `method` on every rank with the same arguments; results by rank.
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Calls `method`, of the worker or of `RankHost`, on every rank with the same arguments; results by rank.
 
         Raises:
             RLError: a user's mistake that a rank found, as it was raised there.
@@ -63,8 +70,13 @@ class Ranks(Protocol):
         ...
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """As `call`, each rank with its own part of `batch`; None from ranks that hold no result."""
         ...
 
@@ -88,15 +100,17 @@ class RankHost:
             save_in_background=isinstance(self._worker, BackgroundSaver),
         )
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the worker's `method`; `publish` gets this rank's end of the transport."""
-        if method == "publish":
-            return self._publish(*args)
-        if method == "is_perturbable":
-            return isinstance(self._worker, Perturbable)
-        return getattr(self._worker, method)(*args, **kwargs)
+    def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Calls the worker's method of that name, or the host's own where `method` is one of it."""
+        is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
+        return getattr(self if is_own else self._worker, method.__name__)(*args, **kwargs)
 
-    def _publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+    def is_perturbable(self) -> bool:
+        """The worker is `Perturbable`."""
+        return isinstance(self._worker, Perturbable)
+
+    def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+        """The worker sends through this rank's end of the transport."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
         return self._worker.publish(sender, version, max_bucket_bytes)

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ import numpy as np
 import ray
 import torch
 
+from rl_core.batch import Batch
 from rl_core.errors import RLError
-from rl_core.interfaces import Backend, Plan, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, RankInfo, WorkerSpec
 from rl_core.workers.rank import Abilities, RankHost
 from rl_core.workers.wire import from_arrays
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
-class Place:
+class RankAddress:
     """Where a rank runs."""
 
     node: str
@@ -60,6 +61,19 @@ class Failure:
     died: bool = False
 
 
+@attrs.frozen(kw_only=True)
+class RankCall:
+    """What a rank is asked to do."""
+
+    method: Callable[..., Any]
+    """Of the worker's contract, or of `RankHost`."""
+    args: Sequence[Any]
+    """Without the batch, which travels by itself: one copy serves all ranks that read it."""
+    kwargs: Mapping[str, Any]
+    returns_result: bool = True
+    """False: nobody reads it."""
+
+
 class RayRank:
     """The actor. Calls of the default group come from one thread; `doing` answers on another while they run."""
 
@@ -67,13 +81,13 @@ class RayRank:
         self._host: RankHost | None = None
         self._call = ("nothing", 0.0, 0)
 
-    def place(self) -> Place:
+    def address(self) -> RankAddress:
         """Where it runs."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         node_id = ray.get_runtime_context().get_node_id()
-        return Place(
+        return RankAddress(
             node=_address_of(node_id),
             pid=os.getpid(),
             free_port=port,
@@ -95,25 +109,13 @@ class RayRank:
 
         return self._answer("start", build)
 
-    def call(
-        self,
-        method: str,
-        arrays: Mapping[str, np.ndarray] | None,
-        plan: Plan | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        returns: bool,
-    ) -> Any:
-        """Calls the worker's method; tensors of its result come back as numpy."""
-        host = self._host
-        assert host is not None
+    def call(self, call: RankCall) -> Any:
+        """Makes the call; tensors of its result come back as numpy."""
+        return self._answer(call.method.__name__, lambda: self._result_of(call))
 
-        def run() -> Any:
-            part = () if arrays is None else (from_arrays(arrays), plan)
-            result = host.call(method, *part, *args, **kwargs)
-            return _with_arrays(result) if returns else None
-
-        return self._answer(method, run)
+    def call_on_batch(self, call: RankCall, arrays: Mapping[str, np.ndarray]) -> Any:
+        """As `call`, of a method whose first argument is a batch: `arrays`, which Ray has fetched by now."""
+        return self._answer(call.method.__name__, lambda: self._result_of(call, from_arrays(arrays)))
 
     @ray.method(concurrency_group="status")
     def doing(self) -> str:
@@ -123,6 +125,11 @@ class RayRank:
         frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
         stack = " ← ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames)
         return f"{method} for {time.monotonic() - started:.0f} s, in {stack}" if stack else method
+
+    def _result_of(self, call: RankCall, *batch: Batch) -> Any:
+        assert self._host is not None
+        result = self._host.call(call.method, *batch, *call.args, **call.kwargs)
+        return _with_arrays(result) if call.returns_result else None
 
     def _answer(self, method: str, function: Any) -> Any:
         self._call = (method, time.monotonic(), threading.get_ident())

@@ -17,14 +17,14 @@ import asyncio
 import logging
 import os
 import pickle
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Self
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, DeadlineError, WorkerError
-from rl_core.interfaces import Backend, RankInfo, WorkerSpec
+from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.workers.rank import Abilities, Part
+from rl_core.workers.rank import Abilities, P, Part, R
 from rl_core.workers.wire import to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
@@ -44,7 +44,12 @@ except ModuleNotFoundError as error:
         "pip install 'rl-core[ray]'"
     ) from error
 
-from rl_core.workers.ray_rank import Failure, Place, rank_actor  # it imports Ray, so what Ray reads is set by now
+from rl_core.workers.ray_rank import (
+    Failure,
+    RankAddress,
+    RankCall,
+    rank_actor,
+)  # it imports Ray, so what Ray reads is set by now
 
 _CPUS = 1 / 16
 """CPU resource of a rank; a machine of two cores takes 32 ranks."""
@@ -109,7 +114,7 @@ ray_session = _Session()
 """Also for what else runs on Ray: inference servers."""
 
 
-class _Placement:
+class _Reservation:
     """A placement group: one bundle per node. Removed when its last group leaves."""
 
     def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
@@ -169,12 +174,12 @@ def _described(resources: Mapping[str, float]) -> str:
 class RayRanks:
     """All ranks of a group as Ray actors. Fulfils `Ranks`."""
 
-    def __init__(self, role: str, mesh: Mesh, placement: _Placement, timeout_s: float):
+    def __init__(self, role: str, mesh: Mesh, placement: _Reservation, timeout_s: float):
         self._role = role
         self._mesh = mesh
         self._timeout_s = timeout_s
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._addresses: list[RankAddress] = []
         self._unanswered_calls = 0
         self._ended: str | None = None
         self.placement = placement
@@ -206,7 +211,7 @@ class RayRanks:
         ray_session.enter()
         try:
             if beside is None:
-                placement = await _Placement.reserve(spec.role, shape, timeout_s)
+                placement = await _Reservation.reserve(spec.role, shape, timeout_s)
             else:
                 placement = beside.placement
             ranks = cls(spec.role, mesh, placement, timeout_s)
@@ -214,26 +219,30 @@ class RayRanks:
             ray_session.leave()
         try:
             ranks._create_actors(takes_devices=beside is None)
-            ranks._places = await ranks._all("start", [actor.place.remote() for actor in ranks._actors])
-            visible = ranks._places if beside is None else beside._places
-            await ranks._build(backend, spec, [place.gpus for place in visible])
+            ranks._addresses = await ranks._all("start", [actor.address.remote() for actor in ranks._actors])
+            visible = ranks._addresses if beside is None else beside._addresses
+            await ranks._build(backend, spec, [address.gpus for address in visible])
         except BaseException:
             ranks._end("it did not start")
             raise
         return ranks
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """See `Ranks.call`."""
-        self._require_alive(method)
-        return await self._all(
-            method, [actor.call.remote(method, None, None, args, kwargs, True) for actor in self._actors]
-        )
+        self._require_alive(method.__name__)
+        call = RankCall(method=method, args=args, kwargs=kwargs)
+        return await self._all(method.__name__, [actor.call.remote(call) for actor in self._actors])
 
     async def call_on_parts(
-        self, method: str, batch: Batch, parts: Sequence[Part], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        method: Callable[Concatenate[Any, Batch, Plan, P], R],
+        batch: Batch,
+        parts: Sequence[Part],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R | None]:
         """See `Ranks.call_on_parts`. A part is put into the object store once; all its replica's ranks read that."""
-        self._require_alive(method)
+        self._require_alive(method.__name__)
         try:
             sent = await asyncio.to_thread(_put, batch, parts)
         except RayError as error:
@@ -243,9 +252,15 @@ class RayRanks:
             ) from error
         calls = []
         for rank, actor in enumerate(self._actors):
-            number, returns = self._mesh.data_rank(rank), self._mesh.returns_results(rank)
-            calls.append(actor.call.remote(method, sent[number], parts[number].plan, args, kwargs, returns))
-        return await self._all(method, calls)
+            number = self._mesh.data_rank(rank)
+            call = RankCall(
+                method=method,
+                args=(parts[number].plan, *args),
+                kwargs=kwargs,
+                returns_result=self._mesh.returns_results(rank),
+            )
+            calls.append(actor.call_on_batch.remote(call, sent[number]))
+        return await self._all(method.__name__, calls)
 
     async def close(self) -> None:
         """Lets the workers finish, then ends the actors. Those that are busy or failed are ended at once."""
@@ -253,7 +268,7 @@ class RayRanks:
             return
         try:
             if self._unanswered_calls == 0:
-                await self.call("close")
+                await self.call(Worker.close)
         finally:
             self._end("it was closed")
 
@@ -277,8 +292,8 @@ class RayRanks:
                 rank=rank,
                 world_size=num_nodes * per_node,
                 local_rank=rank % per_node,
-                master_address=self._places[0].node,
-                master_port=self._places[0].free_port,
+                master_address=self._addresses[0].node,
+                master_port=self._addresses[0].free_port,
             )
             starts.append(
                 actor.start.remote(backend, spec, info, _environment(info, spec, gpus[first : first + per_node]))
@@ -341,8 +356,10 @@ class RayRanks:
         lines = [f"{where}: {failure.summary}", failure.traceback.rstrip()]
         if others:
             lines.append("Other ranks: " + "; ".join(others))
-        if self._places and failure.died:
-            lines.append(f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._places[rank].pid}.err on its node")
+        if self._addresses and failure.died:
+            lines.append(
+                f"Its output: /tmp/ray/session_latest/logs/worker-*-{self._addresses[rank].pid}.err on its node"
+            )
         return WorkerError("\n".join(line for line in lines if line))
 
     async def _missed_deadline(self, phase: str, silent: Sequence[int]) -> DeadlineError:
@@ -361,8 +378,8 @@ class RayRanks:
         )
 
     def _name(self, rank: int) -> str:
-        place = f" ({self._places[rank]})" if self._places else ""
-        return f"{self._role} rank {rank} of {self._mesh.world_size}{place}"
+        address = f" ({self._addresses[rank]})" if self._addresses else ""
+        return f"{self._role} rank {rank} of {self._mesh.world_size}{address}"
 
     def _require_alive(self, method: str) -> None:
         if self._ended is not None:

@@ -22,8 +22,8 @@ import attrs
 import torch
 
 from rl_core.errors import DeadlineError, GenerationError, RLError
-from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
+from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.model import eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
 from rl_rollout.local.scheduler import PauseMode, Scheduler

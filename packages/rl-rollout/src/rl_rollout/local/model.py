@@ -14,9 +14,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.hugging_face import no_progress_bars
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
-from rl_core.weights import broken_weights_file, bucket_records, unpack_bucket
+from rl_core.rank_kit.expert_choices import no_progress_bars
+from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

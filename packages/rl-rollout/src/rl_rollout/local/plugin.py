@@ -8,12 +8,10 @@ import attrs
 
 from rl_core import plugins
 from rl_core.errors import ConfigError
-from rl_core.interfaces import CONTRACT_VERSION, InferenceClient
+from rl_core.interfaces import ENGINE_CONTRACT_VERSION, EngineSpec, InferenceClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rl_core.config import Config
 
 _SECTION = "generator.inference_engine"
 
@@ -22,37 +20,34 @@ _SECTION = "generator.inference_engine"
 class LocalEnginePlugin:
     """InferencePlugin of the engine that runs in the trainer's process: no server, no Ray, one device."""
 
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = ENGINE_CONTRACT_VERSION
     name: str = "local"
-    num_engines_key: str | None = None
 
-    def validate(self, config: Config) -> None:
+    def validate(self, spec: EngineSpec) -> None:
         """Raises ConfigError for what this engine cannot do."""
-        engine = config.generator.inference_engine
-        if engine.num_engines != 1:
+        if spec.num_engines != 1:
             others = {plugin.name for plugin in plugins.installed("rl_core.inference")}
             remedy = f", or choose {_SECTION}.backend=vllm" if "vllm" in others else ""
             raise ConfigError(
-                f"{_SECTION}.num_engines: {engine.num_engines}, but the local engine is always one; set it to 1{remedy}"
+                f"{_SECTION}.num_engines: {spec.num_engines}, but the local engine is always one; set it to 1{remedy}"
             )
-        if config.trainer.policy.model.lora.is_sent_alone:
+        if spec.lora.is_sent_alone:
             raise ConfigError(
                 "trainer.policy.model.lora.merge_lora: false is given, and the local engine takes whole weights only; "
                 f"set it to true, or choose {_SECTION}.backend=vllm"
             )
-        if engine.max_num_seqs < 1:
-            raise ConfigError(f"{_SECTION}.max_num_seqs: {engine.max_num_seqs}, expected at least 1")
+        if spec.max_num_seqs < 1:
+            raise ConfigError(f"{_SECTION}.max_num_seqs: {spec.max_num_seqs}, expected at least 1")
 
-    async def create(self, config: Config) -> InferenceClient:
-        """Loads `trainer.policy.model.path` on the engine's own thread; on the first GPU where there is one.
+    async def create(self, spec: EngineSpec) -> InferenceClient:
+        """Loads the model on the engine's own thread; on the first GPU where there is one.
 
-        `engine_init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
+        `init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
         """
         from rl_rollout.local.engine import LocalEngine
 
-        self.validate(config)
-        engine = config.generator.inference_engine
-        path, dtype = config.policy_model_path, config.engine_dtype
+        self.validate(spec)
+        path = spec.model_path
 
         def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
             import torch
@@ -62,14 +57,14 @@ class LocalEnginePlugin:
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-            return load_model(path, dtype=dtype, device=device, model_kwargs=engine.engine_init_kwargs), tokenizer
+            return load_model(path, dtype=spec.dtype, device=device, model_kwargs=spec.init_kwargs), tokenizer
 
         return await LocalEngine.start(
             load,
-            max_num_seqs=engine.max_num_seqs,
-            timeout_s=config.trainer.generation_timeout_s,
-            num_threads=config.trainer.num_threads,
-            return_routed_experts=engine.enable_return_routed_experts,
+            max_num_seqs=spec.max_num_seqs,
+            timeout_s=spec.request_timeout_s,
+            num_threads=spec.num_threads,
+            return_routed_experts=spec.return_routed_experts,
         )
 
 

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rl_core.errors import GenerationError
-from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion, SamplingParams, StopReason
+from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.model import token_logprobs
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
 from rl_rollout.local.stop_strings import StopStringWatch

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from rl_core.hugging_face import ExpertChoices
 from rl_core.interfaces import Completion
+from rl_core.rank_kit.expert_choices import ExpertChoices
 from rl_rollout.local.model import StagedWeights, load_weights, require_complete
 from rl_rollout.local.rows import Ended, Rows, Sample
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records
+from rl_core.rank_kit.weight_buckets import bucket_records
 from rl_rollout.transports.channel import Channel
 from rl_rollout.transports.sync_log import (
     CPU,

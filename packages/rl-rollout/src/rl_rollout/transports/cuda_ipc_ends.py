@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records
+from rl_core.rank_kit.weight_buckets import bucket_records
 from rl_rollout.transports.channel import Channel
 from rl_rollout.transports.sync_log import (
     described_bucket,

@@ -71,7 +71,7 @@ class FilesSender:
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
         """Writes each bucket as it comes: one at a time is in memory. Raises WeightSyncError if it cannot."""
-        from rl_core.weights import bucket_records, draining
+        from rl_core.rank_kit.weight_buckets import bucket_records, draining
 
         tensors: dict[str, TensorRecord] = {}
         entries = []
@@ -148,7 +148,7 @@ class FilesReceiver:
 
 
 def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
-    from rl_core.weights import with_checksums
+    from rl_core.rank_kit.weight_buckets import with_checksums
 
     path, expected = Path(entry["file"]), entry["num_bytes"]
     try:

@@ -82,7 +82,7 @@ class SharedMemorySender:
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
         """Copies each bucket as it comes; checksums are computed beside the next copy. Raises WeightSyncError."""
-        from rl_core.weights import draining
+        from rl_core.rank_kit.weight_buckets import draining
 
         tensors: dict[str, TensorRecord] = {}
         announcing: deque[Future[dict[str, TensorRecord]]] = deque()
@@ -105,7 +105,7 @@ class SharedMemorySender:
         return Manifest(version=version, tensors=tensors)
 
     def _announce(self, bucket: WeightBucket, segment: Segment, version: int, index: int) -> dict[str, TensorRecord]:
-        from rl_core.weights import bucket_records
+        from rl_core.rank_kit.weight_buckets import bucket_records
 
         records = bucket_records(bucket)
         entry = {
@@ -248,7 +248,7 @@ def _pool_of(rank: int) -> SegmentPool:
 
 
 def _read_bucket(entry: Mapping[str, Any], rank: int) -> WeightBucket:
-    from rl_core.weights import with_checksums
+    from rl_core.rank_kit.weight_buckets import with_checksums
 
     names, dtypes, shapes, checksums = zip(*entry["tensors"], strict=True) if entry["tensors"] else ((),) * 4
     data = _map(entry["path"], entry["num_bytes"], rank)

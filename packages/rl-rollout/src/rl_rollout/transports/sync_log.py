@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Rendezvous, TensorRecord, WeightBucket
-from rl_core.weights import bucket_records, draining, with_checksums
+from rl_core.rank_kit.weight_buckets import bucket_records, draining, with_checksums
 from rl_rollout.transports.channel import Channel
 
 CPU = "cpu"

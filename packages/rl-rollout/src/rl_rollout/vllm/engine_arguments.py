@@ -1,4 +1,4 @@
-"""The configuration as arguments of vLLM's engine. Imports neither vllm nor torch: both take seconds."""
+"""What the engine is told, as arguments of vLLM's engine. Imports neither vllm nor torch: both take seconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_core.errors import ConfigError, nearest
-from rl_core.model_shape import EXPERT_COUNTS, read_config
-
-if TYPE_CHECKING:
-    from rl_core.config import Config
+from rl_core.interfaces import EngineSpec
+from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, read_config
+from rl_rollout.vllm.options import VLLMOptions
 
 _SECTION = "generator.inference_engine"
 _LORA = "trainer.policy.model.lora"
@@ -56,65 +55,65 @@ _NOT_ON_CPUS = {
 """Shown by starting them: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in gpu_model_runner.py."""
 
 
-def engine_arguments(config: Config, *, has_gpus: bool) -> dict[str, Any]:
+def engine_arguments(spec: EngineSpec, *, has_gpus: bool) -> dict[str, Any]:
     """Fields of vLLM's AsyncEngineArgs.
 
     Args:
-        config: resolved.
+        spec: with VLLMOptions.
         has_gpus: the servers run on GPUs, else on vLLM's CPU build.
 
     Raises:
         ConfigError: vLLM's CPU build cannot do it.
     """
-    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
+    options, lora = spec.options, spec.lora
     if not has_gpus:
-        _require_possible_on_cpus(config)
+        _require_possible_on_cpus(options)
     arguments: dict[str, Any] = {
-        "model": config.policy_model_path,
-        "dtype": config.engine_dtype,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "data_parallel_size": engine.data_parallel_size,
-        "enable_expert_parallel": engine.expert_parallel_size > 1,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "enable_prefix_caching": engine.enable_prefix_caching,
-        "enable_chunked_prefill": engine.enable_chunked_prefill,
-        "enforce_eager": engine.enforce_eager if engine.enforce_eager is not None else not has_gpus,
-        "served_model_name": [engine.served_model_name or config.policy_model_path],
-        "enable_return_routed_experts": engine.enable_return_routed_experts,
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "data_parallel_size": options.data_parallel_size,
+        "enable_expert_parallel": options.expert_parallel_size > 1,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_chunked_prefill": options.enable_chunked_prefill,
+        "enforce_eager": options.enforce_eager if options.enforce_eager is not None else not has_gpus,
+        "served_model_name": [options.served_model_name or spec.model_path],
+        "enable_return_routed_experts": spec.return_routed_experts,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         # Sampling is what the request says, not what the model's own generation_config.json adds.
         "generation_config": "vllm",
-        "seed": config.trainer.seed,
+        "seed": spec.seed,
         "disable_log_stats": False,
     }
-    if engine.distributed_executor_backend is not None:
-        arguments["distributed_executor_backend"] = engine.distributed_executor_backend
+    if options.distributed_executor_backend is not None:
+        arguments["distributed_executor_backend"] = options.distributed_executor_backend
     if has_gpus:
-        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.trainer.placement.colocate_all
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = spec.shares_devices
     else:
         # Otherwise vLLM takes a share of what is free, and refuses to start where others use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if lora.is_sent_alone:
         if not has_gpus:
-            _require_no_experts(config.policy_model_path)
+            _require_no_experts(spec.model_path)
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": next(size for size in MAX_LORA_RANKS if size >= lora.rank),
             "max_loras": lora.max_loras,
             # The policy's adapter stays there whatever else is asked for.
             "max_cpu_loras": (lora.max_cpu_loras or lora.max_loras) + 1,
-            "fully_sharded_loras": engine.fully_sharded_loras,
+            "fully_sharded_loras": options.fully_sharded_loras,
         }
-    return arguments | dict(engine.engine_init_kwargs)
+    return arguments | dict(spec.init_kwargs)
 
 
-def _require_possible_on_cpus(config: Config) -> None:
+def _require_possible_on_cpus(options: VLLMOptions) -> None:
     for name, reason in _NOT_ON_CPUS.items():
-        value = getattr(config.generator.inference_engine, name)
+        value = getattr(options, name)
         if value > 1:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
 

@@ -1,4 +1,4 @@
-"""From a configuration to a client with servers behind it, and back to nothing."""
+"""From what the engine is told to a client with servers behind it, and back to nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
+from rl_core.interfaces import EngineSpec
 from rl_core.workers.ray_ranks import ray_session
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.options import VLLMOptions
 from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
 from rl_rollout.vllm.pool import Pool
 from rl_rollout.vllm.router import Router
@@ -21,35 +22,32 @@ from rl_rollout.vllm.server import ServerSettings
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
 
-if TYPE_CHECKING:
-    from rl_core.config import Config
-
 logger = logging.getLogger(__name__)
 
 
-async def create_client(config: Config) -> RemoteInferenceClient:
-    """A client whose servers are ready and hold the weights of `trainer.policy.model.path`.
+async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
+    """A client whose servers are ready and hold the weights of `spec.model_path`.
 
     Raises:
         ConfigError: Ray's cluster is too small for the servers.
         GenerationError, DeadlineError: a server did not start; the message has its last log lines.
     """
-    engine = config.generator.inference_engine
-    if engine.external_server_urls is not None:
+    options: VLLMOptions = spec.options
+    if options.external_server_urls is not None:
         token = os.environ.get(TOKEN_VARIABLE)
-        urls = [url.rstrip("/") for url in engine.external_server_urls]
-        servers = [ExternalServer(url, token, engine.start_timeout_s) for url in urls]
-        return await supervised_client(servers, client_settings(config, token))
+        urls = [url.rstrip("/") for url in options.external_server_urls]
+        servers = [ExternalServer(url, token, options.start_timeout_s) for url in urls]
+        return await supervised_client(servers, client_settings(spec, token))
     ray_session.enter()
     try:
         places = await reserve_places(
-            engine.num_engines,
-            engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size,
-            shares_devices=config.trainer.placement.colocate_all,
-            timeout_s=engine.start_timeout_s,
+            spec.num_engines,
+            options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size,
+            shares_devices=spec.shares_devices,
+            timeout_s=options.start_timeout_s,
         )
         try:
-            return await _client_of_own_servers(config, places)
+            return await _client_of_own_servers(spec, places)
         except BaseException:
             _free(places)
             raise
@@ -74,15 +72,15 @@ class ClientSettings:
     """Where outside agents are served: host and port (0: a free one); None: nowhere."""
 
 
-def client_settings(config: Config, token: str | None, *, host: str = "127.0.0.1") -> ClientSettings:
-    """As the configuration says; `host` is where the router listens."""
-    engine = config.generator.inference_engine
+def client_settings(spec: EngineSpec, token: str | None, *, host: str = "127.0.0.1") -> ClientSettings:
+    """As `spec` says; `host` is where the router listens."""
+    options: VLLMOptions = spec.options
     return ClientSettings(
         token=token,
-        timeout_s=config.trainer.generation_timeout_s,
-        heartbeat=Heartbeat(interval_s=engine.heartbeat_interval_s, hung_after_s=engine.hung_after_s),
-        served_model_name=engine.served_model_name or config.policy_model_path,
-        router_address=None if engine.router_port is None else (host, engine.router_port),
+        timeout_s=spec.request_timeout_s,
+        heartbeat=Heartbeat(interval_s=options.heartbeat_interval_s, hung_after_s=options.hung_after_s),
+        served_model_name=options.served_model_name or spec.model_path,
+        router_address=None if options.router_port is None else (host, options.router_port),
     )
 
 
@@ -116,23 +114,22 @@ async def supervised_client(
     )
 
 
-async def _client_of_own_servers(config: Config, places: list[EnginePlace]) -> RemoteInferenceClient:
-    host = config.generator.inference_engine.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
+async def _client_of_own_servers(spec: EngineSpec, places: list[EnginePlace]) -> RemoteInferenceClient:
+    host = spec.options.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
     token = os.environ.get(TOKEN_VARIABLE) or access_token(host)
 
     def free() -> None:
         _free(places)
         ray_session.leave()
 
-    servers = servers_of(config, places, host=host, token=token)
-    return await supervised_client(servers, client_settings(config, token, host=host), after=free)
+    servers = servers_of(spec, places, host=host, token=token)
+    return await supervised_client(servers, client_settings(spec, token, host=host), after=free)
 
 
-def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, token: str | None) -> list[Server]:
+def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, token: str | None) -> list[Server]:
     """The run's servers, not started; they log into the run directory."""
-    engine = config.generator.inference_engine
     gpus = cluster_has_gpus()
-    arguments = engine_arguments(config, has_gpus=gpus)
+    arguments = engine_arguments(spec, has_gpus=gpus)
     return [
         Server(
             index=index,
@@ -141,10 +138,10 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
                 engine_args=arguments,
                 host=host,
                 token=token,
-                log_path=str((config.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
+                log_path=str((spec.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
             ),
             environment={} if gpus else cpu_environment(len(places)),
-            start_timeout_s=engine.start_timeout_s,
+            start_timeout_s=spec.options.start_timeout_s,
         )
         for index, place in enumerate(places)
     ]

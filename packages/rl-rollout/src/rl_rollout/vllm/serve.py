@@ -2,7 +2,8 @@
 
     RL_SERVER_TOKEN=… python -m rl_rollout.vllm.serve quickstart --port 8000 trainer.policy.model.path=DIRECTORY
 
-It is the server that a run starts itself, with the same configuration: model, dtype and engine come from there.
+It is the server that a run starts itself, with the same configuration: model, dtype and the keys of vLLM come from
+there, whichever engine it chooses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from rl_core.config import load
+from rl_core.config import engine_spec, load
 from rl_core.errors import ConfigError, RLError
 from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.engine_arguments import engine_arguments
 from rl_rollout.vllm.launch import cpu_environment, is_loopback
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
+
+_ENGINE = "generator.inference_engine.backend"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> ServerSettings:
-    config = load(source, overrides).config
+    others = [override for override in overrides if override.partition("=")[0].strip() != _ENGINE]
+    _, spec = engine_spec(load(source, [*others, f"{_ENGINE}=vllm"]).config)
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None and not is_loopback(host):
         raise ConfigError(f"--host {host}: away from loopback a server needs an access token; set {TOKEN_VARIABLE}")
@@ -50,7 +54,7 @@ def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> Se
     if not has_gpus:
         os.environ.update(cpu_environment(1))
     return ServerSettings(
-        engine_args=engine_arguments(config, has_gpus=has_gpus), host=host, port=port, token=token, log_path=""
+        engine_args=engine_arguments(spec, has_gpus=has_gpus), host=host, port=port, token=token, log_path=""
     )
 
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
-from rl_core.weights import bucket_records, unpack_bucket
+from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
 from rl_rollout.vllm.wire import manifest_record

@@ -1,0 +1,49 @@
+"""The columns of a batch, each declared once. Imports no other library, so that `algorithms`, which needs torch alone,
+can read it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column of a batch."""
+
+    axes: str
+    """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
+    dtypes: tuple[str, ...]
+    """Accepted torch dtypes; numbers become the first one, integers the first one that holds all of them."""
+    meaning: str
+
+
+_FLOAT = ("float32", "float64")
+
+FIELDS: dict[str, Field] = {
+    "tokens": Field("T", ("int64",), "prompt, sampled and observation tokens"),
+    "sampled": Field("T", ("bool",), "the policy sampled this token"),
+    "loss_mask": Field("T", ("bool",), "trained on; a subset of `sampled`"),
+    "rollout_logprobs": Field("T", _FLOAT, "log-prob in the distribution that the engine sampled from"),
+    "old_logprobs": Field("T", _FLOAT, "log-prob under the policy at the start of the update"),
+    "ref_logprobs": Field("T", _FLOAT, "log-prob under the reference model"),
+    "values": Field("T", _FLOAT, "the critic's value of the state in which token t is chosen"),
+    "old_entropies": Field("T", _FLOAT, "entropy of the policy's distribution of token t at the start of the update"),
+    "rewards": Field("T", _FLOAT, "token-level reward; an outcome reward sits on the last sampled token"),
+    "advantages": Field("T", _FLOAT, "made by the controller for the whole mini-batch"),
+    "returns": Field("T", _FLOAT, "the critic's target"),
+    "loss_weights": Field("T", _FLOAT, "weight of each token's loss in the sum that is minimised"),
+    "routed_experts": Field("TLK", ("uint8", "int16"), "experts chosen when token t was the input, per layer"),
+    "routed": Field("T", ("bool",), "whether `routed_experts` is known at t"),
+    "policy_version": Field("T", ("int32",), "which weights sampled the token; -1 where none did"),
+    "group_id": Field("N", ("int64",), "equal for the samples of one prompt"),
+    "trajectory_id": Field("N", ("int64",), "equal for the steps of one trajectory"),
+    "step_index": Field("N", ("int64",), "position of the sequence among its trajectory's steps"),
+    "is_last_step": Field("N", ("bool",), "exactly one sequence of a trajectory is its last step"),
+}
+PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "made by a loss's `prepare`")
+"""A loss's own column, named `x_…`."""
+ROUTE_COLUMNS = ("routed_experts", "routed")
+INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS)
+"""What a model reads of a batch; the rest is the loss's."""
+STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
+"""Which sequences are the steps of one trajectory."""

@@ -1,0 +1,248 @@
+"""Keys that engines and generators bring, written in a section of the core beside its own keys.
+
+The chosen plug-in's keys are read. Those of another installed one are checked, kept and written again, so that a file
+that was written for one engine serves for another; that they have no effect is a warning. What no installed plug-in has
+is an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config.contract_one import KEYS, is_of_contract_one
+from rl_core.config.layers import ConfigWarning, plain
+from rl_core.config.loading import PluginKeys, hints, known_paths, load_class, own_keys, unknown_key
+from rl_core.config.tree import Config, GeneratorConfig, InferenceEngineConfig
+from rl_core.errors import ConfigError, PluginError
+
+
+@attrs.frozen
+class Section:
+    """A section of the core in which plug-ins have keys."""
+
+    path: str
+    cls: type
+    group: str
+    """Entry-point group of the plug-ins."""
+    field: str
+    """The key of the section that chooses one."""
+
+    def node(self, config: Config) -> Any:
+        """The section of a configuration."""
+        node: Any = config
+        for name in self.path.split("."):
+            node = getattr(node, name)
+        return node
+
+    def chosen(self, config: Config) -> str:
+        """The chosen plug-in's name, as it is written."""
+        return getattr(self.node(config), self.field)
+
+
+SECTIONS = (
+    Section("generator", GeneratorConfig, "rl_core.generators", "type"),
+    Section("generator.inference_engine", InferenceEngineConfig, "rl_core.inference", "backend"),
+)
+
+
+def options_class(section: Section, name: str) -> type | None:
+    """The class of a plug-in's own keys; None if it has none.
+
+    Raises:
+        PluginError: the plug-in is not installed or cannot be imported, or its class cannot hold keys of this section.
+    """
+    key = f"{section.path}.{section.field}"
+    plugin = plugins.load(section.group, name, key=key)
+    if is_of_contract_one(plugin):
+        return KEYS[section.group]
+    cls = getattr(plugin, "options_class", None)
+    if cls is not None:
+        _require_usable(cls, section, f"{key}: {name!r}")
+    return cls
+
+
+def _require_usable(cls: Any, section: Section, where: str) -> None:
+    if not (isinstance(cls, type) and attrs.has(cls)):
+        raise PluginError(f"{where}: its options_class is {cls!r}; expected an attrs class")
+    try:
+        names = own_keys(cls)
+    except NameError as error:
+        raise PluginError(f"{where}: the types of {cls.__name__} cannot be read: {error}") from error
+    taken = [name for name in names if name in hints(section.cls)]
+    if taken:
+        raise PluginError(
+            f"{where}: its option {taken[0]!r} is a key of {section.path} already; rename it in {cls.__name__}"
+        )
+    unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
+    if unset:
+        raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
+
+
+def load_options(node: Any, keys: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The options objects of the plug-ins that have these keys, by plug-in.
+
+    The chosen plug-in has the first claim on a key, then the other installed ones: what is written for one of several
+    that share a name is checked by the first whose type it has. Keys of a chosen plug-in that cannot be loaded are kept
+    raw, with a warning: what then starts, fails.
+
+    Args:
+        node: the section with its own keys.
+        keys: the other ones, trees of `Given` leaves.
+
+    Raises:
+        ConfigError: a key that nobody has, or a value of another type.
+    """
+    section = _section_of(node)
+    chosen = getattr(node, section.field)
+    try:
+        options_class(section, chosen)
+    except PluginError as error:
+        warnings.warn(f"{section.path}: {', '.join(keys)}: kept unchecked: {error}", ConfigWarning, stacklevel=2)
+        return {chosen: plain(keys)}
+    options: dict[str, Any] = {}
+    left = dict(keys)
+    errors: list[ConfigError] = []
+    for name, cls in _classes(section, chosen):
+        if not left:
+            break
+        claimed = {key: left[key] for key in left if key in own_keys(cls)}
+        try:
+            options[name] = load_class(cls, claimed, path, PluginKeys())
+        except ConfigError as error:
+            if name == chosen:
+                raise
+            errors.append(error)
+        else:
+            left = {key: left[key] for key in left if key not in claimed}
+    if left:
+        raise _unknown(section, chosen, left, path) or errors[0]
+    return {name: found for name, found in options.items() if name == chosen or changed_keys(found)}
+
+
+def _unknown(section: Section, chosen: str, keys: Mapping[str, Any], path: str) -> ConfigError | None:
+    """The error of the first key that no plug-in has; None if each has an owner."""
+    owners: dict[str, str] = {}
+    for name, cls in _classes(section, chosen):
+        owners = dict.fromkeys(own_keys(cls), name) | owners
+    unknown = next((key for key in keys if key not in owners), None)
+    if unknown is None:
+        return None
+    for error in _broken(section):
+        warnings.warn(str(error), ConfigWarning, stacklevel=2)  # the key may be its
+    remarks = {key: "" if name == chosen else f" (of {section.field}={name})" for key, name in owners.items()}
+    siblings = dict.fromkeys(own_keys(section.cls), "") | remarks
+    chooser = f"{section.field}={chosen}"
+    return unknown_key(keys[unknown], f"{path}.{unknown}", siblings, installed_paths(), chosen=chooser)
+
+
+def _classes(section: Section, chosen: str) -> Iterator[tuple[str, type]]:
+    """Plug-ins that have keys in a section, with their classes: the chosen one first, then the other installed ones."""
+    cls = options_class(section, chosen)
+    if cls is not None:
+        yield chosen, cls
+    for name, cls in installed_classes(section):
+        if name != chosen:
+            yield name, cls
+
+
+def _section_of(node: Any) -> Section:
+    return next(section for section in SECTIONS if isinstance(node, section.cls))
+
+
+def installed_classes(section: Section) -> list[tuple[str, type]]:
+    """Installed plug-ins with keys of their own in a section, by name; broken ones are left out. Those of contract 1,
+    whose keys are not known, come last."""
+    found = [(name, cls) for name, cls in _examined(section) if isinstance(cls, type)]
+    return sorted(found, key=lambda entry: entry[1] is KEYS[section.group])
+
+
+def _broken(section: Section) -> list[PluginError]:
+    return [error for _, error in _examined(section) if isinstance(error, PluginError)]
+
+
+def _examined(section: Section) -> Iterator[tuple[str, type | PluginError | None]]:
+    for plugin in plugins.installed(section.group):
+        try:
+            yield plugin.name, options_class(section, plugin.name)
+        except PluginError as error:
+            yield plugin.name, error
+
+
+def installed_paths() -> tuple[str, ...]:
+    """The path of every key of installed plug-ins."""
+    classes = ((section, cls) for section in SECTIONS for _, cls in installed_classes(section))
+    paths = (path for section, cls in classes for path in known_paths(cls, f"{section.path}."))
+    return tuple(dict.fromkeys(paths))
+
+
+def is_known(path: str, given: Mapping[str, Any]) -> bool:
+    """A plug-in has the key, or a section above it: an installed one, or one that these values, by path, choose."""
+    paths = {*installed_paths(), *_chosen_paths(given)}
+    return any(f"{path}.".startswith(f"{known}.") for known in paths)
+
+
+def _chosen_paths(given: Mapping[str, Any]) -> set[str]:
+    paths: set[str] = set()
+    for section in SECTIONS:
+        name = given.get(f"{section.path}.{section.field}", attrs.fields_dict(section.cls)[section.field].default)
+        try:
+            cls = options_class(section, name) if isinstance(name, str) else None
+        except PluginError:
+            continue  # whatever uses it says so
+        if cls is not None:
+            paths |= set(known_paths(cls, f"{section.path}."))
+    return paths
+
+
+def with_defaults(section: Section, node: Any) -> Any:
+    """The section with the options of the chosen plug-in, where it has some; of one that cannot be loaded, as it is."""
+    name = getattr(node, section.field)
+    try:
+        cls = options_class(section, name)
+    except PluginError:
+        return node  # whatever uses it says so
+    if cls is None or name in node.plugin_options:
+        return node
+    return attrs.evolve(node, plugin_options={**node.plugin_options, name: cls()})
+
+
+def written(node: Any) -> dict[str, Any]:
+    """The options of a section as its keys: all of the chosen plug-in's, of the others those that were changed."""
+    keys = dict(node.options if isinstance(node.options, Mapping) else _values(node.options))
+    for _, options in _of_others(node):
+        keys = changed_keys(options) | keys
+    return keys
+
+
+def changed_keys(options: Any) -> dict[str, Any]:
+    """The fields of an options object whose value is not the default."""
+    plain = _values(type(options)())
+    return {name: value for name, value in _values(options).items() if value != plain[name]}
+
+
+def unread_keys(config: Config) -> dict[str, str]:
+    """Keys that were changed for a plug-in that is not chosen → why they have no effect."""
+    unread: dict[str, str] = {}
+    for section in SECTIONS:
+        for owner, options in _of_others(section.node(config)):
+            reason = f"of {section.field}={owner}, and this run has {section.field}={section.chosen(config)}"
+            unread |= {f"{section.path}.{name}": reason for name in changed_keys(options)}
+    return unread
+
+
+def _of_others(node: Any) -> list[tuple[str, Any]]:
+    chosen = getattr(node, _section_of(node).field)
+    return [
+        (name, options)
+        for name, options in node.plugin_options.items()
+        if name != chosen and not isinstance(options, Mapping)
+    ]
+
+
+def _values(options: Any) -> dict[str, Any]:
+    return {} if options is None else {name: getattr(options, name) for name in own_keys(type(options))}

@@ -1,0 +1,77 @@
+"""What a resolved configuration says to the chosen engine and to the chosen generator. Nothing is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core import plugins
+from rl_core.config import plugin_options
+from rl_core.config.contract_one import adapted_engine, adapted_generator
+from rl_core.config.tree import Config
+from rl_core.errors import ConfigError
+from rl_core.interfaces import EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin
+
+_GENERATOR, _ENGINE = plugin_options.SECTIONS
+
+
+def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
+    """The engine, and what it is told.
+
+    Raises:
+        PluginError: it is not installed.
+        ConfigError: the configuration is not resolved, or names no model.
+    """
+    engine, trainer = config.generator.inference_engine, config.trainer
+    plugin = plugins.load(_ENGINE.group, engine.backend, key=f"{_ENGINE.path}.{_ENGINE.field}")
+    spec = EngineSpec(
+        options=_options(_ENGINE, config),
+        model_path=config.policy_model_path,
+        dtype=config.engine_dtype,
+        num_engines=engine.num_engines,
+        max_num_seqs=engine.max_num_seqs,
+        return_routed_experts=engine.enable_return_routed_experts,
+        lora=trainer.policy.model.lora,
+        sampling=config.generator.sampling_params.to_params(),
+        eval_sampling=config.generator.eval_sampling_params.to_params(),
+        init_kwargs=engine.engine_init_kwargs,
+        shares_devices=trainer.placement.colocate_all,
+        seed=trainer.seed,
+        num_threads=trainer.num_threads,
+        request_timeout_s=trainer.generation_timeout_s,
+        run_dir=config.run_dir,
+    )
+    return adapted_engine(plugin, config), spec
+
+
+def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
+    """The generator, and what it is told.
+
+    Raises:
+        PluginError: it is not installed.
+        ConfigError: the configuration is not resolved, or names no model.
+    """
+    generator, environment = config.generator, config.environment
+    plugin = plugins.load(_GENERATOR.group, generator.type, key=f"{_GENERATOR.path}.{_GENERATOR.field}")
+    spec = GeneratorSpec(
+        options=_options(_GENERATOR, config),
+        model_path=config.policy_model_path,
+        max_turns=generator.max_turns,
+        max_input_length=generator.max_input_length,
+        step_wise=generator.step_wise_trajectories,
+        engine_init_kwargs=generator.inference_engine.engine_init_kwargs,
+        env_class=environment.env_class,
+        environment_options=environment.options,
+        environment_timeout_s=environment.timeout_s,
+    )
+    return adapted_generator(plugin, config), spec
+
+
+def _options(section: plugin_options.Section, config: Config) -> Any:
+    options, name = section.node(config).options, section.chosen(config)
+    cls = plugin_options.options_class(section, name)
+    if cls is not None and not isinstance(options, cls):
+        raise ConfigError(
+            f"{section.path}: holds no {cls.__name__}, the keys of {section.field}={name}; call rl_core.config.resolve "
+            "first"
+        )
+    return options

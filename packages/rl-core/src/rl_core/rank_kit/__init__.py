@@ -1,0 +1,192 @@
+"""What a rank of any training backend is built from. Public: made for authors of backends, and used by our own.
+
+    worker_specs       a `WorkerSpec` in the words of the configuration
+    process_group      joining the other ranks, and agreeing on one outcome
+    objectives         from the name of a loss to its value on a micro-batch
+    learning_rates     the rate of each optimizer step
+    optimizer_steps    all numbers of one step: configured, scheduled, or the caller's
+    weight_buckets     packing and checking what a weight sync sends
+    publishing         `Worker.publish`: whole weights or the adapter alone, from rank 0
+    state_files        the list that makes a worker's state on disk whole
+    background_writer  saving while training goes on
+    model_files        a model in Hugging Face format
+    model_shapes       a model's sizes, read from its `config.json`
+    route_checks       whether a batch's routes fit the model that is to follow them
+    expert_choices     the experts that a transformers model's routers choose, read or given
+    perturbation       noise on the parameters for a moment
+
+Every rank of a model calls the same functions in the same order: some of them talk to the other ranks. Nothing here
+knows the controller. A module is loaded when a name of it is used; `worker_specs`, `learning_rates` and `model_shapes`
+import no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.rank_kit.background_writer import BackgroundWriter
+    from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
+    from rl_core.rank_kit.learning_rates import learning_rate, require_schedule
+    from rl_core.rank_kit.model_files import (
+        ADAPTER_FOLDER,
+        HEAD_FILE,
+        read_head,
+        write_config,
+        write_head,
+        write_tokenizer,
+        write_weights,
+    )
+    from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
+    from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+    from rl_core.rank_kit.optimizer_steps import StepSettings, step_settings
+    from rl_core.rank_kit.perturbation import Perturbation, Piece
+    from rl_core.rank_kit.process_group import (
+        COLLECTIVE_TIMEOUT,
+        agree,
+        from_first,
+        join_process_group,
+        new_cpu_group,
+        own_device,
+    )
+    from rl_core.rank_kit.publishing import Exporting, on_first, pack_on_first, publish
+    from rl_core.rank_kit.route_checks import RouteShape, require_routes
+    from rl_core.rank_kit.state_files import (
+        STATE_LIST,
+        reason_of,
+        require_complete_state,
+        state_not_written,
+        write_state_list,
+    )
+    from rl_core.rank_kit.weight_buckets import (
+        broken_weights_file,
+        bucket_records,
+        draining,
+        merge_manifests,
+        pack_buckets,
+        require_same,
+        tensor_record,
+        unpack_bucket,
+        with_checksums,
+    )
+    from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
+
+_MODULES = {
+    "agree": "process_group",
+    "from_first": "process_group",
+    "own_device": "process_group",
+    "join_process_group": "process_group",
+    "new_cpu_group": "process_group",
+    "COLLECTIVE_TIMEOUT": "process_group",
+    "objective_from_spec": "objectives",
+    "batch_loss": "objectives",
+    "require_scores": "objectives",
+    "total_metrics": "objectives",
+    "StepSettings": "optimizer_steps",
+    "step_settings": "optimizer_steps",
+    "learning_rate": "learning_rates",
+    "require_schedule": "learning_rates",
+    "SECTIONS": "worker_specs",
+    "require_model_path": "worker_specs",
+    "require_optimizer": "worker_specs",
+    "Exporting": "publishing",
+    "publish": "publishing",
+    "pack_on_first": "publishing",
+    "on_first": "publishing",
+    "pack_buckets": "weight_buckets",
+    "unpack_bucket": "weight_buckets",
+    "bucket_records": "weight_buckets",
+    "tensor_record": "weight_buckets",
+    "with_checksums": "weight_buckets",
+    "draining": "weight_buckets",
+    "merge_manifests": "weight_buckets",
+    "require_same": "weight_buckets",
+    "broken_weights_file": "weight_buckets",
+    "BackgroundWriter": "background_writer",
+    "STATE_LIST": "state_files",
+    "write_state_list": "state_files",
+    "require_complete_state": "state_files",
+    "state_not_written": "state_files",
+    "reason_of": "state_files",
+    "ADAPTER_FOLDER": "model_files",
+    "HEAD_FILE": "model_files",
+    "write_weights": "model_files",
+    "write_config": "model_files",
+    "write_tokenizer": "model_files",
+    "write_head": "model_files",
+    "read_head": "model_files",
+    "ModelShape": "model_shapes",
+    "LatentAttention": "model_shapes",
+    "model_shape": "model_shapes",
+    "read_config": "model_shapes",
+    "EXPERT_COUNTS": "model_shapes",
+    "RouteShape": "route_checks",
+    "require_routes": "route_checks",
+    "ExpertChoices": "expert_choices",
+    "no_progress_bars": "expert_choices",
+    "Perturbation": "perturbation",
+    "Piece": "perturbation",
+}
+__all__ = [
+    "agree",
+    "from_first",
+    "own_device",
+    "join_process_group",
+    "new_cpu_group",
+    "COLLECTIVE_TIMEOUT",
+    "objective_from_spec",
+    "batch_loss",
+    "require_scores",
+    "total_metrics",
+    "StepSettings",
+    "step_settings",
+    "learning_rate",
+    "require_schedule",
+    "SECTIONS",
+    "require_model_path",
+    "require_optimizer",
+    "Exporting",
+    "publish",
+    "pack_on_first",
+    "on_first",
+    "pack_buckets",
+    "unpack_bucket",
+    "bucket_records",
+    "tensor_record",
+    "with_checksums",
+    "draining",
+    "merge_manifests",
+    "require_same",
+    "broken_weights_file",
+    "BackgroundWriter",
+    "STATE_LIST",
+    "write_state_list",
+    "require_complete_state",
+    "state_not_written",
+    "reason_of",
+    "ADAPTER_FOLDER",
+    "HEAD_FILE",
+    "write_weights",
+    "write_config",
+    "write_tokenizer",
+    "write_head",
+    "read_head",
+    "ModelShape",
+    "LatentAttention",
+    "model_shape",
+    "read_config",
+    "EXPERT_COUNTS",
+    "RouteShape",
+    "require_routes",
+    "ExpertChoices",
+    "no_progress_bars",
+    "Perturbation",
+    "Piece",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

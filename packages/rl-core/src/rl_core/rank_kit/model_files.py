@@ -1,0 +1,119 @@
+"""The files of a model in Hugging Face format: weights, written file by file (never more than one file's tensors
+exist), configuration, tokenizer, and a critic's head.
+
+transformers is imported where it is needed: rl_core does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_core.errors import ConfigError
+from rl_core.rank_kit.publishing import pack_on_first
+from rl_core.rank_kit.weight_buckets import unpack_bucket
+
+ADAPTER_FOLDER = "adapter"
+"""Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
+HEAD_FILE = "value_head.safetensors"
+"""Of a critic, beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
+_MAX_FILE_BYTES = 2 << 30
+
+
+def write_weights(
+    tensors: Iterator[tuple[str, Tensor]],
+    directory: Path,
+    *,
+    is_first: bool = True,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """One file, or several and their index, as transformers reads them.
+
+    Args:
+        tensors: whole ones by their Hugging Face names, on any device; made as they are asked for, by all ranks
+            together.
+        directory: is made; files of an earlier model in it are not removed.
+        is_first: this rank writes; the others only drain `tensors`.
+        max_file_bytes: of a file; a larger tensor has one of its own.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    parts, num_bytes = [], 0
+    for bucket in pack_on_first(tensors, max_file_bytes, is_first=is_first):
+        part = directory / f"part-{len(parts)}"
+        # Copies: views of one memory are not what safetensors writes.
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in unpack_bucket(bucket)}
+        save_file(copies, part, {"format": "pt"})
+        parts.append((part, bucket.names))
+        num_bytes += bucket.data.numel()
+    if not is_first:
+        return
+    if len(parts) == 1:
+        parts[0][0].rename(directory / "model.safetensors")
+        return
+    file_of = {}
+    for i, (part, names) in enumerate(parts, start=1):
+        file = part.rename(directory / f"model-{i:05d}-of-{len(parts):05d}.safetensors")
+        file_of.update(dict.fromkeys(names, file.name))
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation: Any = None, **changes: Any) -> None:
+    """`config.json` and, where the model generates, `generation_config.json`.
+
+    Args:
+        config: transformers' configuration of the model.
+        directory: of the model.
+        dtype: of the weights in the files.
+        generation: transformers' GenerationConfig, if the model has one.
+        changes: further fields of `config.json`.
+    """
+    config.save_pretrained(directory)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    file = directory / "config.json"
+    fields = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | changes
+    file.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def write_tokenizer(model: str, directory: Path) -> None:
+    """The tokenizer of `model` (a directory or name). Raises ConfigError where it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: has no tokenizer that could be saved with the model: {error}") from error
+
+
+def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """A critic's head, by the names in `HEAD_FILE`."""
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, directory / HEAD_FILE, {"format": "pt"})
+
+
+def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
+    """The head that `write_head` wrote, on the CPU; None where the directory has none: a base model's.
+
+    Args:
+        directory: of the model.
+        expected: the head that is to take it, by the names in `HEAD_FILE`.
+        where: section of the configuration, for messages.
+
+    Raises:
+        ConfigError: names or shapes are not the expected ones.
+    """
+    file = Path(directory) / HEAD_FILE
+    if not file.is_file():
+        return None
+    head = load_file(file)
+    for name in sorted(expected.keys() | head.keys()):
+        found, wanted = (list(weights[name].shape) if name in weights else "absent" for weights in (head, expected))
+        if found != wanted:
+            raise ConfigError(f"{where}.model.path: {name} in {file} is {found}, this model's is {wanted}")
+    return head

@@ -1,0 +1,69 @@
+"""From the name of a loss to its value on a micro-batch: what every training backend does around a loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.objective import Objective, sum_metrics
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LossSpec, Metrics
+from rl_core.plugins import load_function
+
+_CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
+"""A score of the current model → the parameter under which a loss reads it."""
+
+
+def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
+    """Loads a loss by entry point or `package.module:function`, checks its parameters, runs it on four tokens.
+
+    Args:
+        spec: what is minimised.
+        key: the configuration key that chose the loss, for messages.
+
+    Raises:
+        PluginError: no such function, or one whose parameters or result are not those of a loss.
+        ConfigError: an unknown or missing setting, or one out of range.
+    """
+    function = load_function("rl_core.policy_losses", spec.name, spec.params, key=key)
+    objective = Objective(
+        function, spec.params, kl_coef=spec.kl_coef, kl_estimator=spec.kl_estimator, entropy_coef=spec.entropy_coef
+    )
+    objective.try_out()
+    return objective
+
+
+def batch_loss(
+    objective: Objective, batch: Batch, scores: Mapping[str, Tensor], device: torch.device
+) -> tuple[Tensor, Any]:
+    """The weighted sum that is minimised, over one micro-batch, and its metrics.
+
+    Args:
+        objective: the loss.
+        batch: with the columns that the objective reads, on any device.
+        scores: of the current model with gradient, each [T]: `logprobs` and `entropies`, or a critic's `values`.
+        device: where the scores are.
+    """
+    return objective(
+        {name: batch[name].to(device) for name in objective.call_columns},
+        sequence_T=batch.sequence_index.to(device),
+        **{_CURRENT[name]: values_T for name, values_T in scores.items()},
+    )
+
+
+def total_metrics(parts: Iterable[Any]) -> Metrics:
+    """The metrics of several micro-batches as those of one call, whose `loss` is a sum and weighs 1; empty without
+    any."""
+    totals = sum_metrics(list(parts))
+    return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
+
+
+def require_scores(returns: Sequence[str], score_names: Sequence[str], role: str) -> None:
+    """Raises ConfigError where `returns` of `Worker.forward_backward` asks for a score that the model does not have."""
+    for name in returns:
+        if name not in score_names:
+            raise ConfigError(f"{role}: returns={name!r} is no score of this model; it has {', '.join(score_names)}")

@@ -1,0 +1,53 @@
+"""The numbers of one optimizer step: the configuration's, the schedule's, or the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from rl_core.interfaces import OptimizerConfig, OptimizerUpdate
+
+
+@attrs.frozen(kw_only=True)
+class StepSettings:
+    """As in `OptimizerUpdate`, all of them known."""
+
+    learning_rate: float
+    adam_betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    gradient_scale: float
+
+    def put_into(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        """Into the groups of a torch AdamW, or of one that has the same keys; scaling and clipping are the caller's."""
+        for group in param_groups:
+            group["lr"] = self.learning_rate
+            group["betas"] = self.adam_betas
+            group["eps"] = self.eps
+            group["weight_decay"] = self.weight_decay
+
+
+def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, scheduled_rate: float) -> StepSettings:
+    """What one step is taken with.
+
+    Args:
+        config: what holds for every step.
+        update: what this one does otherwise.
+        scheduled_rate: the schedule's learning rate of this step (`learning_rates.learning_rate`).
+    """
+    update = update or OptimizerUpdate()
+
+    def chosen(value: Any, otherwise: Any) -> Any:
+        return otherwise if value is None else value
+
+    return StepSettings(
+        learning_rate=chosen(update.learning_rate, scheduled_rate),
+        adam_betas=chosen(update.adam_betas, config.adam_betas),
+        eps=chosen(update.eps, config.eps),
+        weight_decay=chosen(update.weight_decay, config.weight_decay),
+        max_grad_norm=chosen(update.max_grad_norm, config.max_grad_norm),
+        gradient_scale=update.gradient_scale,
+    )

@@ -1,0 +1,78 @@
+"""The ranks of one model as torch.distributed sees them: joining, and agreeing on one outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
+
+from rl_core.errors import RLError
+from rl_core.interfaces import RankInfo
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""The controller's deadline ends a call sooner, and kills the ranks; this one ends ranks whose controller is gone."""
+
+
+def own_device(rank: RankInfo) -> torch.device:
+    """The node's GPU of this rank, made the current one (a rank that sees one GPU only takes that); else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_process_group(rank: RankInfo, device: torch.device) -> None:
+    """Makes the default process group; returns when all ranks have joined."""
+    is_alone = rank.world_size == 1
+    dist.init_process_group(
+        # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=None if is_alone else f"tcp://{rank.master_address}:{rank.master_port}",
+        store=HashStore() if is_alone else None,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """Another process group of all ranks, for what lies on the CPU; all make it together."""
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks; an RLError that it raises there is raised on all of them."""
+    made: list[tuple[T | None, RLError | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            made = [(make(), None)]
+        except RLError as error:
+            made = [(None, error)]
+    dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
+    value, error = made[0]
+    if error is not None:
+        raise error
+    return value  # pyright: ignore[reportReturnType]
+
+
+def agree(act: Callable[[], T]) -> T:
+    """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
+    result, error = None, None
+    try:
+        result = act()
+    except RLError as raised:
+        error = raised
+    errors: list[RLError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first from error
+    return result  # pyright: ignore[reportReturnType]

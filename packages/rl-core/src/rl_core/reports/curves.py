@@ -1,0 +1,289 @@
+"""Curves as small inline SVG that follows its page: fluid in width, text of constant size, colours of the page's style.
+
+A chart is an SVG without a view box, in which text and grid lines are placed in per cent, around a nested one that
+stretches (`preserveAspectRatio="none"`) and holds the curves, with strokes that do not scale. Nothing in it depends on
+time or chance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from html import escape
+
+import attrs
+
+from rl_core.reports.progress import readable
+
+Point = tuple[float, float | None]
+"""Step and value; None where the value was not finite, which leaves a gap."""
+
+_BOX = 1000
+_MAX_POINTS = 400
+_MAX_BARS = 160
+_MAX_DOTS = 60
+_SMOOTHED_FROM = 40
+
+
+@attrs.frozen(kw_only=True)
+class Series:
+    """One curve, or one layer of a stack."""
+
+    label: str
+    points: Sequence[Point]
+    """By rising step; not empty."""
+    color: int
+    """Class `s<color>` of the page's style."""
+    is_sparse: bool = False
+    """Measured at some steps only: drawn with a dot at each, unless there are very many."""
+
+
+@attrs.frozen(kw_only=True)
+class Axis:
+    """A value axis from `low` to `high` with labelled ticks."""
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    is_log: bool = False
+
+    def height(self, value: float) -> float:
+        """0 at `low`, 1 at `high`; what lies outside is held at the edge."""
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
+        return min(max((value - low) / (high - low), 0.0), 1.0)
+
+
+def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is_fraction: bool = False) -> str:
+    """An SVG of curves over steps, with `title` and a description in words.
+
+    Args:
+        title: the chart's accessible name.
+        series: at least one, each with at least one finite value.
+        is_log: a logarithmic value axis; zeros lie on its lower edge.
+        is_fraction: the value axis runs from 0 to 1, in per cent.
+    """
+    drawn = [attrs.evolve(one, points=thinned(one.points, _MAX_POINTS)) for one in series]
+    values = [value for one in drawn for _, value in one.points if value is not None]
+    axis = log_axis(values) if is_log else fraction_axis() if is_fraction else linear_axis(values)
+    steps = [step for one in drawn for step, _ in one.points]
+    first, last = min(steps), max(steps)
+    span = (first, last) if last > first else (first - 1, first + 1)
+    curves = "".join(_curve(one, span, axis) for one in drawn)
+    readouts = [
+        {"label": one.label, "points": [(step, _shown(value, is_fraction)) for step, value in one.points]}
+        for one in drawn
+    ]
+    return _svg(title, " ".join(map(_in_words, series)), curves, span, axis, readouts)
+
+
+def stacked_chart(title: str, layers: Sequence[Series]) -> str:
+    """An SVG of stacked bars, one per step (of many steps, the mean of neighbours); all layers have the same steps."""
+    steps = [step for step, _ in layers[0].points]
+    bars = _bars(steps)
+    means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]
+    axis = linear_axis([0.0, *(sum(parts) for parts in zip(*means, strict=True))])
+    span = (steps[0] - 0.5, steps[-1] + 0.5)
+    # A bar begins where the one before it ends, also where steps are missing.
+    edges = [span[0], *((steps[bar[0]] + steps[bar[0] - 1]) / 2 for bar in bars[1:]), span[1]]
+    base = [0.0] * len(bars)
+    areas = ""
+    for one, heights in zip(layers, means, strict=True):
+        top = [low + high for low, high in zip(base, heights, strict=True)]
+        outline = [*_stairs(edges, top), *reversed(_stairs(edges, base))]
+        areas += f'<path class="area s{one.color}" d="{_path(outline, span, axis)}Z"/>'
+        base = top
+    centers = [steps[bar[len(bar) // 2]] for bar in bars]
+    readouts = [
+        {
+            "label": one.label,
+            "points": [(step, f"{readable(mean)} s") for step, mean in zip(centers, heights, strict=True)],
+        }
+        for one, heights in zip(layers, means, strict=True)
+    ]
+    description = "Seconds per step. " + " ".join(
+        f"{one.label}: {readable(statistics.fmean(h))} s on average." for one, h in zip(layers, means, strict=True)
+    )
+    return _svg(title, description, areas, span, axis, readouts)
+
+
+# --- axes -----------------------------------------------------------------------------------------------------------
+
+
+def linear_axis(values: Sequence[float]) -> Axis:
+    """From a round number below the values to one above; from 0 where 0 is near."""
+    low, high = min(values), max(values)
+    if low > 0 and low < 0.5 * high:
+        low = 0.0
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    spacing = _round_spacing((high - low) / 5)
+    first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)
+    return Axis(
+        low=first * spacing,
+        high=last * spacing,
+        ticks=[(i * spacing, _tick(i * spacing, spacing)) for i in range(first, last + 1)],
+    )
+
+
+def log_axis(values: Sequence[float]) -> Axis:
+    """Whole decades around the positive values; from 1e-9 to 1e-8 where there are none."""
+    positive = [value for value in values if value > 0] or [1e-9]
+    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    last = max(last, first + 1)
+    every = math.ceil((last - first) / 5)
+    ticks = [(10.0**power, f"10{str(power).translate(_SUPERSCRIPT)}") for power in range(first, last + 1, every)]
+    return Axis(low=10.0**first, high=10.0**last, ticks=ticks, is_log=True)
+
+
+def fraction_axis() -> Axis:
+    """0 % to 100 %."""
+    return Axis(low=0.0, high=1.0, ticks=[(i / 4, f"{25 * i} %") for i in range(5)])
+
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _round_spacing(spacing: float) -> float:
+    power = 10.0 ** math.floor(math.log10(spacing))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= spacing * (1 - 1e-9))
+
+
+def _tick(value: float, spacing: float) -> str:
+    """All ticks of an axis have the same unit and the decimals that tell neighbours apart: `250`, `1.5k`, `7.5e-5`."""
+    power = math.floor(math.log10(spacing) + 1e-9)
+    unit, suffix = (
+        (10.0**power, f"e{power}")
+        if power < -3
+        else (1e6, "M")
+        if power >= 6
+        else (1e3, "k")
+        if power >= 3
+        else (1.0, "")
+    )
+    decimals = next(d for d in range(9) if math.isclose(round(spacing / unit, d), spacing / unit, rel_tol=1e-6))
+    return f"{value / unit:,.{decimals}f}{suffix}" if value else "0"
+
+
+# --- points ---------------------------------------------------------------------------------------------------------
+
+
+def thinned(points: Sequence[Point], limit: int) -> list[Point]:
+    """About `limit` points: the ends, and the lowest and highest of each bucket of neighbours, so no peak is lost."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / (limit // 2))
+    kept = [points[0]]
+    for start in range(1, len(points) - 1, size):
+        bucket = [point for point in points[start : min(start + size, len(points) - 1)] if point[1] is not None]
+        kept += sorted({min(bucket, key=_value), max(bucket, key=_value)}) if bucket else [points[start]]
+    return [*kept, points[-1]]
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Moving mean of the moving median, over about a fifteenth of the points: a lone spike does not bend it."""
+    half = max(len(points) // 30, 1)
+    return _moving(statistics.fmean, _moving(statistics.median, points, half), half)
+
+
+def _moving(average: Callable[[Sequence[float]], float], points: Sequence[Point], half: int) -> list[Point]:
+    result: list[Point] = []
+    for i, (step, value) in enumerate(points):
+        near = [v for _, v in points[max(i - half, 0) : i + half + 1] if v is not None]
+        result.append((step, None if value is None else average(near)))
+    return result
+
+
+def _value(point: Point) -> float:
+    assert point[1] is not None
+    return point[1]
+
+
+def _bars(steps: Sequence[float]) -> list[range]:
+    size = math.ceil(len(steps) / _MAX_BARS)
+    return [range(start, min(start + size, len(steps))) for start in range(0, len(steps), size)]
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def _curve(one: Series, span: tuple[float, float], axis: Axis) -> str:
+    has_dots = len(one.points) == 1 or (one.is_sparse and len(one.points) <= _MAX_DOTS)
+    if has_dots or len(one.points) < _SMOOTHED_FROM or axis.is_log:
+        path = f'<path class="line s{one.color}" d="{_pieces(one.points, span, axis)}"/>'
+    else:
+        raw, middle = _pieces(one.points, span, axis), _pieces(smoothed(one.points), span, axis)
+        path = f'<path class="line raw s{one.color}" d="{raw}"/><path class="line s{one.color}" d="{middle}"/>'
+    if has_dots:
+        # A line of no length with round ends is a dot that the stretched box cannot distort.
+        dots = "".join(f"{_path([(x, y)], span, axis)}h0" for x, y in one.points if y is not None)
+        path += f'<path class="dots s{one.color}" d="{dots}"/>'
+    return path
+
+
+def _pieces(points: Sequence[Point], span: tuple[float, float], axis: Axis) -> str:
+    """The path of a curve, lifted at its gaps."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for step, value in points:
+        if value is None:
+            pieces.append([])
+        else:
+            pieces[-1].append((step, value))
+    return "".join(_path(piece, span, axis) for piece in pieces if piece)
+
+
+def _path(points: Sequence[tuple[float, float]], span: tuple[float, float], axis: Axis) -> str:
+    first, last = span
+    corners = (f"{_BOX * (x - first) / (last - first):.4g},{_BOX * (1 - axis.height(y)):.4g}" for x, y in points)
+    return "M" + " ".join(corners)
+
+
+def _stairs(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:
+    return [(x, y) for i, y in enumerate(heights) for x in (edges[i], edges[i + 1])]
+
+
+def _svg(
+    title: str, description: str, inside: str, span: tuple[float, float], axis: Axis, readouts: Sequence[object]
+) -> str:
+    grid = ""
+    for value, label in axis.ticks:
+        y = f"{100 * (1 - axis.height(value)):.4g}%"
+        grid += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+        grid += f'<text class="tick" x="0" y="{y}" dx="-8" dy="4" text-anchor="end">{label}</text>'
+    for i, step in enumerate(_step_ticks(span)):
+        x = f"{100 * (step - span[0]) / (span[1] - span[0]):.4g}%"
+        label = f"{step:,}" if i else f"step {step:,}"
+        grid += f'<text class="tick" x="{x}" y="100%" dy="19" text-anchor="middle">{label}</text>'
+    data = escape(json.dumps({"span": span, "series": readouts}, ensure_ascii=False, separators=(",", ":")))
+    return (
+        f'<svg class="chart" role="img" width="100%" height="100%" data-readouts="{data}">'
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{grid}"
+        f'<svg viewBox="0 0 {_BOX} {_BOX}" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
+        f"{inside}</svg>"
+        '<g class="cursor" aria-hidden="true"><line y2="100%"/>'
+        '<text class="tick" dy="-4" text-anchor="middle"/></g></svg>'
+    )
+
+
+def _step_ticks(span: tuple[float, float]) -> list[int]:
+    spacing = max(int(_round_spacing((span[1] - span[0]) / 5)), 1)
+    return list(range(math.ceil(span[0] / spacing) * spacing, math.floor(span[1]) + 1, spacing))
+
+
+def _shown(value: float | None, is_fraction: bool) -> str:
+    if value is None:
+        return "not finite"
+    return f"{100 * value:.1f} %" if is_fraction else readable(value)
+
+
+def _in_words(one: Series) -> str:
+    finite = [(step, value) for step, value in one.points if value is not None]
+    (first_step, first), (last_step, last) = finite[0], finite[-1]
+    values = [value for _, value in finite]
+    return (
+        f"{one.label}: {readable(first)} at step {first_step:g}, {readable(last)} at step {last_step:g}, "
+        f"between {readable(min(values))} and {readable(max(values))}."
+    )

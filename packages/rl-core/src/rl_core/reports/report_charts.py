@@ -1,0 +1,210 @@
+"""The charts of a run's report: which metrics stand together, in which form, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from markupsafe import Markup
+
+from rl_core.reports.curves import Point, Series, line_chart, stacked_chart
+from rl_core.reports.progress import readable
+
+Row = Mapping[str, Any]
+"""A row of `metrics.jsonl`; None is a number that was not finite."""
+
+PHASES = ("generate", "score", "train", "publish", "evaluate", "checkpoint", "controller")
+_MAX_ENVIRONMENT_CHARTS = 12
+
+
+@attrs.frozen(kw_only=True)
+class Chart:
+    """A drawing with what stands around it."""
+
+    title: str
+    about: str
+    """One sentence: what the numbers are."""
+    legend: Sequence[tuple[int, str, str]]
+    """(colour, label, latest value) of each curve."""
+    svg: Markup
+    note: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class RunCharts:
+    """All charts of a run, in the order of the page."""
+
+    learning: Sequence[Chart]
+    """Reward and held-out accuracy: one chart where both are fractions, else two."""
+    others: Sequence[Chart]
+    time: Chart | None
+    absent: Sequence[str]
+    """Titles of the charts whose metrics the run did not log."""
+
+
+@attrs.frozen(kw_only=True)
+class _Plan:
+    title: str
+    about: str
+    curves: Mapping[str, str]
+    """Metric → label."""
+    is_log: bool = False
+
+
+_PLANS = (
+    _Plan(
+        title="KL to the reference",
+        about="How far the policy has moved, per token, in nats.",
+        curves={"policy/kl": "KL"},
+    ),
+    _Plan(
+        title="Entropy",
+        about="How undecided the policy is, per token, in nats.",
+        curves={"policy/entropy": "entropy"},
+    ),
+    _Plan(
+        title="Gradient norm",
+        about="Before clipping. A gap is a skipped step.",
+        curves={"policy/grad_norm": "norm"},
+    ),
+    _Plan(
+        title="Engine against trainer",
+        about="Log-prob difference for the same tokens and weights: rounding, if all is well.",
+        curves={"rollout/logprob_diff_max": "largest", "rollout/logprob_diff_mean": "mean"},
+        is_log=True,
+    ),
+    _Plan(
+        title="Response length",
+        about="Sampled tokens per response.",
+        curves={"rollout/response_length": "training", "eval/response_length": "held out"},
+    ),
+    _Plan(
+        title="Clipped",
+        about="Part of the tokens whose ratio was clipped.",
+        curves={"policy/clip_fraction": "part"},
+    ),
+    _Plan(
+        title="Critic",
+        about="Part of the returns' variance that the critic explains; 0 knows no more than their mean.",
+        curves={"critic/explained_variance": "explained"},
+    ),
+)
+
+
+def run_charts(rows: Sequence[Row]) -> RunCharts:
+    """The charts that these rows of `metrics.jsonl` allow."""
+    learning = _learning_charts(rows)
+    time = _time_chart(rows)
+    planned = {plan.title: _planned_chart(rows, plan) for plan in _PLANS}
+    drawn = {"Reward and held-out accuracy": learning, **planned, "Time per phase": time}
+    return RunCharts(
+        learning=learning,
+        others=[*(chart for chart in planned.values() if chart), *_environment_charts(rows)],
+        time=time,
+        absent=[title for title, chart in drawn.items() if not chart],
+    )
+
+
+def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
+    """(step, value) where the metric was logged; empty if it never was finite."""
+    points = [(row["step"], row[metric]) for row in rows if metric in row]
+    return points if any(value is not None for _, value in points) else []
+
+
+def values_of(points: Sequence[Point]) -> list[float]:
+    """The values that are finite."""
+    return [value for _, value in points if value is not None]
+
+
+def percent(value: float) -> str:
+    """`94.6 %` for 0.946."""
+    return f"{100 * value:.1f} %"
+
+
+def is_fraction(values: Sequence[float]) -> bool:
+    """All between 0 and 1: can be shown in per cent."""
+    return all(0 <= value <= 1 for value in values)
+
+
+def _planned_chart(rows: Sequence[Row], plan: _Plan) -> Chart | None:
+    series = _series(rows, plan.curves)
+    return _line_chart(plan.title, plan.about, series, is_log=plan.is_log) if series else None
+
+
+def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
+    accuracy = _series(rows, {"eval/accuracy": "held-out accuracy"}, first_color=1)
+    reward = _series(rows, {"reward/mean": "reward (sampled)"}, first_color=2)
+    held_out = _series(rows, {"eval/reward": "held-out reward"}, first_color=3)
+    if accuracy and held_out and held_out[0].points == accuracy[0].points:
+        held_out = []
+    together = [*accuracy, *reward, *held_out]
+    if accuracy and is_fraction([value for one in together for value in values_of(one.points)]):
+        title = "Reward and held-out accuracy" if reward else "Held-out accuracy"
+        about = "Reward of the training samples, and evaluation on problems that are never trained on."
+        return [_line_chart(title, about, together, in_percent=True)]
+    charts = []
+    if reward or held_out:
+        charts.append(_line_chart("Reward", "Mean over samples.", [*reward, *held_out]))
+    if accuracy:
+        charts.append(_line_chart("Held-out accuracy", "On problems that are never trained on.", accuracy))
+    return charts
+
+
+def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
+    """What the environment measured, in training and on held-out problems."""
+    names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
+    charts = []
+    for name in sorted(names - {"reward", "accuracy", "response_length", "failed"}):
+        series = _series(rows, {f"environment/{name}": "training", f"eval/{name}": "held out"})
+        if series:
+            charts.append(_line_chart(name.replace("_", " "), "Measured by the environment.", series))
+    return charts[:_MAX_ENVIRONMENT_CHARTS]
+
+
+def _time_chart(rows: Sequence[Row]) -> Chart | None:
+    timed = [row for row in rows if any(f"time/{phase}" in row for phase in PHASES)]
+    layers = [
+        Series(label=phase, points=[(row["step"], row.get(f"time/{phase}") or 0.0) for row in timed], color=color)
+        for color, phase in enumerate(PHASES, start=1)
+        if points_of(rows, f"time/{phase}")
+    ]
+    if not layers:
+        return None
+    totals = [sum(values_of(one.points)) for one in layers]
+    whole = sum(totals) or 1.0
+    title = "Time per phase"
+    return Chart(
+        title=title,
+        about="Seconds per step; the legend has each phase's part of the whole.",
+        legend=[(one.color, one.label, percent(total / whole)) for one, total in zip(layers, totals, strict=True)],
+        svg=Markup(stacked_chart(title, layers)),
+    )
+
+
+def _series(rows: Sequence[Row], curves: Mapping[str, str], first_color: int = 1) -> list[Series]:
+    """The curves that were logged; one that was logged at half of the steps or fewer is marked as sparse."""
+    found = [(label, points) for metric, label in curves.items() if (points := points_of(rows, metric))]
+    return [
+        Series(label=label, points=points, color=color, is_sparse=2 * len(points) <= len(rows))
+        for color, (label, points) in enumerate(found, start=first_color)
+    ]
+
+
+def _line_chart(
+    title: str, about: str, series: Sequence[Series], *, is_log: bool = False, in_percent: bool = False
+) -> Chart:
+    show = percent if in_percent else readable
+    finite = [values_of(one.points) for one in series]
+    missing = [len(one.points) - len(values) for one, values in zip(series, finite, strict=True)]
+    notes = [f"{one.label}: {count} not finite" for one, count in zip(series, missing, strict=True) if count]
+    if is_log and any(value <= 0 for values in finite for value in values):
+        notes.append("zero lies on the lower edge")
+    return Chart(
+        title=title,
+        about=about,
+        legend=[(one.color, one.label, show(values[-1])) for one, values in zip(series, finite, strict=True)],
+        # `curves` escapes what it is given, so its markup can be trusted.
+        svg=Markup(line_chart(title, series, is_log=is_log, is_fraction=in_percent)),
+        note="; ".join(notes),
+    )

@@ -1,0 +1,260 @@
+"""`report.html`: one page that tells what a run did, made only from what lies in its directory.
+
+It loads nothing from anywhere, opens years later, reads in light and dark, on a phone and on paper.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from rl_core.errors import DataError
+from rl_core.reports.jsonl import read_rows
+from rl_core.reports.progress import duration, readable
+from rl_core.reports.report_charts import Row, is_fraction, percent, points_of, run_charts, values_of
+from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
+from rl_core.reports.samples import Sample, read_samples
+from rl_core.reports.trackers import METRICS_FILE_NAME
+
+_MAX_TEXT = 4000
+_PROMPTS_PER_STAGE = 3
+_FAILURES_SHOWN = 3
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.html` into a run's directory, finished or not, and returns its path.
+
+    Reads `metrics.jsonl` and, where they are, `samples.jsonl`, `config.yaml` and `summary.json`. What was not logged is
+    named on the page and left out.
+
+    Raises:
+        DataError: there is no `metrics.jsonl`, or one of the files is broken.
+    """
+    rows = list(read_rows(run_dir / METRICS_FILE_NAME))
+    config_text = _text(run_dir / "config.yaml")
+    page = _template().render(
+        title=run_dir.resolve().name,
+        facts=_facts(config_text),
+        tiles=_tiles(rows),
+        summary=_summary(run_dir / "summary.json"),
+        charts=run_charts(rows),
+        samples=_shown_samples(run_dir),
+        config=config_text,
+        num_steps=_num_steps(rows),
+    )
+    path = run_dir / "report.html"
+    unfinished = path.with_name("report.html.writing")
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
+    unfinished.replace(path)
+    return path
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _num_steps(rows: Sequence[Row]) -> int:
+    """Training steps: the row of step 0 is the evaluation before them."""
+    return sum(row["step"] > 0 for row in rows)
+
+
+def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """(label, value, remark) of the numbers that come first."""
+    values = {name: values_of(points_of(rows, name)) for name in {name for row in rows for name in row}}
+    held_out = "eval/accuracy" if "eval/accuracy" in values else "eval/reward"
+    tiles = [
+        _from_first_to_last("Held-out " + held_out.removeprefix("eval/"), values.get(held_out, [])),
+        _from_first_to_last("Reward", values.get("reward/mean", [])),
+        ("Steps", f"{_num_steps(rows):,}", ""),
+    ]
+    if seconds := values.get("time/step"):
+        tiles.append(("Time", duration(sum(seconds)), f"{readable(statistics.median(seconds))} s a step"))
+    if tokens := values.get("rollout/tokens"):
+        speed = values.get("tokens_per_second")
+        remark = f"{readable(statistics.median(speed))} per second" if speed else ""
+        tiles.append(("Sampled tokens", _large(sum(tokens)), remark))
+    if failed := sum(values.get("rollout/failed", [])):
+        tiles.append(("Failed rollouts", readable(failed), "not trained on"))
+    return [tile for tile in tiles if tile]
+
+
+def _from_first_to_last(label: str, values: Sequence[float]) -> tuple[str, str, str] | None:
+    if not values:
+        return None
+    show = percent if "accuracy" in label and is_fraction(values) else readable
+    return label, show(values[-1]), f"from {show(values[0])}" if len(values) > 1 else ""
+
+
+def _summary(path: Path) -> list[tuple[str, str]]:
+    if not path.exists():
+        return []
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        return [(name.replace("_", " "), _summary_value(name, value)) for name, value in summary.items()]
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path}: not a JSON object ({error})") from error
+
+
+def _summary_value(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else json.dumps(value)
+    if name.endswith("_seconds"):
+        return duration(value)
+    return percent(value) if "accuracy" in name and 0 <= value <= 1 else readable(value)
+
+
+def _large(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:,.0f}"
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class _ShownSamples:
+    stages: Sequence[Mapping[str, Any]] = ()
+    """Start, middle and end."""
+    failures: Sequence[Mapping[str, Any]] = ()
+    """The first ones."""
+    num_failures: int = 0
+    """Of all logged samples."""
+
+
+def _shown_samples(run_dir: Path) -> _ShownSamples:
+    """Reads the file twice rather than keep it: first for its steps and failures, then for the steps that are shown."""
+    if not (run_dir / SAMPLES_FILE_NAME).exists():
+        return _ShownSamples()
+    steps: dict[str, set[int]] = {"eval": set(), "train": set()}
+    failures: list[Sample] = []
+    num_failures = 0
+    for sample in read_samples(run_dir):
+        steps[sample.purpose].add(sample.step)
+        if sample.failure is not None:
+            num_failures += 1
+            failures += [sample] if num_failures <= _FAILURES_SHOWN else []
+    wanted = {purpose: _start_middle_end(found) for purpose, found in steps.items()}
+    kept: dict[tuple[str, int], list[Sample]] = {}
+    for sample in read_samples(run_dir):
+        if sample.step in wanted[sample.purpose]:
+            kept.setdefault((sample.purpose, sample.step), []).append(sample)
+    return _ShownSamples(
+        stages=[_stage(i, wanted, kept) for i in range(max(map(len, wanted.values())))],
+        failures=[_card(sample, f"step {sample.step}, {_PURPOSES[sample.purpose]}") for sample in failures],
+        num_failures=num_failures,
+    )
+
+
+_PURPOSES = {"eval": "held out", "train": "training"}
+
+
+def _start_middle_end(steps: set[int]) -> list[int]:
+    ordered = sorted(steps)
+    if len(ordered) < 3:
+        return ordered
+    middle = (ordered[0] + ordered[-1]) / 2
+    return [ordered[0], min(ordered[1:-1], key=lambda step: abs(step - middle)), ordered[-1]]
+
+
+def _stage(
+    i: int, wanted: Mapping[str, Sequence[int]], kept: Mapping[tuple[str, int], Sequence[Sample]]
+) -> dict[str, Any]:
+    names = {1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[max(map(len, wanted.values()))]
+    cards, steps = [], []
+    for purpose in ("eval", "train"):
+        if i < len(wanted[purpose]):
+            step = wanted[purpose][i]
+            steps.append(f"{_PURPOSES[purpose]}: step {step}")
+            choose = _first_prompts if purpose == "eval" else _best_and_worst
+            cards += choose(kept[purpose, step])
+    return {"name": names[i], "steps": " · ".join(steps), "cards": cards}
+
+
+def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One sample of each of the first prompts, in the file's order: the same prompts at every stage."""
+    firsts: dict[int, Sample] = {}
+    for sample in samples:
+        firsts.setdefault(sample.group, sample)
+    return [_card(sample, "held out") for sample in list(firsts.values())[:_PROMPTS_PER_STAGE]]
+
+
+def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The highest and the lowest reward of the step, ties to the first; failures have a section of their own."""
+    rewarded = [sample for sample in samples if sample.reward is not None]
+    if not rewarded:
+        return []
+    best = max(rewarded, key=lambda sample: sample.reward or 0.0)
+    worst = min(rewarded, key=lambda sample: sample.reward or 0.0)
+    if best is worst or best.reward == worst.reward:
+        return [_card(best, "training")]
+    return [_card(best, "training, highest reward"), _card(worst, "training, lowest reward")]
+
+
+def _card(sample: Sample, label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "prompt": _shortened(sample.prompt),
+        "response": _shortened(sample.response),
+        "reward": "not finite" if sample.reward is None else f"{sample.reward:.3g}",
+        "failure": sample.failure,
+        "was_cut": sample.stop_reason == "length" or sample.end == "context",
+        "was_aborted": sample.stop_reason == "abort",
+        "metrics": [
+            (name.replace("_", " "), readable(value)) for name, value in sample.metrics.items() if value is not None
+        ],
+    }
+
+
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+
+
+def _shortened(text: str) -> str:
+    """At most so many characters, control characters made visible."""
+    left_out = len(text) - _MAX_TEXT
+    text = text[:_MAX_TEXT].translate(_VISIBLE)
+    return f"{text}\n… {left_out:,} more characters" if left_out > 0 else text
+
+
+# --- page -----------------------------------------------------------------------------------------------------------
+
+
+def _facts(config_text: str) -> list[str]:
+    """Model, algorithm, backend and seed, as far as the configuration names them."""
+    try:
+        config = yaml.safe_load(config_text)
+    except yaml.YAMLError:
+        return []
+    keys = {
+        "trainer.policy.model.path": "",
+        "trainer.algorithm.advantage_estimator": "",
+        "trainer.strategy": "",
+        "generator.inference_engine.backend": "",
+        "trainer.seed": "seed ",
+    }
+    values = {key: _lookup(config, key.split(".")) for key in keys}
+    return [f"{prefix}{values[key]}" for key, prefix in keys.items() if values[key] is not None]
+
+
+def _lookup(tree: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _template() -> Any:
+    source = files("rl_core.reports").joinpath("report_template.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(source)

@@ -1,0 +1,120 @@
+"""`samples.jsonl`: what the policy said, and what it got for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Trajectory
+from rl_core.reports.jsonl import StepLog, read_rows
+
+if TYPE_CHECKING:
+    from rl_core.batch import Batch
+
+FILE_NAME = "samples.jsonl"
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """One row: one sample of one prompt."""
+
+    step: int
+    purpose: Literal["train", "eval"] = attrs.field(validator=attrs.validators.in_(("train", "eval")))
+    group: int
+    """Equal for the samples of one prompt within a step."""
+    sample: int
+    """Index within the group."""
+    prompt: str
+    response: str
+    reward: float | None
+    """None for a failed rollout: it received no reward, which is not a reward of zero."""
+    stop_reason: str | None
+    """Of the last turn; None for a failed rollout."""
+    end: str = "done"
+    """What ended the episode: `done`, or a limit (`max_turns`, `context`)."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """What the environment measured."""
+    failure: str | None = None
+    turns: Sequence[Mapping[str, Any]] | None = None
+    """Of an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each."""
+    tokens: Sequence[Sequence[int]] | None = None
+    """On request: one list per sequence that the trajectory was trained as, prompts and observations included."""
+    rollout_logprobs: Sequence[Sequence[float]] | None = None
+    """On request, aligned with `tokens`: log-probs of the engine, 0.0 where the policy did not sample."""
+    trainer_logprobs: Sequence[Sequence[float]] | None = None
+    """On request, aligned with `tokens`: log-probs of the trainer under the same weights."""
+
+
+def sample_of(trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"]) -> Sample:
+    """The row of a trajectory, without its tokens."""
+    failed = trajectory.failure is not None
+    return Sample(
+        step=step,
+        purpose=purpose,
+        group=trajectory.group_id,
+        sample=trajectory.sample_index,
+        prompt=trajectory.prompt_text,
+        response=trajectory.response_text,
+        reward=None if failed else trajectory.reward,
+        stop_reason=None if failed else trajectory.steps[-1].stop_reason,
+        end=trajectory.end,
+        metrics=dict(trajectory.metrics),
+        failure=trajectory.failure,
+        turns=[attrs.asdict(turn) for turn in trajectory.turns] if len(trajectory.turns) > 1 else None,
+    )
+
+
+def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
+    """The row with tokens and the log-probs of both sides; `sequences` are the trajectory's, with `old_logprobs`."""
+
+    def lists(column: str) -> list[list[Any]]:
+        return [values.tolist() for values in sequences[column].split(sequences.lengths.tolist())]
+
+    return attrs.evolve(
+        sample,
+        tokens=lists("tokens"),
+        rollout_logprobs=lists("rollout_logprobs"),
+        trainer_logprobs=lists("old_logprobs"),
+    )
+
+
+class SamplesWriter:
+    """Appends to a file of samples; drops rows of `first_step` and later, left by the run that is resumed."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        self._log = StepLog(path, first_step=first_step)
+
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Appends and flushes; columns that were not asked for are left out of a row."""
+        self._log.write([_row(sample) for sample in samples])
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._log.close()
+
+
+def read_samples(run_dir: Path) -> Iterator[Sample]:
+    """The samples of a run in the order in which they were written, read lazily.
+
+    Raises:
+        DataError: there is no such file, or a row is not one that `SamplesWriter` writes.
+    """
+    for number, row in enumerate(read_rows(run_dir / FILE_NAME), start=1):
+        try:
+            yield Sample(**row)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{run_dir / FILE_NAME}, row {number}: not a sample of this version ({error.args[0]})"
+            ) from error
+
+
+_LEFT_OUT_IF_NONE = ("turns", "tokens", "rollout_logprobs", "trainer_logprobs")
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row = attrs.asdict(sample, recurse=False)
+    return {name: value for name, value in row.items() if not (name in _LEFT_OUT_IF_NONE and value is None)}

@@ -1,0 +1,117 @@
+"""Where metrics go. Each tracker is a callable `(config, run_dir, *, total_steps, first_step) → Tracker`.
+
+`first_step` is the first step that this process will log: 0 for a new run, the checkpoint's step + 1 for a resumed one.
+What an earlier process logged for that step and those after it is dropped, so a resumed run has no step twice.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import PluginError
+from rl_core.reports.jsonl import StepLog
+from rl_core.reports.progress import Progress
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
+
+METRICS_FILE_NAME = "metrics.jsonl"
+
+_SHOWN = {
+    "reward/mean": "reward",
+    "eval/reward": "held-out reward",
+    "eval/accuracy": "held-out accuracy",
+    "tokens_per_second": "tokens_per_second",
+}
+
+
+class ConsoleTracker:
+    """The run's progress on stderr: live on a terminal, plain lines where it is piped."""
+
+    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
+        self._progress = Progress(run_dir.resolve().name, total_steps, "steps", done=max(first_step - 1, 0))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.update(step, **{label: metrics[name] for name, label in _SHOWN.items() if name in metrics})
+
+    def phase(self, name: str) -> None:
+        self._progress.phase(name)
+
+    def close(self) -> None:
+        self._progress.close()
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one row per step, flushed, so that a kill loses at most the row that was being written."""
+
+    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
+        self._log = StepLog(run_dir / METRICS_FILE_NAME, first_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log.write([{"step": step, **metrics}])
+
+    def close(self) -> None:
+        self._log.close()
+
+
+class TensorBoardTracker:
+    """Event files in `tensorboard/` of the run directory; TensorBoard itself purges the steps that are run again."""
+
+    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from error
+        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, as `trainer.run_name` of `trainer.project_name`; `WANDB_MODE=offline` needs no network.
+
+    A resumed run continues the run whose id stands in `wandb_run_id.txt`. Weights & Biases takes no step twice: steps
+    that are run again, and give the same numbers, are ignored there with a warning.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports] (an extra that the development set-up leaves out)
+        except ImportError as error:
+            raise _missing("wandb", error) from error
+        id_file = run_dir / "wandb_run_id.txt"
+        if first_step == 0 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12] + "\n")
+        self._run = wandb.init(
+            project=config.trainer.project_name,
+            name=config.trainer.run_name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=run_dir,
+            tags=config.trainer.tags,
+            config=attrs.asdict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _missing(package: str, error: ImportError) -> PluginError:
+    return PluginError(
+        f"trainer.logger: the {package!r} tracker needs the package {package}, which cannot be imported ({error}). "
+        f"Install it with: pip install 'rl-core[{package}]'"
+    )

@@ -1,0 +1,140 @@
+"""Between buffer and batch: which groups and tokens a step trains on, and what was left out.
+
+The rules are `rl_core.algorithms.selection`'s; here they are applied to trajectories, in the loop, and accounted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.selection import (
+    dynamic_sampling_replace,
+    overlong_mask,
+    zero_variance_groups,
+    zero_variance_mask,
+)
+from rl_core.batch import Batch
+from rl_core.config import Config
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Metrics, Trajectory
+from rl_core.seeds import seed_of
+from rl_core.trainer.buffer import FinishedGroup
+
+
+class Selection:
+    """Repairs and masks the batches of a run."""
+
+    def __init__(
+        self,
+        *,
+        min_replace_ratio: float | None,
+        max_rejected_batches: int,
+        mask_zero_variance: bool,
+        mask_overlong: bool,
+        seed: int,
+    ):
+        """
+        Args:
+            min_replace_ratio: least share of groups with a signal that a batch needs for the others to be replaced by
+                copies of them; below it the batch is given up. None: no replacement.
+            max_rejected_batches: so many batches given up in a row stop the run.
+            mask_zero_variance: groups whose samples all have the same reward are not trained on.
+            mask_overlong: samples whose last response was cut off by its length, or that had no room for another one,
+                are not trained on; they still count in the baseline.
+            seed: of the run; copies are drawn by it and the batch's first group.
+        """
+        self._min_replace_ratio = min_replace_ratio
+        self._max_rejected_batches = max_rejected_batches
+        self._mask_zero_variance = mask_zero_variance
+        self._mask_overlong = mask_overlong
+        self._seed = seed
+        self._rejected_in_a_row = 0
+        self._metrics: dict[str, tuple[float, float]] = {}
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """As `trainer.algorithm` and `generator` say."""
+        algorithm = config.trainer.algorithm
+        dynamic = algorithm.dynamic_sampling
+        return cls(
+            min_replace_ratio=dynamic.min_replace_ratio if dynamic.type == "replace" else None,
+            max_rejected_batches=dynamic.max_sample_batches,
+            mask_zero_variance=algorithm.zero_variance_filter,
+            mask_overlong=config.generator.apply_overlong_filtering,
+            seed=config.trainer.seed,
+        )
+
+    def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
+        """The groups to train on; None when the batch has too few with a signal and another one is needed."""
+        if self._min_replace_ratio is None:
+            return groups
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        seed = seed_of(self._seed, groups[0].group_id)
+        result = dynamic_sampling_replace(
+            *_scores_and_groups(trajectories), seed=seed, min_replace_ratio=self._min_replace_ratio
+        )
+        self._metrics |= result.metrics
+        if not result.is_complete:
+            self._reject(len(groups))
+            return None
+        self._rejected_in_a_row = 0
+        version = {group.group_id: group.start_version for group in groups}
+        members: dict[int, list[Trajectory]] = {}
+        for row, group_id in zip(result.rows_R.tolist(), result.group_R.tolist(), strict=True):
+            members.setdefault(group_id, []).append(trajectories[row])
+        return [
+            FinishedGroup(
+                group_id=group_id,
+                start_version=version[samples[0].group_id],
+                trajectories=tuple(attrs.evolve(sample, group_id=group_id) for sample in samples),
+            )
+            for group_id, samples in members.items()
+        ]
+
+    def masked(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
+        """The batch with `loss_mask` cleared where the run's rules say so; `sampled` stays as it is.
+
+        Args:
+            trajectories: what `batch` was collated from: `trajectory_id` is the index here.
+        """
+        trajectory_N, sequence_T = batch["trajectory_id"], batch.sequence_index
+        if self._mask_overlong:
+            overlong = torch.tensor([trajectory.is_cut for trajectory in trajectories])
+            result = overlong_mask(batch["loss_mask"], sequence_T, overlong[trajectory_N])
+            batch = batch.with_columns(loss_mask=result.loss_mask_T)
+            self._metrics |= result.metrics
+        if self._mask_zero_variance:
+            rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
+            result = zero_variance_mask(batch["loss_mask"], sequence_T, rewards[trajectory_N], batch["group_id"])
+            batch = batch.with_columns(loss_mask=result.loss_mask_T)
+            self._metrics |= result.metrics
+        return batch
+
+    def lap(self) -> Metrics:
+        """`selection/…` of the last batch, of the rules that are switched on."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _reject(self, num_groups: int) -> None:
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row >= self._max_rejected_batches:
+            raise GenerationError(
+                f"{self._rejected_in_a_row} batches of {num_groups} groups in a row had fewer than "
+                f"{self._min_replace_ratio:.0%} groups with different rewards (trainer.algorithm.dynamic_sampling): "
+                "the prompts are too easy, too hard, or the reward is constant"
+            )
+
+
+def has_zero_variance(trajectories: Sequence[Trajectory]) -> bool:
+    """All samples of one prompt have the same reward: every group estimator gives them advantage 0."""
+    return bool(zero_variance_groups(*_scores_and_groups(trajectories)).all())
+
+
+def _scores_and_groups(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    scores_N = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
+    return scores_N, torch.tensor([trajectory.group_id for trajectory in trajectories])

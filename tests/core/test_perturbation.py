@@ -1,0 +1,54 @@
+"""Noise on parameters: of the stated size, the same however they are split, gone bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_core.rank_kit import Perturbation, Piece
+
+
+def whole(tensor: torch.Tensor, name: str = "weight") -> Piece:
+    return Piece(tensor=tensor, name=name, offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
+
+
+def noise(pieces: list[Piece], seed: int = 1, scale: float = 0.5) -> list[torch.Tensor]:
+    before = [piece.tensor.clone() for piece in pieces]
+    perturbation = Perturbation.perturb(pieces, seed=seed, scale=scale)
+    added = [piece.tensor - old for piece, old in zip(pieces, before, strict=True)]
+    perturbation.restore(pieces)
+    assert all(torch.equal(piece.tensor, old) for piece, old in zip(pieces, before, strict=True))
+    return added
+
+
+def test_the_noise_of_a_piece_is_that_part_of_the_wholes():
+    parameter = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
+    (expected,) = noise([whole(parameter)])
+    corners = [(0, 0), (5, 0), (0, 4), (5, 4)]
+    pieces = [
+        Piece(
+            tensor=parameter[row : 5 if row == 0 else 12, column : 4 if column == 0 else 10].clone(),
+            name="weight",
+            offset=(row, column),
+            shape=(12, 10),
+        )
+        for row, column in corners
+    ]
+    for piece, found in zip(pieces, noise(pieces), strict=True):
+        rows, columns = found.shape
+        row, column = piece.offset
+        # The size of the whole parameter is a sum of the pieces' here: another order of rounding.
+        assert torch.allclose(found, expected[row : row + rows, column : column + columns], atol=1e-6)
+
+
+@pytest.mark.parametrize(("parameter", "expected"), [(2.0, 1.0), (0.0, 0.5 * 400**-0.5)], ids=["large", "zero"])
+def test_its_size_is_a_part_of_the_parameters_or_of_an_initialisations(parameter: float, expected: float):
+    (found,) = noise([whole(torch.full((300, 400), parameter))])
+    assert float(found.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)  # 120,000 numbers: 4 errors
+
+
+def test_other_seeds_and_other_parameters_get_other_noise():
+    one, other = noise([whole(torch.zeros(50, 4), "a"), whole(torch.zeros(50, 4), "b")])
+    (again,) = noise([whole(torch.zeros(50, 4), "a")], seed=2)
+    assert not torch.isclose(one, other).any()
+    assert not torch.isclose(one, again).any()

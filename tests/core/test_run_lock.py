@@ -1,0 +1,352 @@
+"""One process at a time has a run's directories; a second one is told who, and changes nothing. With real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from rl_core.config import Config, from_mapping
+from rl_core.errors import ConfigError
+from rl_core.trainer import run_lock
+from rl_core.trainer.run_lock import held_directories, require_unused
+
+HOLDS = """
+import json, os, subprocess, sys, time
+from rl_core.config import from_mapping
+from rl_core.errors import ConfigError
+from rl_core.trainer.run_lock import held_directories
+
+settings, leaves_children = json.loads(sys.argv[1]), sys.argv[2] == "with children"
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with held_directories(from_mapping(settings)):
+        children = []
+        if leaves_children:
+            children.append(subprocess.Popen(["sleep", "600"], close_fds=False).pid)
+            children.append(os.fork())
+            if children[-1] == 0:
+                time.sleep(600)
+                os._exit(0)
+        print(json.dumps({"pid": os.getpid(), "children": children}), flush=True)
+        sys.stdin.readline()
+except ConfigError as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+"""Takes the directories at the first line of its input, says so, and has them until the second."""
+
+
+def settings_of(run_dir: Path | str, **trainer: Path | str) -> dict[str, str]:
+    return {f"trainer.{name}": str(value) for name, value in {"run_dir": run_dir, **trainer}.items()}
+
+
+def config_of(run_dir: Path | str, **trainer: Path | str) -> Config:
+    return from_mapping(settings_of(run_dir, **trainer))
+
+
+def ready(settings: dict[str, str], *, children: str = "") -> subprocess.Popen[str]:
+    """A process that has everything imported and waits for the word."""
+    command = [sys.executable, "-c", HOLDS, json.dumps(settings), children]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert said(process) == "ready"
+    return process
+
+
+def told(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+@contextmanager
+def holding(settings: dict[str, str], *, children: str = "") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Another process that has the directories, and the ids of its children."""
+    process = ready(settings, children=children)
+    pids: list[int] = []
+    try:
+        told(process)
+        pids = json.loads(said(process))["children"]
+        yield process, pids
+    finally:
+        end(process)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+def tree(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Every path with its time of change and content."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in root.rglob("*")
+    }
+
+
+def test_a_second_process_is_told_pid_host_and_start_of_the_first_and_changes_nothing(tmp_path: Path):
+    begun = datetime.now().astimezone().replace(microsecond=0)
+    with holding(settings_of(tmp_path / "run")) as (first, _):
+        before = tree(tmp_path)
+        config = config_of(tmp_path / "run")
+        for refuses in (held_directories(config).__enter__, lambda: require_unused(config)):
+            with pytest.raises(ConfigError) as refused:
+                refuses()
+            message, run_dir = str(refused.value), re.escape(str(tmp_path / "run"))
+            who = rf"process (\d+) on (\S+), started (.+), writes {run_dir}\. Wait for that run or stop it"
+            found = re.match(
+                rf"trainer\.run_dir: {run_dir} is in use: {who}, or give another trainer\.run_name", message
+            )
+            assert found, message
+            assert (int(found[1]), found[2]) == (first.pid, socket.gethostname())
+            assert begun <= datetime.fromisoformat(found[3]) <= datetime.now().astimezone()
+        assert tree(tmp_path) == before
+
+
+def test_directories_are_free_again_and_nothing_is_left_when_a_run_ends(tmp_path: Path):
+    config = config_of(tmp_path / "runs" / "run", ckpt_path=tmp_path / "disk" / "ckpts")
+    for ends in (lambda: None, lambda: pytest.fail("the run failed")):
+        try:
+            with held_directories(config):
+                assert sorted(path.name for path in tmp_path.rglob("*.rl-lock")) == [".ckpts.rl-lock", ".run.rl-lock"]
+                ends()
+        except pytest.fail.Exception:
+            pass
+        assert not list(tmp_path.rglob("*.rl-lock"))
+    require_unused(config)
+
+
+@pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_keeps_nobody_out_whatever_children_outlive_it(tmp_path: Path, ends_by: signal.Signals):
+    with holding(settings_of(tmp_path / "run"), children="with children") as (first, children):
+        first.send_signal(ends_by)
+        first.wait()
+        stale = json.loads((tmp_path / ".run.rl-lock").read_text())
+        assert stale["pid"] == first.pid
+        for child in children:
+            os.kill(child, 0)  # still there
+        require_unused(config_of(tmp_path / "run"))
+        with held_directories(config_of(tmp_path / "run")):
+            assert json.loads((tmp_path / ".run.rl-lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_forked_child_that_unwinds_leaves_the_lock_to_its_parent(tmp_path: Path):
+    config = config_of(tmp_path / "run")
+
+    def leave(context: object) -> None:
+        context.__exit__(None, None, None)  # pyright: ignore[reportAttributeAccessIssue]
+
+    context = held_directories(config)
+    with context:
+        child = multiprocessing.get_context("fork").Process(target=leave, args=(context,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            require_unused(config)
+
+
+@pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "after a kill"])
+def test_of_many_that_start_at_once_one_has_the_directories_and_all_others_name_it(tmp_path: Path, is_stale: bool):
+    settings = settings_of(tmp_path / "run", export_path=tmp_path / "models" / "run")
+    if is_stale:
+        with holding(settings) as (killed, _):
+            end(killed)
+        assert len(list(tmp_path.rglob("*.rl-lock"))) == 2
+    starters = [ready(settings) for _ in range(12)]
+    try:
+        for starter in starters:
+            told(starter)
+        answers = {starter.pid: said(starter) for starter in starters}
+        winners = [pid for pid, answer in answers.items() if answer.startswith("{")]
+        assert len(winners) == 1, answers
+        losers = [answer for pid, answer in answers.items() if pid not in winners]
+        assert all(f"process {winners[0]} on {socket.gethostname()}, started" in answer for answer in losers), answers
+        assert [starter.wait(30) for starter in starters if starter.pid not in winners] == [2] * 11
+        assert sorted(path.name for path in tmp_path.rglob("*")) == [".run.rl-lock", ".run.rl-lock", "models"]
+    finally:
+        for starter in starters:
+            end(starter)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"run_dir": "b", "ckpt_path": "disk/ckpts"}, "trainer.ckpt_path"),
+        ({"run_dir": "b", "export_path": "disk/ckpts"}, "trainer.export_path"),
+        ({"run_dir": "disk/ckpts"}, "trainer.run_dir"),
+        ({"run_dir": "b", "ckpt_path": "a/checkpoints"}, "trainer.ckpt_path"),
+        ({"run_dir": "b", "export_path": "a/model"}, "trainer.export_path"),
+        ({"run_dir": "a/within"}, "trainer.run_dir"),
+        ({"run_dir": "a/deep/within"}, "trainer.run_dir"),
+        ({"run_dir": "disk"}, "trainer.run_dir"),
+        ({"run_dir": "b", "ckpt_path": "."}, "trainer.ckpt_path"),
+        ({"run_dir": "./b/../a"}, "trainer.run_dir"),
+        ({"run_dir": "link"}, "trainer.run_dir"),
+        ({"run_dir": "up/a"}, "trainer.run_dir"),
+        ({"run_dir": "up/up/link"}, "trainer.run_dir"),
+    ],
+)
+def test_directories_of_two_runs_do_not_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], key: str
+):
+    """Whichever of the two is first."""
+    monkeypatch.chdir(tmp_path)
+    for directory in ("a", "b", "disk"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "up").symlink_to(tmp_path)
+    mine = {"run_dir": "a", "ckpt_path": "disk/ckpts"}
+    with holding(settings_of(**mine)) as (first, _):
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match=rf"^{key}: .* is in use: process {first.pid} on "):
+            held_directories(config_of(**other)).__enter__()
+        assert tree(tmp_path) == before
+    if other["run_dir"] != "a/deep/within":
+        with holding(settings_of(**other)) as (first, _):
+            before = tree(tmp_path)
+            with pytest.raises(ConfigError, match=rf" is in use: process {first.pid} on "):
+                held_directories(config_of(**mine)).__enter__()
+            assert tree(tmp_path) == before
+
+
+def test_runs_side_by_side_do_not_meet(tmp_path: Path):
+    with (
+        holding(settings_of(tmp_path / "a", ckpt_path=tmp_path / "ckpts" / "a")),
+        holding(settings_of(tmp_path / "b", ckpt_path=tmp_path / "ckpts" / "b")),
+        held_directories(config_of(tmp_path / "a.1", export_path=tmp_path / "ckpts" / "c")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_lock_stays_when_the_directory_is_moved_away(tmp_path: Path, is_link: bool):
+    run_dir = tmp_path / "run"
+    if is_link:
+        (tmp_path / "elsewhere").mkdir()
+        run_dir.symlink_to(tmp_path / "elsewhere")
+    else:
+        run_dir.mkdir()
+    with held_directories(config_of(run_dir)):
+        run_dir.rename(tmp_path / "run.1")
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            require_unused(config_of(run_dir))
+        run_dir.mkdir()
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            held_directories(config_of(run_dir)).__enter__()
+    require_unused(config_of(run_dir))
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no /dev/shm is mounted here")
+def test_a_mount_point_has_its_lock_inside():
+    """Each container has a root of its own, where nobody else would see a file."""
+    assert run_lock._lock_file(Path("/dev/shm")) == Path("/dev/shm/.rl-lock")
+    assert run_lock._directory_of(Path("/dev/shm/.rl-lock")) == Path("/dev/shm")
+    assert run_lock._lock_file(Path("/dev/shm/run")) == Path("/dev/shm/.run.rl-lock")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside(tmp_path: Path):
+    run_dir = tmp_path / "above" / "run"
+    run_dir.mkdir(parents=True)
+    run_dir.parent.chmod(0o555)
+    with held_directories(config_of(run_dir)):
+        assert (run_dir / ".rl-lock").exists()
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            held_directories(config_of(run_dir)).__enter__()
+    assert not list(run_dir.iterdir())
+
+
+def test_a_lock_file_that_cannot_be_made_is_an_error_with_the_key(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*/file/run cannot be locked: .* Give another directory"):
+        held_directories(config_of(tmp_path / "file" / "run")).__enter__()
+
+
+def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path):
+    """Between taking a lock and writing into its file; what an earlier holder left there is not the answer."""
+    path = tmp_path / ".run.rl-lock"
+    for left in ("", json.dumps({"pid": dead_process(), "host": socket.gethostname(), "started": "long ago"}) + "\n"):
+        path.write_text(left)
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            name = {"pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
+            writer = delayed(0.3, lambda name=name: path.write_text(json.dumps(name) + "\n"))
+            with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*, started now"):
+                require_unused(config_of(tmp_path / "run"))
+            writer.join()
+            path.write_text("")
+            begin = time.monotonic()
+            with pytest.raises(ConfigError, match="is in use: a process yet unknown writes"):
+                require_unused(config_of(tmp_path / "run"))
+            assert time.monotonic() - begin > run_lock._PATIENCE_S
+
+
+def test_one_that_only_looks_keeps_nobody_out(tmp_path: Path):
+    path = tmp_path / ".run.rl-lock"
+    path.touch()
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        looks = delayed(0.3, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        with held_directories(config_of(tmp_path / "run")):
+            looks.join()
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def unknown_here(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown_here)
+    with held_directories(config_of(tmp_path / "run")):
+        require_unused(config_of(tmp_path / "run"))
+    assert f"trainer.run_dir: the file system of {tmp_path / 'run'} has no locks" in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+    assert not list(tmp_path.iterdir())
+
+
+def dead_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def delayed(seconds: float, action: Callable[[], object]) -> BaseProcess:
+    """Does it in a forked process, which shares the open files."""
+
+    def act() -> None:
+        time.sleep(seconds)
+        action()
+
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    return process

@@ -1,0 +1,99 @@
+"""The engine's entry point. Imports no torch: it is loaded to check a configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import (
+    ENGINE_CONTRACT_VERSION,
+    Completion,
+    EngineHealth,
+    EngineSpec,
+    GenerateRequest,
+    InferenceClient,
+    Manifest,
+    Rendezvous,
+    at_least,
+)
+from rl_rollout import LocalEnginePlugin
+
+
+@attrs.frozen(kw_only=True)
+class JournalOptions:
+    """The local engine, with a journal of its requests."""
+
+    journal: str = "requests.jsonl"
+    """A file in the run's directory, one line per request."""
+    journal_every: int = attrs.field(default=1, validator=at_least(1))
+    """Requests from one line to the next."""
+
+
+@attrs.frozen
+class JournalPlugin:
+    """InferencePlugin."""
+
+    contract_version: int = ENGINE_CONTRACT_VERSION
+    name: str = "journal"
+    options_class: type = JournalOptions
+
+    def validate(self, spec: EngineSpec) -> None:
+        """Refuses what it cannot do, with the key that changes it."""
+        if Path(spec.options.journal).is_absolute():
+            raise ConfigError(
+                f"generator.inference_engine.journal: {spec.options.journal} is given; expected a name in the run's "
+                "directory"
+            )
+        LocalEnginePlugin().validate(spec)
+
+    async def create(self, spec: EngineSpec) -> InferenceClient:
+        """Loads the model in this process."""
+        self.validate(spec)
+        return JournalClient(await LocalEnginePlugin().create(spec), spec.run_dir / spec.options.journal, spec.options)
+
+
+class JournalClient:
+    """InferenceClient and Scoring."""
+
+    def __init__(self, engine: Any, file: Path, options: JournalOptions) -> None:
+        self._engine, self._file, self._every, self._count = engine, file, options.journal_every, 0
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        if self._count % self._every == 0:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps({"sample": request.sample_id, "max_tokens": request.params.max_tokens}) + "\n")
+        self._count += 1
+        return await self._engine.generate(request)
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        return await self._engine.update_weights(rendezvous, version)
+
+    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
+        await self._engine.abort(sample_ids)
+
+    async def health(self) -> EngineHealth:
+        return await self._engine.health()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
+        return await self._engine.score(sequences)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+journal = JournalPlugin()

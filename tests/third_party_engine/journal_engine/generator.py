@@ -1,0 +1,60 @@
+"""The generator's entry point: the environment generator, told to ask for shorter answers."""
+
+from __future__ import annotations
+
+import attrs
+
+from rl_core.interfaces import (
+    GENERATOR_CONTRACT_VERSION,
+    Generator,
+    GeneratorSpec,
+    GroupRequest,
+    Row,
+    Sampler,
+    Trajectory,
+    at_least,
+)
+
+
+@attrs.frozen(kw_only=True)
+class ShortOptions:
+    """Short answers."""
+
+    answer_tokens: int = attrs.field(default=2, validator=at_least(1))
+    """Longest answer, however long the run's sampling would let it be."""
+
+
+@attrs.frozen
+class ShortGenerator:
+    """Generator."""
+
+    inner: Generator
+    answer_tokens: int
+
+    def prompt_length(self, row: Row) -> int:
+        return self.inner.prompt_length(row)
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        params = attrs.evolve(request.params, max_tokens=min(request.params.max_tokens, self.answer_tokens))
+        return await self.inner.generate(attrs.evolve(request, params=params))
+
+
+@attrs.frozen
+class ShortPlugin:
+    """GeneratorPlugin."""
+
+    contract_version: int = GENERATOR_CONTRACT_VERSION
+    name: str = "short"
+    options_class: type = ShortOptions
+
+    def validate(self, spec: GeneratorSpec) -> None:
+        """All that it is told, it can do."""
+
+    def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
+        from rl_rollout import EnvironmentGeneratorOptions, create_generator
+
+        inner = create_generator(attrs.evolve(spec, options=EnvironmentGeneratorOptions()), client)
+        return ShortGenerator(inner, spec.options.answer_tokens)
+
+
+short = ShortPlugin()

@@ -1,0 +1,121 @@
+"""An engine, a generator and a command in a package of its own: checked, shown, documented, and used to train."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_examples.arithmetic import write_data, write_model
+from tests.third_party_backend.test_plain_ddp import COMMANDS, installed_in, run
+
+HERE = Path(__file__).parent
+ENGINE = "generator.inference_engine"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the package is installed beside everything else."""
+    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE, "journal_engine")}
+
+
+def refusal(arguments: list[str], environment: dict[str, str]) -> str:
+    """What `rl` says when it refuses."""
+    result = subprocess.run(
+        [COMMANDS / "rl", *arguments], cwd=HERE, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_it_imports_nothing_but_names_that_documented_modules_promise():
+    for file in sorted((HERE / "journal_engine").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_"):
+                module = importlib.import_module(str(node.module))
+                promised = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
+                assert {name.name for name in node.names} <= set(promised), f"{file.name}: {node.module}"
+                assert str(node.module).count(".") <= 1, f"{file.name}: {node.module} is no documented module"
+
+
+def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
+    listed = " ".join(run([COMMANDS / "rl", "plugins"], environment).split())
+    for name in ("journal", "short"):
+        assert f"{name} journal-engine 1.0 journal_engine." in listed
+    assert "journal   (of journal-engine 1.0)" in run([COMMANDS / "rl", "--help"], environment)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("journal_every=x", f"error: {ENGINE}.journal_every: 'x' (str) is given (command line); expected int."),
+        ("journal_every=0", f"error: {ENGINE}.journal_every: 0 is given; expected at least 1"),
+        (
+            "journal_evry=2",
+            f"error: {ENGINE}.journal_evry: unknown key (command line, with backend=journal). Did you mean "
+            f"{ENGINE}.journal_every?",
+        ),
+        ("journal=/tmp/x", f"error: {ENGINE}.journal: /tmp/x is given; expected a name in the run's directory"),
+        ("num_engines=2", f"error: {ENGINE}.num_engines: 2, but the local engine is always one"),
+    ],
+)
+def test_a_wrong_value_is_refused_like_one_of_the_core(environment: dict[str, str], override: str, message: str):
+    arguments = ["train", "quickstart", "--dry-run", f"{ENGINE}.backend=journal", f"{ENGINE}.{override}"]
+    assert message in refusal(arguments, environment)
+
+
+def test_its_keys_are_shown_and_documented(environment: dict[str, str]):
+    keys = [f"{ENGINE}.backend=journal", f"{ENGINE}.journal_every=3", "generator.type=short"]
+    shown = run([COMMANDS / "rl", "config", "quickstart", *keys], environment)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines()}
+    assert rows[f"{ENGINE}.journal_every"] == "3 command line"
+    assert rows[f"{ENGINE}.journal"] == '"requests.jsonl" default'
+    assert rows["generator.answer_tokens"] == "2 default"
+    page = run([sys.executable, "-m", "rl_core.config.reference"], environment)
+    assert (
+        f"### {ENGINE}, backend=journal\n\nThe local engine, with a journal of its requests. Keys of journal-" in page
+    )
+    assert "| `journal_every` | int | `1` | Requests from one line to the next. |" in page
+    assert "| `answer_tokens` | int | `2` | Longest answer, however long the run's sampling would let it be. |" in page
+
+
+def test_it_trains_the_quick_starts_model(environment: dict[str, str], tmp_path: Path):
+    write_data(tmp_path / "train.parquet", tmp_path / "held_out.parquet")
+    write_model(tmp_path / "model", seed=0)
+    overrides = {
+        f"{ENGINE}.backend": "journal",
+        f"{ENGINE}.journal_every": 4,
+        "generator.type": "short",
+        "generator.answer_tokens": 3,
+        "trainer.policy.model.path": tmp_path / "model",
+        "data.train_data": f"[{tmp_path / 'train.parquet'}]",
+        "data.val_data": "[]",
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
+        "trainer.max_training_steps": 2,
+        "trainer.train_batch_size": 8,
+        "trainer.policy_mini_batch_size": 8,
+        "generator.n_samples_per_prompt": 4,
+    }
+    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    run([COMMANDS / "rl", "train", "quickstart", *arguments], environment, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
+    assert len(steps) == 2
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
+    asked = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    assert (len(asked), {request["max_tokens"] for request in asked}) == (2 * 8 * 4 // 4, {3})
+    assert run([COMMANDS / "rl", "journal", tmp_path / "run"], environment) == "16 requests\n"
+    assert "there is no journal" in refusal(["journal", str(tmp_path)], environment)
+    written = (tmp_path / "run" / "config.yaml").read_text()
+    assert "    journal_every: 4\n" in written
+    assert "  answer_tokens: 3\n" in written
