@@ -19,7 +19,8 @@ Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
 Each row is the quick start (`rl train quickstart`) with the named settings, run once on two CPU cores: greedy accuracy
 on 1,000 held-out problems before and after, and the time of all steps and evaluations. Times are those of the machine
-and of whoever else used it; accuracies of one seed repeat exactly on one machine.
+and of whoever else used it; accuracies of one seed repeat exactly on one machine. `one_file` is
+`python -m rl_examples.one_file`: the same task, start and settings in a loop of its own.
 
 ![Held-out accuracy against the step, one curve per case](learning.png)
 

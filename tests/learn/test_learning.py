@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import attrs
@@ -199,3 +201,27 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
         compared = [row["rollout/logprob_diff_max"] for row in rows if "rollout/logprob_diff_max" in row]
         assert compared
         assert max(compared) <= case.max_logprob_diff
+
+
+def test_the_loop_in_one_file_learns(directory: Path):
+    """As a user runs it; its accuracies are read from what it prints."""
+    command = [sys.executable, "-m", "rl_examples.one_file"]
+    curve, times = [], []
+    with subprocess.Popen(
+        command, cwd=directory, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            if match := re.fullmatch(r"step +(\d+): held-out accuracy ([0-9.]+)\n", line):
+                curve.append((int(match[1]), float(match[2])))
+                times.append(time.monotonic())
+    assert process.returncode == 0
+    summary = {
+        "accuracy_before": curve[0][1],
+        "accuracy_after": curve[-1][1],
+        "steps": curve[-1][0],
+        "rl_seconds": round(times[-1] - times[0], 3),
+    }
+    record(Result.of_run("one_file", "the loop in one file, `rl_examples/one_file.py`", (), summary, curve))
+    assert summary["accuracy_before"] <= 0.35, "the start is too good to show learning"
+    assert summary["accuracy_after"] >= 0.85
+    assert summary["rl_seconds"] < 600

@@ -170,11 +170,12 @@ class TrainingLoop:
                     if groups is None:
                         break
                     await self._step(groups)
-                if self._settings.ckpt_interval > 0 or self._stop.is_set():
-                    await self._checkpoint()
-                with self._times.phase("checkpoint"):
-                    await self._saver.finish()
-                await self._turns.to_models()
+            # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
+            if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                await self._checkpoint()
+            with self._times.phase("checkpoint"):
+                await self._saver.finish()
+            await self._turns.to_models()
         for callback in self._callbacks:
             callback.on_run_end(self.steps_done)
 
@@ -246,9 +247,12 @@ class TrainingLoop:
                 stopping = asyncio.create_task(self._stop.wait())
                 try:
                     await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                    if self._stop.is_set():
+                    taking.cancel()
+                    await asyncio.wait({taking})
+                    # A batch that was taken all the same is trained on: no checkpoint would list its groups.
+                    if taking.cancelled():
                         return None
-                    groups = self._selection.chosen(await taking)
+                    groups = self._selection.chosen(taking.result())
                 finally:
                     for task in (taking, stopping):
                         task.cancel()

@@ -1,0 +1,481 @@
+"""A training run of scripted parts in virtual time: the real loop, buffer and rollouts, around an engine, a policy and
+an environment that only wait and record.
+
+`ScriptedRun.events` lists what happened, in order, `timeline` the same with virtual seconds:
+
+    start 3 at 1     group 3 is started, at policy version 1          finish 3, drop 3    it can be trained on, or not
+    take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 begins to
+    pause, send 2, serve 2    a weight sync of version 2              published 2         groups are started with it
+    evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
+    save 2, copy 2, checkpoint 2    a checkpoint begins, at once or in the background, and is complete
+    export 2, fail GenerationError, end 2                             sleep, wake …, offload    of shared devices
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from rl_core.batch import Batch
+from rl_core.interfaces import GroupRequest, Manifest, Metrics, Rendezvous, SamplingParams, Trajectory, TrajectoryStep
+from rl_core.layout.mesh import Mesh
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
+from rl_core.trainer.callbacks import Callback, Control
+from rl_core.trainer.checkpoint import RunState, list_checkpoints, load_state
+from rl_core.trainer.colocation import EngineTurns
+from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.group_selection import Selection
+from rl_core.trainer.loop import LoopSettings, TrainingLoop
+from rl_core.trainer.models import Models
+from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.verification import VerificationSettings
+from rl_core.workers import MicroBatchLimits
+from tests.core.virtual_time import run_virtually
+
+
+@attrs.frozen(kw_only=True)
+class Play:
+    """What becomes of a group: it takes so long, and its samples get these rewards."""
+
+    seconds: float = 10.0
+    rewards: tuple[float | None, ...] = (0.0, 1.0)
+    """One per sample; None: the sample fails."""
+    error: Exception | None = None
+    """The generator raises it, after `seconds`."""
+
+
+@attrs.frozen(kw_only=True)
+class Script:
+    """What the run is, and how many virtual seconds its parts take."""
+
+    steps: int = 3
+    groups_per_step: int = 2
+    max_staleness: int = 0
+    play: Callable[[int], Play] = lambda group: Play()
+    """By group number, in training."""
+    eval_rows: int = 0
+    eval_play: Play = Play(seconds=6.0)
+    score_s: float = 1.0
+    train_s: float = 5.0
+    send_s: float = 2.0
+    save_s: float = 3.0
+    errors: Mapping[str, Exception] = attrs.field(factory=dict)
+    """An event → what the part that records it raises."""
+    answers: Mapping[int, Control] = attrs.field(factory=dict)
+    """What a callback asks for at the end of a step."""
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    """Fields of `LoopSettings`."""
+    drop_zero_variance: bool = False
+    max_dropped_groups: int = 4
+    min_replace_ratio: float | None = None
+
+
+class EventLog:
+    """Records events; raises an error where the script says so; tells whoever waits for one."""
+
+    def __init__(self, errors: Mapping[str, Exception]) -> None:
+        self.entries: list[tuple[float, str]] = []
+        self._errors = errors
+        self._reactions: dict[str, list[tuple[float, Callable[[], object]]]] = {}
+
+    def __call__(self, event: str) -> None:
+        clock = asyncio.get_running_loop()
+        self.entries.append((clock.time(), event))
+        for delay_s, reaction in self._reactions.pop(event, ()):
+            clock.call_later(delay_s, reaction)
+        if event in self._errors:
+            raise self._errors[event]
+
+    def when(self, event: str, reaction: Callable[[], object], *, after_s: float = 0.0) -> None:
+        """Calls `reaction` so many seconds after the first `event`."""
+        self._reactions.setdefault(event, []).append((after_s, reaction))
+
+
+class RecordedBuffer(GroupBuffer):
+    """The buffer, recorded."""
+
+    log: EventLog
+
+    async def finish(self, group_id: int, trajectories: tuple[Trajectory, ...]) -> None:
+        self.log(f"finish {group_id}")
+        await super().finish(group_id, trajectories)
+
+    async def drop(self, group_id: int) -> None:
+        self.log(f"drop {group_id}")
+        await super().drop(group_id)
+
+    async def fail(self, error: BaseException) -> None:
+        self.log(f"fail {type(error).__name__}")
+        await super().fail(error)
+
+    async def published(self, version: int) -> None:
+        if version != self.version:
+            self.log(f"published {version}")
+        await super().published(version)
+
+    async def take(self, timeout_s: float) -> list[FinishedGroup]:
+        groups = await super().take(timeout_s)
+        self.log(f"take {self._next_step}: {' '.join(str(group.group_id) for group in groups)}")
+        return groups
+
+
+class ScriptedEngine:
+    """An engine that serves or is paused: requests under way are frozen meanwhile."""
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        self.log = log
+        self._script = script
+        self.version = -1
+        self.serves = asyncio.Event()
+        self.num_under_way = 0
+
+    async def pause(self, mode: str = "keep") -> None:
+        self.log("pause")
+        self.serves.clear()
+
+    async def resume(self) -> None:
+        self.log(f"serve {self.version}")
+        self.serves.set()
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        await asyncio.sleep(self._script.send_s)
+        self.version = version
+        return Manifest(version=version, tensors={})
+
+
+class SleepingEngine(ScriptedEngine):
+    """One that shares devices with the policy."""
+
+    async def sleep(self) -> None:
+        self.log("sleep")
+        assert self.num_under_way == 0, "see `Sleepable.sleep`"
+        self.serves.clear()
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        self.log(f"wake {' '.join(tags or ())}")
+
+
+class RestartedEngine(ScriptedEngine):
+    """One that is started again, now and then, and then lacks weights."""
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        super().__init__(log, script)
+        self._lost = asyncio.Event()
+
+    def restart(self) -> None:
+        self.log("restart")
+        self._lost.set()
+
+    @property
+    def lacks_weights(self) -> bool:
+        return self._lost.is_set()
+
+    async def needs_weights(self) -> None:
+        await self._lost.wait()
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        self._lost.clear()
+        return await super().update_weights(rendezvous, version)
+
+
+class ScriptedGenerator:
+    """Plays groups by the script; a sample ends with one token of the version that the engine serves then."""
+
+    def __init__(self, log: EventLog | None, play: Callable[[int], Play], engine: ScriptedEngine) -> None:
+        self._log = log
+        self._play = play
+        self._engine = engine
+
+    def prompt_length(self, row: object) -> int:
+        return 1
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        play = self._play(request.group_id)
+        if self._log:
+            self._log(f"start {request.group_id} at {request.start_version}")
+        self._engine.num_under_way += 1
+        try:
+            await asyncio.sleep(play.seconds)
+            await self._engine.serves.wait()
+        finally:
+            self._engine.num_under_way -= 1
+        if play.error is not None:
+            raise play.error
+        return tuple(self._trajectory(request, index, reward) for index, reward in enumerate(play.rewards))
+
+    def _trajectory(self, request: GroupRequest, sample_index: int, reward: float | None) -> Trajectory:
+        step = TrajectoryStep(
+            tokens=[1, 2],
+            sampled=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            policy_version=[-1, self._engine.version],
+            reward=reward or 0.0,
+            stop_reason="stop",
+        )
+        return Trajectory(
+            group_id=request.group_id,
+            sample_index=sample_index,
+            steps=() if reward is None else (step,),
+            prompt_text="",
+            response_text="",
+            start_version=request.start_version,
+            failure="OSError: gone" if reward is None else None,
+        )
+
+
+class ScriptedPolicy:
+    """The ranks of the policy: they send and save."""
+
+    adapter = None
+    mesh = Mesh(world_size=1)
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        self._log = log
+        self._script = script
+        self._saved_at = 0.0
+
+    async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+        self._log(f"send {version}")
+        await asyncio.sleep(self._script.send_s)
+        return Manifest(version=version, tensors={})
+
+    async def save_state(self, directory: Path) -> None:
+        self._log(f"save {_step_of(directory)}")
+        await asyncio.sleep(self._script.save_s)
+        directory.mkdir()
+
+    async def start_saving(self, directory: Path) -> None:
+        self._log(f"copy {_step_of(directory)}")
+        directory.mkdir()
+        self._saved_at = asyncio.get_running_loop().time() + self._script.save_s
+
+    async def has_saved(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._saved_at
+
+    async def save_model(self, directory: Path) -> None:
+        self._log(f"export {int(directory.name.removeprefix('step_'))}")
+
+    async def offload(self) -> None:
+        self._log("offload")
+
+
+def _step_of(directory: Path) -> int:
+    return int(directory.parent.name.removeprefix("step_").removesuffix(".partial"))
+
+
+class ScriptedUpdate:
+    """What a step does with its batch."""
+
+    kl_coef = 0.0
+    nonfinite_steps = 0
+    critic_nonfinite_steps = 0
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        self._log = log
+        self._script = script
+
+    async def score(self, batch: Batch) -> Batch:
+        self._log("score")
+        await asyncio.sleep(self._script.score_s)
+        return batch.with_columns(old_logprobs=batch["rollout_logprobs"])
+
+    def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
+        return batch, {}
+
+    async def train(self, batch: Batch, step: int) -> Metrics:
+        self._log(f"train {step}")
+        await asyncio.sleep(self._script.train_s)
+        return {"policy/loss": (1.0, 1.0)}
+
+
+class ScriptedTransport:
+    """Carries nothing: engine and policy wait as long as the script says."""
+
+    name = "scripted"
+    contract_version = 1
+    is_staged = False
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        return Rendezvous(transport=self.name, receiver="", data={})
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        pass
+
+
+class RecordedReports(Callback):
+    """Reporter and callback in one: `rows` by step."""
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        self._log = log
+        self._script = script
+        self.rows: dict[int, Mapping[str, float]] = {}
+
+    def phase(self, name: str) -> None:
+        if name == "evaluate":
+            self._log("evaluate")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log(f"row {step}")
+        assert step not in self.rows
+        self.rows[step] = metrics
+
+    def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
+        pass
+
+    def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        self._log(f"evaluated {step}")
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
+        return self._script.answers.get(step)
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self._log(f"checkpoint {step}")
+
+    def on_run_end(self, step: int) -> None:
+        self._log(f"end {step}")
+
+
+class ScriptedRun:
+    """One run, from step 1 or from a checkpoint's state."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: Script,
+        *,
+        state: RunState | None = None,
+        engine_class: type[ScriptedEngine] = ScriptedEngine,
+        buffer_class: type[RecordedBuffer] = RecordedBuffer,
+        loop_class: type[TrainingLoop] = TrainingLoop,
+    ) -> None:
+        state = state or RunState(step=0, next_group=0, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
+        self.script = script
+        self.directory = directory
+        self.ended_at: float | None = None
+        self.log = log = EventLog(script.errors)
+        self.engine = engine_class(log, script)
+        self.buffer = buffer_class(
+            groups_per_step=script.groups_per_step,
+            max_staleness=script.max_staleness,
+            version=state.step,
+            last_version=script.steps - 1,
+        )
+        self.buffer.log = log
+        self.reports = RecordedReports(log, script)
+        rollout_settings = RolloutSettings(
+            num_samples=len(script.eval_play.rewards),
+            params=SamplingParams(),
+            seed=0,
+            drop_zero_variance=script.drop_zero_variance,
+            max_dropped_groups=script.max_dropped_groups,
+        )
+        parts: dict[str, Any] = {
+            "models": Models(policy=ScriptedPolicy(log, script)),  # pyright: ignore[reportArgumentType]
+            "update": ScriptedUpdate(log, script),
+            "rollouts": Rollouts(
+                ScriptedGenerator(log, script.play, self.engine),
+                PromptSource([DataRow({"prompt": "?"}, "train:1")], seed=0, shuffle=False),
+                self.buffer,
+                rollout_settings,
+                next_group=state.next_group,
+                restart_groups=state.restart_groups,
+            ),
+            "buffer": self.buffer,
+            "selection": Selection(
+                min_replace_ratio=script.min_replace_ratio,
+                max_rejected_batches=3,
+                mask_zero_variance=False,
+                mask_overlong=False,
+                seed=0,
+            ),
+            "generator": ScriptedGenerator(None, lambda group: script.eval_play, self.engine),
+            "client": self.engine,
+            "transport": ScriptedTransport(),
+            "eval_rows": [DataRow({"prompt": "?"}, f"held_out:{number}") for number in range(script.eval_rows)],
+            "eval_settings": attrs.evolve(rollout_settings, drop_zero_variance=False),
+            "reporter": self.reports,
+            "callbacks": [self.reports],
+        }
+        shared = isinstance(self.engine, SleepingEngine)
+        turns = EngineTurns(parts["client"], parts["models"].policy, are_shared=shared)
+        self.loop = loop_class(_settings(script, directory), **parts, turns=turns, steps_done=state.step)
+
+    def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:
+        """Runs to the end; raises what the run raises. No task may be left, whichever way it ends."""
+        run_virtually(self.work(), on_turn=on_turn)
+        return self
+
+    async def work(self) -> None:
+        """What `go` does, in a loop that runs already."""
+        others = asyncio.all_tasks()
+        try:
+            await self.loop.run()
+        finally:
+            self.ended_at = asyncio.get_running_loop().time()
+            for _ in range(3):  # what was cancelled ends in the next turns of the loop
+                await asyncio.sleep(0)
+            left = asyncio.all_tasks() - others
+            assert not left, f"the run left tasks behind: {left}"
+
+    def resumed(self, **changes: Any) -> ScriptedRun:
+        """A run that continues from the newest checkpoint, with other fields of the script."""
+        state = load_state(list_checkpoints(self.directory / "checkpoints")[-1])
+        return ScriptedRun(self.directory, attrs.evolve(self.script, **changes), state=state)
+
+    @property
+    def timeline(self) -> list[str]:
+        """`second event`, in order."""
+        return [f"{time:g} {event}" for time, event in self.log.entries]
+
+    @property
+    def events(self) -> list[str]:
+        """In order."""
+        return [event for _, event in self.log.entries]
+
+    def events_of(self, *kinds: str) -> list[str]:
+        """Those that begin with one of these words."""
+        return [event for event in self.events if event.split(maxsplit=1)[0] in kinds]
+
+    def time_of(self, event: str) -> float:
+        """Seconds at which the event happened first."""
+        return next(time for time, each in self.log.entries if each == event)
+
+    @property
+    def taken(self) -> list[tuple[int, list[int]]]:
+        """Steps, and the groups that each took."""
+        takes = [event.removeprefix("take ").split(":") for event in self.events_of("take")]
+        return [(int(step), [int(group) for group in groups.split()]) for step, groups in takes]
+
+    @property
+    def trained(self) -> dict[int, list[int]]:
+        """Steps that were finished, and the groups that each was trained on."""
+        return {step: groups for step, groups in self.taken if step in self.reports.rows}
+
+
+def _settings(script: Script, directory: Path) -> LoopSettings:
+    settings = LoopSettings(
+        last_step=script.steps,
+        eval_interval=-1,
+        eval_before_train=False,
+        eval_batch_size=8,
+        ckpt_interval=-1,
+        max_ckpts_to_keep=-1,
+        hf_save_interval=-1,
+        checkpoint_root=directory / "checkpoints",
+        export_root=directory / "exports",
+        max_bucket_bytes=1,
+        num_engines=1,
+        pause_mode="keep",
+        verification=VerificationSettings(
+            prove_at_start=False, interval=0, num_tokens=1, limit=1.0, seed=0, limits=MicroBatchLimits(max_sequences=1)
+        ),
+        generation_timeout_s=600.0,
+        worker_timeout_s=600.0,
+        saves_in_background=False,
+        merge_steps=False,
+    )
+    return attrs.evolve(settings, **script.settings)

@@ -1,0 +1,123 @@
+"""What docs/single_packages.md shows runs as it stands there, and computes what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+PAGE = Path(__file__).parents[2] / "docs/single_packages.md"
+*BLOCKS, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    """The names that the blocks before the script define, run one after the other."""
+    names: dict[str, Any] = {"__name__": "shown"}
+    for block in BLOCKS:
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def rectangles(*, padded_on: str) -> dict[str, Tensor]:
+    """Four sequences of two prompts in a rectangle of seven columns, with numbers in the padding too."""
+    generator = torch.Generator().manual_seed(0)
+    response = [[0, 0, 1, 1, 1], [0, 1], [0, 0, 0, 1, 0, 1, 1], [0, 1, 1, 1]]
+    rows = [([0] * (7 - len(r)) + r) if padded_on == "left" else (r + [0] * (7 - len(r))) for r in response]
+    mask_NW = torch.tensor(rows, dtype=torch.bool)
+    drawn = {name: torch.randn(4, 7, generator=generator) for name in ("logprobs", "old_logprobs", "rewards", "values")}
+    return {"mask": mask_NW, **drawn}
+
+
+def slow_ppo_loss(
+    logprobs: Tensor, old: Tensor, mask: Tensor, scores: Sequence[float], prompt: Sequence[int]
+) -> Tensor:
+    losses = []
+    for row in range(len(scores)):
+        group = [score for score, other in zip(scores, prompt, strict=True) if other == prompt[row]]
+        advantage = (scores[row] - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+        for column in range(mask.shape[1]):
+            if mask[row, column]:
+                ratio = (logprobs[row, column] - old[row, column]).exp()
+                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("padded_on", ["left", "right"])
+def test_the_padded_ppo_loss_and_its_gradient_are_those_of_the_formula(shown: dict[str, Any], padded_on: str):
+    given = rectangles(padded_on=padded_on)
+    scores, prompt = [1.0, 0.0, 0.5, 2.0], [7, 7, 3, 3]
+    logprobs_NW = given["logprobs"].clone().requires_grad_()
+    loss, loss_NW, metrics = shown["ppo_loss"](
+        logprobs_NW, given["old_logprobs"], given["mask"], torch.tensor(scores), torch.tensor(prompt)
+    )
+    (gradient_NW,) = torch.autograd.grad(loss, logprobs_NW)
+    slow_logprobs_NW = given["logprobs"].clone().requires_grad_()
+    slow = slow_ppo_loss(slow_logprobs_NW, given["old_logprobs"], given["mask"], scores, prompt)
+    (slow_gradient_NW,) = torch.autograd.grad(slow, slow_logprobs_NW)
+    torch.testing.assert_close(loss, slow)
+    torch.testing.assert_close(gradient_NW, slow_gradient_NW)
+    assert int(slow_gradient_NW.count_nonzero()) < int(given["mask"].sum()), "some ratios are clipped"
+    torch.testing.assert_close(loss_NW.sum() / given["mask"].sum(), slow)
+    assert not loss_NW[~given["mask"]].any()
+    assert 0 < float(metrics["clip_fraction"]) < 1
+
+
+@pytest.mark.parametrize("padded_on", ["left", "right"])
+def test_the_padded_advantages_of_a_critic_are_those_of_the_recursion(shown: dict[str, Any], padded_on: str):
+    given = rectangles(padded_on=padded_on)
+    mask_NW = given["mask"]
+    advantages_NW, returns_NW = shown["gae"](given["rewards"], given["values"], mask_NW)
+    expected_NW = torch.zeros(4, 7)
+    for row in range(4):
+        following, advantage = 0.0, 0.0
+        for column in reversed(mask_NW[row].nonzero().flatten().tolist()):
+            value = float(given["values"][row, column])
+            advantage = float(given["rewards"][row, column]) + following - value + 0.95 * advantage
+            expected_NW[row, column], following = advantage, value
+    torch.testing.assert_close(returns_NW, torch.where(mask_NW, expected_NW + given["values"], 0.0))
+    centred_T = expected_NW[mask_NW] - expected_NW[mask_NW].mean()
+    torch.testing.assert_close(advantages_NW[mask_NW], centred_T / centred_T.square().mean().sqrt())
+    assert not advantages_NW[~mask_NW].any()
+
+
+def test_the_script_of_one_rank_trains_through_megatron_and_with_two_names_changed_through_fsdp(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    losses = {}
+
+    def check(name: str, output: str) -> None:
+        losses[name] = [float(loss) for loss in re.findall(r"^loss (.*), gradient norm", output, flags=re.MULTILINE)]
+        assert len(losses[name]) == 20
+        assert losses[name][0] > 2.0 > 0.05 > losses[name][-1]
+        assert list((tmp_path / "state").iterdir())
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
+        said = model(torch.tensor([[3, 7, 10, 4, 5]])).logits.argmax(-1)[0, :-1].tolist()
+        assert said == [7, 10, 4, 5], "what was trained is what was written"
+
+    shutil.copytree(start / "model", tmp_path / "model")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    # Megatron needs a process of its own.
+    process = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    check("megatron", process.stdout)
+
+    shutil.rmtree(tmp_path / "state")
+    shutil.rmtree(tmp_path / "trained")
+    script = SCRIPT.replace("rl_megatron import MegatronOptions, megatron", "rl_fsdp import FsdpOptions, fsdp")
+    script = script.replace("MegatronOptions()", "FsdpOptions()").replace("megatron.create", "fsdp.create")
+    assert "egatron" not in script
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, str(PAGE), "exec"), {"__name__": "shown"})
+    check("fsdp", capsys.readouterr().out)
+    # Both compute in float32; their sums differ in order.
+    assert losses["megatron"] == pytest.approx(losses["fsdp"], abs=2e-3)
