@@ -32,7 +32,7 @@ from rl_core.testing.ranks import PRELOADED, RankGroup
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions
 
-PRELOADED |= dict.fromkeys(["rl_megatron.worker", "rl_fsdp.worker"])
+PRELOADED |= dict.fromkeys(["rl_megatron.rank.worker", "rl_fsdp.worker"])
 LOSS = LossSpec(name="cross_entropy")
 MESHES: dict[str, tuple[str, int, dict[str, int]]] = {
     "fsdp, 1 rank": ("fsdp", 1, {}),

@@ -33,7 +33,7 @@ from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, RankInfo,
 from rl_core.layout import Mesh, layers_in, packed_layout, pipeline_chunks, plan_micro_batches, rank_positions
 from rl_core.testing.models import make_checkpoint
 from rl_megatron import MegatronOptions, megatron
-from rl_megatron.route_layout import router_order
+from rl_megatron.routes.route_layout import router_order
 
 NUM_LAYERS, NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 16, 4
 MODEL: dict[str, Any] = {
@@ -172,7 +172,7 @@ def without_replay(worker: Any) -> Iterator[None]:
     """Megatron's routers as they are."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from rl_megatron.schedule import Around
+    from rl_megatron.rank.schedule import Around
 
     class Off:
         around = Around()

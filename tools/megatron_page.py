@@ -21,10 +21,10 @@ from rl_core.layout import (
     plan_micro_batches,
 )
 from rl_core.layout.ranges import ranges
-from rl_megatron.accepted_models import ACCEPTED, EVERY_TYPE, REFUSED
-from rl_megatron.model_checks import as_json, given
-from rl_megatron.refusals import FIXED_FIELDS
-from rl_megatron.route_layout import deal_padding, router_order
+from rl_megatron.checks.accepted_models import ACCEPTED, EVERY_TYPE, REFUSED
+from rl_megatron.checks.model_checks import as_json, given
+from rl_megatron.checks.refusals import FIXED_FIELDS
+from rl_megatron.routes.route_layout import deal_padding, router_order
 
 MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1, virtual_pipeline=2)
 NUM_LAYERS, NUM_DENSE, NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2, 8, 2

@@ -27,7 +27,7 @@ class UncheckedBackend(MegatronBackend):
         pass
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        from rl_megatron import model
+        from rl_megatron.model import chunks as model
 
         model.refuse = lambda *_: None
         return super().create_worker(spec, rank)
@@ -38,19 +38,19 @@ def _nothing() -> None:
 
 
 def leave_out_scatter() -> None:
-    from rl_megatron import fixes_bridge
+    from rl_megatron.patches import fixes_bridge
 
     fixes_bridge.fix_scatter = _nothing
 
 
 def leave_out_expert_gathering() -> None:
-    from rl_megatron import fixes_bridge
+    from rl_megatron.patches import fixes_bridge
 
     fixes_bridge.fix_expert_gathering = _nothing
 
 
 def leave_out_expert_names() -> None:
-    from rl_megatron import fixes_bridge
+    from rl_megatron.patches import fixes_bridge
 
     fixes_bridge.fix_expert_names = _nothing
 
@@ -75,33 +75,33 @@ def leave_out_loading_of_torch_adam() -> None:
 
 def leave_out_steps() -> None:
     """Moments keep the one step tensor that Megatron loads for all parameters."""
-    from rl_megatron.optimizer import Optimizer
+    from rl_megatron.rank.optimizer import Optimizer
 
     Optimizer.set_steps = lambda self, steps_done: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def leave_out_rotary_base() -> None:
-    from rl_megatron import model
+    from rl_megatron.model import chunks as model
 
     model._rotary_fields = lambda config, where, is_latent: {}
 
 
 def leave_out_initialisation() -> None:
     """Weights without Megatron's marks of what is split over tensor ranks."""
-    from rl_megatron import model
+    from rl_megatron.model import chunks as model
 
     fields = model._provider_fields
     model._provider_fields = lambda *args: fields(*args) | {"perform_initialization": False}
 
 
 def leave_out_padding_token() -> None:
-    from rl_megatron import model
+    from rl_megatron.model import chunks as model
 
     model._exclude_padding_token = lambda chunks, pad_token_id: None
 
 
 def leave_out_norm_mark() -> None:
-    from rl_megatron.norm import RmsNorm
+    from rl_megatron.model.norm import RmsNorm
 
     make = RmsNorm.__init__
 
@@ -118,7 +118,7 @@ def split_contiguously() -> None:
 
     import numpy as np
 
-    from rl_megatron import micro_batch
+    from rl_megatron.rank import micro_batch
 
     def contiguous(boundaries, rank: int, size: int):
         parts = [np.arange(a, b).reshape(size, -1)[rank] for a, b in pairwise(boundaries)]

@@ -32,9 +32,9 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from rl_megatron.model import build_chunks
-    from rl_megatron.routing import Routing
-    from rl_megatron.worker import MegatronWorker
+    from rl_megatron.model.chunks import build_chunks
+    from rl_megatron.rank.worker import MegatronWorker
+    from rl_megatron.routes.routing import Routing
 
     class RecordingRouting(Routing):
         @contextmanager

@@ -21,11 +21,11 @@ from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, expected_sco
 from rl_core.testing.cases import Variant, open_case
 from rl_core.testing.models import make_checkpoint
 from rl_megatron import MegatronOptions, megatron
-from rl_megatron.accepted_models import ACCEPTED, EVERY_TYPE, REFUSED, own_fields
 from rl_megatron.backend import MegatronBackend
+from rl_megatron.checks.accepted_models import ACCEPTED, EVERY_TYPE, REFUSED, own_fields
 from tests.megatron.changed import UncheckedBackend
 
-PRELOADED.update(dict.fromkeys(["rl_megatron.worker", "tests.megatron.changed"]))
+PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.changed"]))
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,

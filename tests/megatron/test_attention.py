@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_core.layout.slices import context_positions
-from rl_megatron.attention import _pieces
+from rl_megatron.model.attention import _pieces
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -16,7 +16,7 @@ from rl_core.testing.forced_routes import routers
 from rl_core.testing.ranks import ONE_MICRO_BATCH, RankGroup
 from rl_megatron import MegatronOptions, megatron
 
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 ONE_SEQUENCE = [1]
 CHECKPOINT = {"family": "qwen3_moe", "tie_word_embeddings": False}
 BALANCED: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}

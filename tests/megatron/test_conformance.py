@@ -96,5 +96,5 @@ class TestMegatron(BackendConformance):
         (further(routed(1)), EXPERTS),
     )
     tolerances = Tolerances(gradient=1e-5, weight=2e-5)
-    preload = ("rl_megatron.worker",)
+    preload = ("rl_megatron.rank.worker",)
     timeout_s = 120.0

@@ -23,7 +23,7 @@ from rl_core.testing.ranks import RankGroup
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import LoraOptions, MegatronOptions, megatron
 
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
 LORA = LoraConfig(rank=4, alpha=8)
 MESHES: dict[str, dict[str, int]] = {

@@ -18,7 +18,7 @@ from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_megatron import MegatronOptions, megatron
 
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
 MOONLIGHT = {
     "family": "deepseek_v3",

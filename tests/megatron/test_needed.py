@@ -17,7 +17,7 @@ from rl_core.testing.ranks import RankGroup
 from rl_megatron import MegatronOptions
 from tests.megatron.changed import ChangedBackend
 
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 TP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "context_parallel_size",

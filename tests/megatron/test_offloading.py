@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_megatron.offloading import HostCopy
+from rl_megatron.rank.offloading import HostCopy
 
 
 def test_views_of_one_memory_are_copied_once_and_stay_valid():

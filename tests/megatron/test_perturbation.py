@@ -16,7 +16,7 @@ from rl_core.testing.cases import Case, Variant, open_case
 from rl_core.testing.ranks import RankGroup
 from rl_megatron import MegatronOptions, megatron
 
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 DENSE = {"num_hidden_layers": 4, "vocab_size": 51}  # odd: tensor ranks have a row of padding

@@ -19,7 +19,7 @@ from rl_fsdp import fsdp
 from rl_megatron import MegatronOptions, megatron
 from tests.megatron.probes import probed
 
-PRELOADED.update(dict.fromkeys(["rl_megatron.worker", "tests.megatron.probes"]))
+PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probes"]))
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 FACTOR = 2.0

@@ -15,9 +15,9 @@ from rl_core.testing.backend import PRELOADED, TEMPERATURE, backward
 from rl_core.testing.cases import LOSS, Case, Variant, open_case
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
-from rl_megatron.refusals import refuse
+from rl_megatron.checks.refusals import refuse
 
-PRELOADED.update(dict.fromkeys(["rl_megatron.worker"]))
+PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker"]))
 NUM_QUICK, NUM_ALL = 16, 200
 """Among the quick ones is seed 15, in which a recomputed stage answers with a transposed view."""
 LIMITS = MicroBatchLimits(max_tokens=72)

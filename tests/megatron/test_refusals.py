@@ -17,9 +17,9 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
 from rl_megatron import megatron
-from rl_megatron.lora_targets import bridge_layers
+from rl_megatron.checks.lora_targets import bridge_layers
+from rl_megatron.checks.refusals import refuse, refuse_setup, setup_of
 from rl_megatron.options import MegatronOptions
-from rl_megatron.refusals import refuse, refuse_setup, setup_of
 
 DENSE = {
     "model_type": "qwen3",
@@ -253,7 +253,7 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
     ],
 )
 def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora, message, monkeypatch):
-    monkeypatch.setattr("rl_megatron.refusals.find_spec", lambda _: None)
+    monkeypatch.setattr("rl_megatron.checks.refusals.find_spec", lambda _: None)
     spec = spec_of(model, mesh)
     spec = attrs.evolve(spec, model=attrs.evolve(spec.model, lora=LoraConfig(rank=4, **lora)))
     if message is None:
@@ -271,7 +271,7 @@ def test_parts_of_a_matrix_are_adapted_together_or_not(lora_type):
 
 
 def test_experts_that_would_share_an_adapter_are_refused(spec_of, monkeypatch):
-    monkeypatch.setattr("rl_megatron.refusals.find_spec", lambda name: name)
+    monkeypatch.setattr("rl_megatron.checks.refusals.find_spec", lambda name: name)
     adapted = attrs.evolve(spec_of(MOE, {}).model, lora=LoraConfig(rank=4))
     message = refusal(attrs.evolve(spec_of(MOE, {PP: 2}), model=adapted), 2)
     assert "all experts of a rank would share in grouped products" in message
@@ -280,7 +280,7 @@ def test_experts_that_would_share_an_adapter_are_refused(spec_of, monkeypatch):
 
 
 def test_refusing_imports_neither_torch_nor_megatron():
-    code = "import sys, rl_megatron.refusals; print({'torch', 'megatron', 'transformers'} & sys.modules.keys())"
+    code = "import sys, rl_megatron.checks.refusals; print({'torch', 'megatron', 'transformers'} & sys.modules.keys())"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout

@@ -14,7 +14,7 @@ from rl_core.testing.rank_process import SuiteHost
 from rl_megatron import MegatronOptions
 from tests.megatron.probes import probed
 
-PRELOADED.update(dict.fromkeys(["rl_megatron.worker", "tests.megatron.probes"]))
+PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probes"]))
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIRST = "num_layers_in_first_pipeline_stage"

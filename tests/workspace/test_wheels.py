@@ -103,7 +103,7 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     environment.install("rl-fsdp", "rl-megatron")
     environment.import_all("rl_fsdp")
     # Its workers need the extra `bridge`, which pip installs by itself alone: README.md.
-    environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.refusals")
+    environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
     assert not environment.distributions() & {"rl-rollout", "rl-examples"}
     listed = environment.run("rl", "plugins")
     assert "fsdp" in listed

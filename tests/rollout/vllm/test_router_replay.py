@@ -26,7 +26,7 @@ from tests.rollout.vllm.servers import RunningServer, connect, make_spec, reques
 from tests.rollout.vllm.trainers import policy_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-PRELOADED["rl_megatron.worker"] = None
+PRELOADED["rl_megatron.rank.worker"] = None
 NUM_SEQUENCES, RESPONSE_TOKENS = 64, 64
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_megatron.backend import MegatronBackend, megatron
     from rl_megatron.options import DdpOptions, LoraOptions, MegatronOptions
-    from rl_megatron.worker import MegatronWorker
+    from rl_megatron.rank.worker import MegatronWorker
 
 _MODULES = {
     "DdpOptions": "rl_megatron.options",
     "LoraOptions": "rl_megatron.options",
     "MegatronBackend": "rl_megatron.backend",
     "MegatronOptions": "rl_megatron.options",
-    "MegatronWorker": "rl_megatron.worker",
+    "MegatronWorker": "rl_megatron.rank.worker",
     "megatron": "rl_megatron.backend",
 }
 __all__ = ["DdpOptions", "LoraOptions", "MegatronBackend", "MegatronOptions", "MegatronWorker", "megatron"]

@@ -8,10 +8,10 @@ import attrs
 
 from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import require_model_path
-from rl_megatron.megatron_fields import require_bridge
+from rl_megatron.checks.megatron_fields import require_bridge
+from rl_megatron.checks.refusals import refuse
+from rl_megatron.checks.training_checks import require_trainable
 from rl_megatron.options import MegatronOptions, mesh_of, transformer_fields
-from rl_megatron.refusals import refuse
-from rl_megatron.training_checks import require_trainable
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -58,7 +58,7 @@ class MegatronBackend:
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Builds the model in the calling process, which must be this rank's own."""
-        from rl_megatron.worker import MegatronWorker
+        from rl_megatron.rank.worker import MegatronWorker
 
         self.validate(spec, rank.world_size)
         return MegatronWorker(spec, rank)

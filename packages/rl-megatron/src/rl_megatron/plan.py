@@ -10,7 +10,7 @@ from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange
 from rl_core.rank_kit.model_shapes import ModelShape
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.refusals import Setup, refuse_setup, setup_of
+from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4
 """Per token of a chunk and row of the vocabulary: float32 logits, their softmax and its gradient."""

@@ -17,8 +17,8 @@ import attrs
 
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.model_shapes import read_config
-from rl_megatron.megatron_fields import fields_read_by_bridge
-from rl_megatron.model_checks import (
+from rl_megatron.checks.megatron_fields import fields_read_by_bridge
+from rl_megatron.checks.model_checks import (
     Check,
     as_json,
     given,

@@ -32,7 +32,7 @@ from rl_core.errors import CheckpointError
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.process_group import agree
 from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, state_not_written, write_state_list
-from rl_megatron.optimizer import Optimizer
+from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {
     # Optimizer state in the shape of the parameters, gathered over data-parallel ranks.

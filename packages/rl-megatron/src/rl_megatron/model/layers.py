@@ -10,10 +10,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from rl_megatron.attention import CoreAttention
-from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE
-from rl_megatron.linear import ReplicatedLinear
-from rl_megatron.norm import RmsNorm
+from rl_megatron.model.attention import CoreAttention
+from rl_megatron.model.bridge import HAS_TRANSFORMER_ENGINE
+from rl_megatron.model.linear import ReplicatedLinear
+from rl_megatron.model.norm import RmsNorm
 
 
 def layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:

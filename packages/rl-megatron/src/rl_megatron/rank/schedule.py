@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rl_megatron.micro_batch import MicroBatch
+from rl_megatron.rank.micro_batch import MicroBatch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -34,22 +34,22 @@ from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
 from rl_core.rank_kit.publishing import pack_on_first, publish
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
-from rl_megatron.auxiliary_losses import AuxiliaryLosses
-from rl_megatron.checkpoint import read_state, start_writing, write_state
-from rl_megatron.export import exported, gradients_as_weights
-from rl_megatron.groups import context_group
-from rl_megatron.lora import adapter_tensors, write_adapter
-from rl_megatron.micro_batch import MicroBatch, micro_batches, to_stream
-from rl_megatron.model import build_chunks, open_bridge
-from rl_megatron.offloading import HostCopy
-from rl_megatron.optimizer import Optimizer, wrap_for_training
+from rl_megatron.model.chunks import build_chunks, open_bridge
+from rl_megatron.model.export import exported, gradients_as_weights
+from rl_megatron.model.lora import adapter_tensors, write_adapter
+from rl_megatron.model.scoring import TokenScorer, zero_of
+from rl_megatron.model.value_head import ValueScorer, head_tensors
 from rl_megatron.options import mesh_of
-from rl_megatron.perturbation import trained_pieces
-from rl_megatron.routing import Routing
-from rl_megatron.schedule import run_schedule
-from rl_megatron.scoring import TokenScorer, zero_of
-from rl_megatron.start import join, leave
-from rl_megatron.value_head import ValueScorer, head_tensors
+from rl_megatron.rank.auxiliary_losses import AuxiliaryLosses
+from rl_megatron.rank.checkpoint import read_state, start_writing, write_state
+from rl_megatron.rank.groups import context_group
+from rl_megatron.rank.micro_batch import MicroBatch, micro_batches, to_stream
+from rl_megatron.rank.offloading import HostCopy
+from rl_megatron.rank.optimizer import Optimizer, wrap_for_training
+from rl_megatron.rank.perturbation import trained_pieces
+from rl_megatron.rank.schedule import run_schedule
+from rl_megatron.rank.start import join, leave
+from rl_megatron.routes.routing import Routing
 
 
 class MegatronWorker:

@@ -6,7 +6,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, WorkerSpec
 from rl_core.rank_kit.learning_rates import require_schedule
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.lora_targets import bridge_layers
+from rl_megatron.checks.lora_targets import bridge_layers
 from rl_megatron.options import MegatronOptions, optimizer_fields
 
 LORA_INIT_METHODS = ("kaiming", "gaussian")

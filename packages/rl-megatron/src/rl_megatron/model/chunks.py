@@ -20,14 +20,14 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
-from rl_megatron.groups import embedding_group
-from rl_megatron.layers import layer_specs
-from rl_megatron.lora import add_adapters
+from rl_megatron.checks.refusals import refuse
+from rl_megatron.model.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
+from rl_megatron.model.layers import layer_specs
+from rl_megatron.model.lora import add_adapters
+from rl_megatron.model.value_head import ValueHead, load_head, put_heads
 from rl_megatron.options import transformer_fields
-from rl_megatron.refusals import refuse
-from rl_megatron.start import Place
-from rl_megatron.value_head import ValueHead, load_head, put_heads
+from rl_megatron.rank.groups import embedding_group
+from rl_megatron.rank.start import Place
 
 _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "apply_rope_fusion": False,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rl_megatron.groups import expert_group
-from rl_megatron.patching import replace
+from rl_megatron.patches.patching import replace
+from rl_megatron.rank.groups import expert_group
 
 
 def fix_scatter() -> None:

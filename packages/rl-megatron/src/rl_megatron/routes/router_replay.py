@@ -27,10 +27,10 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from rl_core.layout.balancing import IntArray
-from rl_megatron.micro_batch import MicroBatch
-from rl_megatron.route_layout import deal_padding, router_order
-from rl_megatron.schedule import Around
-from rl_megatron.start import Place
+from rl_megatron.rank.micro_batch import MicroBatch
+from rl_megatron.rank.schedule import Around
+from rl_megatron.rank.start import Place
+from rl_megatron.routes.route_layout import deal_padding, router_order
 
 
 @attrs.frozen(kw_only=True, eq=False)

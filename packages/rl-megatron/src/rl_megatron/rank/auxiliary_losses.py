@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from rl_core.interfaces import Metrics
-from rl_megatron.start import Place
+from rl_megatron.rank.start import Place
 
 
 class AuxiliaryLosses:

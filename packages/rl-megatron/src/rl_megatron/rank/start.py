@@ -10,7 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_core.interfaces import RankInfo
 from rl_core.layout.mesh import Coordinates, Mesh
 from rl_core.rank_kit.process_group import COLLECTIVE_TIMEOUT, join_process_group, own_device
-from rl_megatron import fixes_bridge, fixes_megatron, platform
+from rl_megatron.patches import fixes_bridge, fixes_megatron, platform
 
 
 @attrs.frozen(kw_only=True)

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from rl_core.algorithms.logprobs import chunked_logprobs
-from rl_megatron.groups import tensor_group
-from rl_megatron.parallel_logprobs import parallel_logprobs
+from rl_megatron.model.parallel_logprobs import parallel_logprobs
+from rl_megatron.rank.groups import tensor_group
 
 
 class TokenScorer:

@@ -9,8 +9,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from rl_core.rank_kit.perturbation import Piece
-from rl_megatron.checkpoint import sharded_parameters
-from rl_megatron.model import is_vocabulary
+from rl_megatron.model.chunks import is_vocabulary
+from rl_megatron.rank.checkpoint import sharded_parameters
 
 
 def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.bridge import CanonicalLoRA, LoRA
-from rl_megatron.lora_targets import adapted_layers, bridge_layers
+from rl_megatron.checks.lora_targets import adapted_layers, bridge_layers
+from rl_megatron.model.bridge import CanonicalLoRA, LoRA
 
 _INIT_METHODS = {"kaiming": "kaiming", "gaussian": "normal"}
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.patching import replace
+from rl_megatron.patches.patching import replace
 
 _CPU = torch.device("cpu")
 _mode: TorchFunctionMode | None = None

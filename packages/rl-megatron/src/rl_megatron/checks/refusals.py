@@ -21,8 +21,8 @@ from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.accepted_models import accepted_config, require_accepted
-from rl_megatron.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
+from rl_megatron.checks.accepted_models import accepted_config, require_accepted
+from rl_megatron.checks.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
 from rl_megatron.options import transformer_fields
 
 SIZES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_megatron.patching import replace
+from rl_megatron.patches.patching import replace
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -27,7 +27,7 @@ def fix_latent_attention() -> None:
     `TELinear`: as column-parallel ones, the local alternative, their gradients are wrong under tensor parallelism."""
     from megatron.core.transformer import multi_latent_attention
 
-    from rl_megatron.linear import ReplicatedLinear
+    from rl_megatron.model.linear import ReplicatedLinear
 
     if not isinstance(multi_latent_attention.TELinear, type):
         replace(multi_latent_attention, "HAVE_TE", False)

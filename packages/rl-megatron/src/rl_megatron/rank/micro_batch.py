@@ -14,8 +14,8 @@ from rl_core.batch import Batch
 from rl_core.interfaces import Plan
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.slices import Layout, context_positions, packed_layout, padded_layout
-from rl_megatron.attention import Segments
-from rl_megatron.start import Place
+from rl_megatron.model.attention import Segments
+from rl_megatron.rank.start import Place
 
 
 @attrs.frozen(kw_only=True, eq=False)
