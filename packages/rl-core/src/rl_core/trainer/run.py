@@ -15,9 +15,8 @@ import attrs
 from rl_core import plugins
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import AdapterServing, Generator, InferenceClient, InferencePlugin, Role
+from rl_core.interfaces import AdapterServing, Callback, Generator, InferenceClient, InferencePlugin, Role
 from rl_core.trainer.buffer import GroupBuffer
-from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
