@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
@@ -135,3 +142,127 @@ def test_a_wrong_transport_is_rejected(wrong, check):
     arguments = [1] if check == WHAT_ARRIVES else []
     with pytest.raises((*REJECTED, KeyError, PluginError, TypeError)):
         getattr(Suite(), check)(*arguments)
+
+
+# --- ends that never end --------------------------------------------------------------------------------------------
+
+LET_GO = threading.Event()
+"""Ends the threads that wait below, once their test is over."""
+
+
+class NeverReceives(MemoryReceiver):
+    """Waits, whatever is sent or closed."""
+
+    def receive(self, version):
+        LET_GO.wait()
+        yield from ()
+
+
+class ReceivesForever(MemoryReceiver):
+    """Gives out what was sent again and again."""
+
+    def receive(self, version):
+        while not LET_GO.is_set():
+            yield from super().receive(version)
+
+
+class IsNeverBuilt(MemoryReceiver):
+    def __init__(self, rendezvous):
+        LET_GO.wait()
+        super().__init__(rendezvous)
+
+
+class DeafToClose(MemoryReceiver):
+    """Waits for all ranks, also when the sync is closed."""
+
+    def receive(self, version):
+        sync = reference_transport.SYNCS[self._number]
+        while len(sync.sent) < sync.num_ranks and not LET_GO.is_set():
+            time.sleep(0.01)
+        yield from super().receive(version)
+
+
+class NeverSends(MemorySender):
+    def send(self, buckets, version):
+        LET_GO.wait()
+        return super().send(buckets, version)
+
+
+class NeverCloses(MemoryTransport):
+    def close(self, rendezvous):
+        LET_GO.wait()
+
+
+RECEIVE, CLOSE = "an engine's `receive` did not end", "the transport's `close` did not end"
+MISSING_RANK = "test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank"
+ENDLESS_TRANSPORTS = [
+    (MemoryTransport(receiver=f"{HERE}:NeverReceives"), WHAT_ARRIVES, RECEIVE),
+    (MemoryTransport(receiver=f"{HERE}:NeverReceives"), "test_several_engines_receive_the_same", RECEIVE),
+    (
+        MemoryTransport(receiver=f"{HERE}:NeverReceives"),
+        "test_what_is_staged_can_be_read_late_and_again",
+        "a late `rec",
+    ),
+    (MemoryTransport(receiver=f"{HERE}:NeverReceives"), "test_a_rank_that_fails_half_way_completes_nothing", RECEIVE),
+    (MemoryTransport(receiver=f"{HERE}:ReceivesForever"), WHAT_ARRIVES, RECEIVE),
+    (MemoryTransport(receiver=f"{HERE}:IsNeverBuilt"), "test_another_version_is_refused", RECEIVE),
+    (MemoryTransport(receiver=f"{HERE}:DeafToClose"), MISSING_RANK, RECEIVE),
+    (FaultyTransport(faulty_sender=NeverSends), WHAT_ARRIVES, "rank 0's `send` did not end"),
+    (NeverCloses(), "test_the_rendezvous_is_plain_data", CLOSE),
+    (NeverCloses(), WHAT_ARRIVES, CLOSE),
+]
+
+
+@pytest.fixture
+def let_go() -> Iterator[None]:
+    LET_GO.clear()
+    yield
+    LET_GO.set()
+
+
+@pytest.mark.usefixtures("let_go")
+@pytest.mark.parametrize(
+    ("endless", "check", "message"),
+    ENDLESS_TRANSPORTS,
+    ids=[f"{i}-{c[1]}" for i, c in enumerate(ENDLESS_TRANSPORTS)],
+)
+def test_a_transport_that_never_ends_fails_within_the_deadline(endless, check, message):
+    class Suite(WeightTransportConformance):
+        transport = endless
+        deadline_s = 0.3
+
+    arguments = [1] if check == WHAT_ARRIVES else []
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=f"^{message}.* within 0.3 s"):
+        getattr(Suite(), check)(*arguments)
+    assert time.monotonic() - begin < 10, "two waits of 0.3 s, on a busy machine"
+
+
+STUCK_SUITE = """
+import threading
+
+import attrs
+from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
+from rl_core.testing.transports import WeightTransportConformance
+
+
+class Stuck(MemoryReceiver):
+    def receive(self, version):
+        threading.Event().wait()
+        yield from ()
+
+
+class TestStuck(WeightTransportConformance):
+    transport = MemoryTransport(receiver=f"{__name__}:Stuck")
+    deadline_s = 0.3
+"""
+
+
+@pytest.mark.slow
+def test_pytest_itself_ends_with_a_transport_that_never_does(tmp_path: Path):
+    (tmp_path / "test_stuck.py").write_text(STUCK_SUITE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "test_stuck.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "did not end within 0.3 s" in result.stdout
+    assert " passed" in result.stdout, "checks in which nobody receives"

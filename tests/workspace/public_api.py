@@ -2,6 +2,9 @@
 
 Public is what a user imports as `package` or `package.module`: the names in `__all__`, or without one those the module
 defines without a leading underscore. Modules further down are reached through their package's table of contents.
+
+Of the modules in SIGNED, on which other packages are built, the listing also has what stands behind each name: fields
+with their defaults, the parameters of methods and functions, values.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from types import ModuleType
 from tests.workspace.imports import PACKAGES, module_name, source_root
 
 LISTING = Path(__file__).with_name("public_api.txt")
+SIGNED = ("rl_core.interfaces", "rl_core.testing")
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 
 
 def public_modules(package: str) -> list[str]:
@@ -41,6 +46,62 @@ def public_names(module: ModuleType) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
+def definitions(package: ModuleType) -> dict[str, Definition]:
+    """What the modules of a package define at their top level, by name."""
+    assert package.__file__ is not None
+    found: dict[str, Definition] = {}
+    for path in sorted(Path(package.__file__).parent.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found[name] = node
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found[name] = node
+    return found
+
+
+def signed(name: str, node: Definition) -> list[str]:
+    """A public name with what its users rely on, in lines."""
+    match node:
+        case ast.ClassDef(bases=bases):
+            above = ", ".join(map(ast.unparse, bases))
+            return [f"{name}({above})" if above else name, *(f"    {line}" for line in map(member, node.body) if line)]
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [signature(node)]
+        case ast.AnnAssign(value=ast.Dict(keys=keys, values=values)):
+            pairs = zip(keys, values, strict=True)
+            return [name, *(f"    {key and ast.unparse(key)}: {ast.unparse(value)}" for key, value in pairs)]
+    return [ast.unparse(node)]
+
+
+def member(node: ast.stmt) -> str | None:
+    """A field, property or method of a class; None for what is private, and for a suite's checks."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            is_public = name in ("__init__", "__call__") or not name.startswith(("_", "test_"))
+            decorators = "".join(f"@{ast.unparse(decorator)} " for decorator in node.decorator_list)
+            return f"{decorators}{signature(node)}" if is_public else None
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return None if name.startswith("_") else ast.unparse(node)
+    return None
+
+
+def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """A function's name, parameters and result."""
+    asynchronous = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{asynchronous}{node.name}({ast.unparse(node.args)}){returns}"
+
+
+def contents(module: ModuleType) -> list[str]:
+    """The public names of a module, and of one in SIGNED what stands behind them."""
+    names = public_names(module)
+    if module.__name__ not in SIGNED:
+        return names
+    defined = definitions(module)
+    return [line for name in names for line in signed(name, defined[name])]
+
+
 def entry_points(package: str) -> list[str]:
     """`group: name = value` of every plug-in, and the commands, that a package installs."""
     project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -53,7 +114,7 @@ def listing() -> str:
     sections = []
     for package in PACKAGES:
         for name in public_modules(package):
-            sections.append([name, *public_names(importlib.import_module(name))])
+            sections.append([name, *contents(importlib.import_module(name))])
         if plugins := entry_points(package):
             sections.append([f"plug-ins of {package.replace('_', '-')}", *plugins])
     return "\n\n".join("\n    ".join(section) for section in sections) + "\n"

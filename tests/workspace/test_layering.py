@@ -5,6 +5,7 @@ Imports inside functions and for type checkers count like all others: a reader f
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import networkx
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, module_name, source_root
 
@@ -348,11 +352,8 @@ def test_the_check_for_torch_sees_torch():
 
 def declared(package: str) -> set[str]:
     """Distributions that a pyproject.toml names, extras included, with those of the workspace packages it needs."""
-    project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
-    lines = [
-        *project["dependencies"],
-        *(line for extra in project.get("optional-dependencies", {}).values() for line in extra),
-    ]
+    extras = project(package).get("optional-dependencies", {}).values()
+    lines = itertools.chain(project(package)["dependencies"], *extras)
     names = {canonicalize_name(Requirement(line).name) for line in lines}
     return names.union(*(declared(other) for other in PACKAGES if other.replace("_", "-") in names))
 
@@ -370,11 +371,29 @@ def test_every_third_party_import_is_a_declared_dependency(package):
     assert not undeclared, "add to the dependencies or to an extra of its package:\n" + "\n".join(undeclared)
 
 
-def test_workspace_packages_need_each_other_in_the_same_version():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for package in PACKAGES:
-        project = tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
-        assert project["version"] == version, project["name"]
-        for requirement in map(Requirement, project["dependencies"]):
-            if requirement.name.startswith("rl-"):
-                assert str(requirement.specifier) == f"=={version}", f"{project['name']} needs {requirement}"
+def project(package: str) -> dict[str, Any]:
+    """What a pyproject.toml says of the package itself."""
+    return tomllib.loads((source_root(package).parent / "pyproject.toml").read_text())["project"]
+
+
+def accepts_the_compatible(specifier: SpecifierSet, version: Version) -> bool:
+    """It takes this version and the later ones that promise the same contracts (0.1.x of 0.1.3), and no others."""
+    compatible = [version, Version(f"{version.major}.{version.minor}.{version.micro + 7}")]
+    others = [Version(f"{version.major}.{version.minor + 1}"), Version(f"{version.major + 1}.0"), Version("0.0.1")]
+    return all(v in specifier for v in compatible) and not any(v in specifier for v in others)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_workspace_packages_need_each_other_in_compatible_ranges(package):
+    versions = {name.replace("_", "-"): Version(project(name)["version"]) for name in PACKAGES}
+    extras = project(package).get("optional-dependencies", {}).values()
+    for line in itertools.chain(project(package)["dependencies"], *extras):
+        requirement = Requirement(line)
+        if requirement.name in versions:
+            assert accepts_the_compatible(requirement.specifier, versions[requirement.name]), line
+
+
+@pytest.mark.parametrize("wrong", ["==0.1.3", ">=0.1", "<0.2", ">=0.1,<0.3", ">=0.1.4,<0.2", "<=0.1.3", ""])
+def test_a_range_that_is_too_narrow_or_too_wide_is_seen(wrong):
+    assert accepts_the_compatible(SpecifierSet(">=0.1,<0.2"), Version("0.1.3"))
+    assert not accepts_the_compatible(SpecifierSet(wrong), Version("0.1.3"))

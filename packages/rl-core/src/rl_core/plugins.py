@@ -165,7 +165,7 @@ def _version_problem(contract: Contract, stated: Any) -> str | None:
     else:
         return None
     accepted = f"{contract.oldest} to {contract.current}" if contract.oldest < contract.current else contract.current
-    return f"{number}; rl-core {version('rl-core')} accepts version {accepted}. {remedy}"
+    return f"{number}; {_with_version('rl-core')} accepts version {accepted}. {remedy}"
 
 
 def _require(seam: Seam, plugin: Any, name: str, where: str, contract_version: int | None = None) -> None:
@@ -190,7 +190,16 @@ def _origin(group: str, name: str) -> str:
         return f" of {entry.dist.name} {entry.dist.version}"
     module, colon, _ = (entry.value if entry is not None else name).partition(":")
     packages = packages_distributions().get(module.partition(".")[0], [])
-    return f" of {packages[0]} {version(packages[0])}" if packages else f" in {module}" if colon else ""
+    if packages:
+        return f" of {_with_version(packages[0])}"
+    return f" in {module}" if colon else ""
+
+
+def _with_version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:  # a source tree on the path
+        return package
 
 
 def load_receiver(path: str) -> Any:

@@ -22,7 +22,8 @@ class Contract:
     unstated: int | None = None
     """The version of a plug-in that states none; None: every plug-in has to state it."""
     added: Mapping[str, int] = attrs.field(factory=dict)
-    """Member → the version that it came with, where that is not the first."""
+    """Member → the version that it came with, or that changed what it must be given; it is not looked for in plug-ins
+    of earlier versions."""
     adapters: Mapping[int, str] = attrs.field(factory=dict)
     """Version → `package.module:function`, which makes a plug-in of the next version out of one of this version. It is
     imported when such a plug-in is chosen. A version without one is used as it is."""

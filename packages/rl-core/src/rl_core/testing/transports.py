@@ -6,14 +6,16 @@ A plug-in's author writes
         transport = my_transport
 
 and runs pytest. Ranks and engines are threads of the test's process. `damage` is overridden by staged transports, to
-spoil a sync that was sent and not yet received; the others keep nothing between the two.
+spoil a sync that was sent and not yet received; the others keep nothing between the two. A call that does not end
+within `deadline_s` fails the test that made it; its thread is left behind, and does not keep pytest from ending.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -24,10 +26,9 @@ from torch import Tensor
 
 from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
-from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightTransport
+from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightSender, WeightTransport
 from rl_core.rank_kit.weight_buckets import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
 
-_WAIT_S = 60.0
 _BUCKET_BYTES = 64
 
 
@@ -47,6 +48,44 @@ def sample_tensors() -> dict[str, Tensor]:
     }
 
 
+@attrs.frozen(eq=False)
+class Call:
+    """A call under way, in a thread of its own that keeps no process alive."""
+
+    what: str
+    """For messages."""
+    deadline_s: float
+    future: Future[Any] = attrs.field(factory=Future)
+
+    @classmethod
+    def start(cls, deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Call:
+        """Calls the function."""
+        call = cls(what, deadline_s)
+        threading.Thread(target=call._run, args=(function, *args), daemon=True).start()
+        return call
+
+    def result(self) -> Any:
+        """What the function returned; raises what it raised, or AssertionError if it does not end."""
+        self.require_end()
+        return self.future.result()
+
+    def exception(self) -> BaseException | None:
+        """What the function raised, if anything. Raises AssertionError if it does not end."""
+        self.require_end()
+        return self.future.exception()
+
+    def require_end(self) -> None:
+        """Raises AssertionError unless the function ends within the deadline."""
+        _, unfinished = wait([self.future], self.deadline_s)
+        assert not unfinished, f"{self.what} did not end within {self.deadline_s:g} s"
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self.future.set_result(function(*args))
+        except BaseException as error:  # the test's own thread looks at it
+            self.future.set_exception(error)
+
+
 @attrs.define
 class Ranks:
     """The sending side of one sync: which rank sends which tensors."""
@@ -57,8 +96,10 @@ class Ranks:
     undrained: list[int] = attrs.field(factory=list)
 
     def send(self, version: int, rank: int) -> Manifest:
-        sender = self.transport.sender(self.rendezvous, rank, len(self.parts))
-        return sender.send(self._buckets(rank), version)
+        return self.sender(rank).send(self._buckets(rank), version)
+
+    def sender(self, rank: int) -> WeightSender:
+        return self.transport.sender(self.rendezvous, rank, len(self.parts))
 
     def _buckets(self, rank: int) -> Iterator[WeightBucket]:
         self.undrained.append(rank)
@@ -70,6 +111,8 @@ class WeightTransportConformance:
     """Subclass, set `transport`, run pytest."""
 
     transport: ClassVar[WeightTransport]
+    deadline_s: ClassVar[float] = 60.0
+    """What takes longer is taken for something that never ends."""
 
     def damage(self, rendezvous: Rendezvous) -> bool:
         """Spoils what was sent; False where nothing could be spoilt."""
@@ -80,7 +123,7 @@ class WeightTransportConformance:
 
     def test_both_ends_say_alike_whether_a_sync_is_staged(self) -> None:
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
-        self.transport.close(rendezvous)
+        self._close(rendezvous)
         receiver = plugins.load_receiver(rendezvous.receiver)
         assert receiver.is_staged == self.transport.is_staged
 
@@ -90,15 +133,15 @@ class WeightTransportConformance:
             assert rendezvous.transport == self.transport.name
             json.dumps(dict(rendezvous.data))
         finally:
-            self.transport.close(rendezvous)
+            self._close(rendezvous)
 
     @pytest.mark.parametrize("num_ranks", [1, 3])
     def test_what_arrives_is_what_was_sent(self, num_ranks: int) -> None:
         tensors = sample_tensors()
         with self._sync(_dealt(tensors, num_ranks)) as (ranks, start):
-            receiving = start(_receive, ranks.rendezvous, 7)
+            receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 7)
             sent = self._send_all(ranks, 7, start)
-            arrived, received = receiving.result(_WAIT_S)
+            arrived, received = receiving.result()
         assert arrived.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert arrived[name].dtype == tensor.dtype, name
@@ -109,27 +152,27 @@ class WeightTransportConformance:
 
     def test_every_rank_drains_its_weights_also_one_that_sends_nothing(self) -> None:
         with self._sync([sample_tensors(), {}]) as (ranks, start):
-            receiving = start(_receive, ranks.rendezvous, 0)
+            receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 0)
             self._send_all(ranks, 0, start)
-            arrived, _ = receiving.result(_WAIT_S)
+            arrived, _ = receiving.result()
         assert not ranks.undrained, f"ranks {ranks.undrained} did not drain their weights"
         assert arrived.keys() == sample_tensors().keys()
 
     def test_several_engines_receive_the_same(self) -> None:
         with self._sync([sample_tensors()], num_engines=2) as (ranks, start):
-            receiving = [start(_receive, ranks.rendezvous, 3) for _ in range(2)]
+            receiving = [start("an engine's `receive`", _receive, ranks.rendezvous, 3) for _ in range(2)]
             sent = self._send_all(ranks, 3, start)
             for engine in receiving:
-                require_same(sent, engine.result(_WAIT_S)[1])
+                require_same(sent, engine.result()[1])
 
     def test_another_version_is_refused(self) -> None:
         with self._sync([sample_tensors()]) as (ranks, start):
-            receiving = start(_receive, ranks.rendezvous, 5)
-            sending = start(ranks.send, 4, 0)
+            receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 5)
+            sending = start("a rank's `send`", ranks.send, 4, 0)
             with pytest.raises(WeightSyncError):
-                receiving.result(_WAIT_S)
-            self.transport.close(ranks.rendezvous)
-            assert isinstance(sending.exception(_WAIT_S), RLError | None)
+                receiving.result()
+            self._close(ranks.rendezvous)
+            assert isinstance(sending.exception(), RLError | None)
 
     def test_damage_is_noticed(self) -> None:
         if not self.transport.is_staged:
@@ -139,7 +182,7 @@ class WeightTransportConformance:
             if not self.damage(ranks.rendezvous):
                 pytest.skip("this transport keeps nothing that could be damaged")
             with pytest.raises(WeightSyncError):
-                _receive(ranks.rendezvous, 0)
+                start("an engine's `receive`", _receive, ranks.rendezvous, 0).result()
 
     def test_what_is_staged_can_be_read_late_and_again(self) -> None:
         if not self.transport.is_staged:
@@ -147,22 +190,22 @@ class WeightTransportConformance:
         with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):
             sent = self._send_all(ranks, 0, start)
             for _ in range(2):
-                require_same(sent, _receive(ranks.rendezvous, 0)[1])
+                require_same(sent, start("a late `receive`", _receive, ranks.rendezvous, 0).result()[1])
 
     def test_a_rank_drains_its_weights_also_when_the_sync_is_closed(self) -> None:
         with self._sync([sample_tensors()]) as (ranks, start):
-            self.transport.close(ranks.rendezvous)
-            error = start(ranks.send, 0, 0).exception(_WAIT_S)
+            self._close(ranks.rendezvous)
+            error = start("a rank's `send`", ranks.send, 0, 0).exception()
         assert isinstance(error, RLError | None)
         assert not ranks.undrained, "the other ranks would wait for this one"
 
     def test_a_sync_that_is_closed_ends_an_engine_that_waits_for_a_missing_rank(self) -> None:
         with self._sync(_dealt(sample_tensors(), 2)) as (ranks, start):
-            receiving = start(_receive, ranks.rendezvous, 0)
-            start(ranks.send, 0, 0).result(_WAIT_S)
-            self.transport.close(ranks.rendezvous)
+            receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 0)
+            start("a rank's `send`", ranks.send, 0, 0).result()
+            self._close(ranks.rendezvous)
             with pytest.raises(RLError):
-                receiving.result(_WAIT_S)
+                receiving.result()
 
     def test_a_rank_that_fails_half_way_completes_nothing(self) -> None:
         def breaks() -> Iterator[WeightBucket]:
@@ -170,38 +213,48 @@ class WeightTransportConformance:
             raise ArithmeticError("this rank broke")
 
         with self._sync([sample_tensors()]) as (ranks, start):
-            receiving = start(_receive, ranks.rendezvous, 0)
+            receiving = start("an engine's `receive`", _receive, ranks.rendezvous, 0)
             with pytest.raises(ArithmeticError):
-                self.transport.sender(ranks.rendezvous, 0, 1).send(breaks(), 0)
-            self.transport.close(ranks.rendezvous)
+                start("a rank's `send`", ranks.sender(0).send, breaks(), 0).result()
+            self._close(ranks.rendezvous)
             with pytest.raises(RLError):
-                receiving.result(_WAIT_S)
+                receiving.result()
 
     def test_syncs_follow_each_other_also_after_one_that_failed(self) -> None:
         failed = self.transport.open(num_ranks=1, num_engines=1)
-        self.transport.close(failed)
-        self.transport.close(failed)
+        self._close(failed)
+        self._close(failed)
         for version in range(3):
             tensors = {"weight": torch.full((9,), float(version))}
             with self._sync([tensors]) as (ranks, start):
-                receiving = start(_receive, ranks.rendezvous, version)
+                receiving = start("an engine's `receive`", _receive, ranks.rendezvous, version)
                 self._send_all(ranks, version, start)
-                assert torch.equal(receiving.result(_WAIT_S)[0]["weight"], tensors["weight"])
+                assert torch.equal(receiving.result()[0]["weight"], tensors["weight"])
 
     @contextmanager
     def _sync(
         self, parts: Sequence[dict[str, Tensor]], *, num_engines: int = 1
-    ) -> Iterator[tuple[Ranks, Callable[..., Future[Any]]]]:
+    ) -> Iterator[tuple[Ranks, Callable[..., Call]]]:
         rendezvous = self.transport.open(num_ranks=len(parts), num_engines=num_engines)
-        with ThreadPoolExecutor(len(parts) + num_engines) as threads:
-            try:
-                yield Ranks(self.transport, rendezvous, parts), threads.submit
-            finally:
-                self.transport.close(rendezvous)
+        calls: list[Call] = []
 
-    def _send_all(self, ranks: Ranks, version: int, start: Callable[..., Future[Manifest]]) -> Manifest:
-        sending = [start(ranks.send, version, rank) for rank in range(len(ranks.parts))]
-        return merge_manifests([manifest.result(_WAIT_S) for manifest in sending])
+        def start(what: str, function: Callable[..., Any], *args: Any) -> Call:
+            calls.append(Call.start(self.deadline_s, what, function, *args))
+            return calls[-1]
+
+        try:
+            yield Ranks(self.transport, rendezvous, parts), start
+        finally:
+            self._close(rendezvous)
+        for call in calls:
+            call.require_end()
+
+    def _close(self, rendezvous: Rendezvous) -> None:
+        Call.start(self.deadline_s, "the transport's `close`", self.transport.close, rendezvous).result()
+
+    def _send_all(self, ranks: Ranks, version: int, start: Callable[..., Call]) -> Manifest:
+        sending = [start(f"rank {rank}'s `send`", ranks.send, version, rank) for rank in range(len(ranks.parts))]
+        return merge_manifests([manifest.result() for manifest in sending])
 
 
 def _dealt(tensors: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]]:

@@ -27,6 +27,8 @@ import attrs
 from rl_core.batch import Batch
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import (
+    Callback,
+    Control,
     Generator,
     InferenceClient,
     Metrics,
@@ -36,7 +38,6 @@ from rl_core.interfaces import (
     WeightTransport,
 )
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
-from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.colocation import EngineTurns

@@ -16,12 +16,11 @@ from rl_core import plugins
 from rl_core.config import Config, engine_spec, generator_spec
 from rl_core.config.value_checks import require_run_name
 from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import AdapterServing, Generator, InferenceClient, Role
+from rl_core.interfaces import AdapterServing, Callback, Generator, InferenceClient, Role
 from rl_core.reports.report_page import write_report
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, sample_of
 from rl_core.trainer.buffer import GroupBuffer
-from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
