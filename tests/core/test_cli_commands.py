@@ -16,7 +16,7 @@ import yaml
 from rl_core import plugins
 from rl_core.cli import commands, main
 from rl_core.cli.listing import columns
-from rl_core.config import dump_yaml, from_mapping
+from rl_core.config import Config, dump_yaml, from_mapping
 from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.run_directory import RunSummary
@@ -116,20 +116,32 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     sys.modules.pop("cli_recipes", None)
 
 
-def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[object]:
-    """Replaces the trainer by one that ends so; the configurations that it was given."""
-    seen: list[object] = []
+def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
+    """Replaces what runs once all is checked and prepared by one that ends so; the configurations that it was given."""
+    seen: list[Config] = []
 
-    def run_training(config: object, *, started: float | None, prepare: Callable[[object], None] | None) -> RunSummary:
+    async def train(config: Config, *_: object) -> RunSummary:
         seen.append(config)
-        if prepare is not None:
-            prepare(config)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    monkeypatch.setattr(trainer_run, "run_training", run_training)
+    monkeypatch.setattr(trainer_run, "_train", train)
     return seen
+
+
+def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces what plays once everything is checked and prepared."""
+
+    async def evaluate(config: Config) -> dict[str, float]:
+        return {"eval/reward": 0.5}
+
+    async def generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
+        output.write_text("")
+        return limit or 3
+
+    monkeypatch.setattr(trainer_run, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer_run, "_generate", generate)
 
 
 def summary(*, interrupted: bool) -> RunSummary:
@@ -240,7 +252,7 @@ def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch
     code, out, _ = rl("train", "small", "trainer.seed=9")
     assert code == 0
     assert Path("train.jsonl").exists()
-    assert [config.trainer.seed for config in seen] == [9]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [config.trainer.seed for config in seen] == [9]
     assert out == "7 steps in 4 s\nheld-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
 
 
@@ -322,8 +334,7 @@ def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anythi
 def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
     rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], override: str
 ):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or 3)
-    monkeypatch.setattr(trainer_run, "run_evaluation", lambda config: {"eval/reward": 0.5})
+    play_nothing(monkeypatch)
     assert rl("train", "small", "trainer.algorithm.use_kl_loss=true", override)[0] == 2
     code, _, err = rl(*command, "small", "trainer.algorithm.use_kl_loss=true", override)
     assert (code, err) == (0, "")
@@ -388,7 +399,7 @@ def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl:
 
 
 def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or limit)
+    play_nothing(monkeypatch)
     code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl", "--limit", "3")
     assert (code, out) == (0, "3 samples in new/folder/samples.jsonl\n")
     assert "--limit" in rl("generate", "small", "--output", "samples.jsonl", "--limit", "0")[2]
