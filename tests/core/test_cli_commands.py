@@ -16,8 +16,8 @@ import yaml
 from rl_core import plugins
 from rl_core.cli import commands, main
 from rl_core.cli.listing import columns
-from rl_core.config import Config, dump_yaml, from_mapping
-from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
+from rl_core.config import Config, dump_yaml, from_mapping, load
+from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.run_directory import RunSummary
 from rl_core.trainer.run_lock import held_directories
@@ -57,6 +57,7 @@ def prepare(config):
 
 small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:prepare", makes=("model", "train.jsonl"))
 unprepared = Recipe(summary="another", config=BASE)
+badly_prepared = Recipe(summary="a fourth", config=BASE, prepare="cli_recipes:BASE", makes=("model", "train.jsonl"))
 with_unread_key = Recipe(
     summary="a third",
     config={**BASE, "trainer.algorithm.clip_ratio_c": 5.0},
@@ -221,6 +222,129 @@ def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+
+
+REFUSED = {
+    "unknown key": ["trainer.sead=1"],
+    "wrong type": ["trainer.epochs=lots"],
+    "wrong backend": ["trainer.strategy=slimm"],
+    "three at once": ["trainer.sead=1", "trainer.epochs=lots", "trainer.strategy=slimm"],
+    "run name": ["trainer.run_name=a/b"],
+    "out of bounds": ["trainer.seed=-1"],
+    "combination": ["trainer.policy_mini_batch_size=3"],
+    "missing file": ["data.train_data=[mine.jsonl]"],
+    "missing model": ["trainer.policy.model.path=./mine"],
+    "run directory": ["trainer.run_dir=site/cli_recipes.py/run"],
+    "engine": ["generator.inference_engine.backend=vlm"],
+    "generator": ["generator.type=mine"],
+    "environment": ["environment.env_class=mine"],
+    "transport": ["generator.inference_engine.weight_sync_backend=mine"],
+    "tracker": ["trainer.logger=mine"],
+    "loss": ["trainer.algorithm.policy_loss_type=mine"],
+    "estimator": ["trainer.algorithm.advantage_estimator=mine"],
+    "estimator of greedy answers": ["trainer.algorithm.advantage_estimator=remax"],
+    "setting of the loss": ["trainer.algorithm.policy_loss_params.sharpness=1"],
+    "correction": ["trainer.max_staleness=2", "trainer.algorithm.policy_loss_type=clip_cov"],
+    "routes": ["generator.inference_engine.enable_return_routed_experts=true"],
+    "callback": ["trainer.callbacks=[json:dumps]"],
+    "callback with arguments": ["trainer.callbacks=[cli_recipes:WantsArguments]"],
+    "callback that is not there": ["trainer.callbacks=[no_module:Class]"],
+    "row without prompt": ["data.val_data=[no_prompt.jsonl]"],
+    "environment of a row": ["generator.type=environment", "data.train_data=[rows.jsonl]"],
+    "too few rows": ["data.train_data=[rows.jsonl]", "trainer.epochs=1"],
+    "what the backend refuses": ["trainer.policy.slim_config.width=13"],
+    "independent ones": [
+        *("trainer.seed=-1", "data.train_data=[mine.jsonl]", "generator.inference_engine.backend=vlm"),
+        *("trainer.logger=[mine, other]", "trainer.callbacks=[json:dumps]", "trainer.policy.slim_config.width=13"),
+    ],
+}
+"""Class of mistakes → overrides of the recipe `small` that make it."""
+
+
+@pytest.mark.parametrize("overrides", REFUSED.values(), ids=REFUSED)
+def test_python_refuses_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
+    Path("no_prompt.jsonl").write_text('{"question": "1+1="}\n')
+    code, out, err = rl("train", "small", *overrides)
+    assert (code, out) == (2, "")
+    assert rl("train", "small", "--dry-run", *overrides) == (2, "", err)
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_training(load("small", overrides))
+    assert f"error: {refused.value}\n" == err
+    assert not {"prepared", "runs"} & {path.name for path in Path().iterdir()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.run_name=a/b"],
+        ["trainer.seed=-1", "generator.type=mine", "trainer.policy.model.path=./mine"],
+        ["generator.inference_engine.backend=vlm", "data.val_data=[mine.jsonl]"],
+        ["generator.type=environment", "data.val_data=[rows.jsonl]"],
+    ],
+)
+def test_python_refuses_to_play_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
+    loaded, output = load("small", overrides), Path("new/samples.jsonl")
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_evaluation(loaded)
+    assert rl("eval", "small", *overrides) == (2, "", f"error: {refused.value}\n")
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_generation(loaded, output)
+    assert rl("generate", "small", *overrides, "--output", str(output)) == (2, "", f"error: {refused.value}\n")
+    assert not {"prepared", "new"} & {path.name for path in Path().iterdir()}
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"]], ids=["train", "dry run"])
+def test_a_wrong_key_a_wrong_type_and_a_wrong_plug_in_are_three_errors_at_once(rl: Run, command: list[str]):
+    code, out, err = rl(*command, "small", "trainer.sead=1", "trainer.epochs=lots", "trainer.strategy=fspd")
+    assert (code, out) == (2, "")
+    first, *lines = err.splitlines()
+    assert first == "error: 3 mistakes:"
+    assert lines[0] == "  1. trainer.epochs: 'lots' (str) is given (command line); expected int."
+    assert lines[1] == "  2. trainer.sead: unknown key (command line). Did you mean trainer.seed?"
+    assert lines[2].startswith("  3. trainer.strategy: 'fspd' is not among the installed training backends")
+    assert len(lines) == 3
+
+
+def test_mistakes_of_every_kind_are_reported_together(rl: Run):
+    err = rl("train", "small", *REFUSED["independent ones"])[2]
+    keys = [line.partition(". ")[2].partition(":")[0] for line in err.splitlines()[1:]]
+    assert keys == [
+        "trainer.seed",
+        "data.train_data",
+        "generator.inference_engine.backend",
+        "trainer.logger",
+        "trainer.logger",
+        "trainer.callbacks",
+    ]
+
+
+def test_python_has_the_recipe_make_its_files_once_the_directories_are_the_runs(
+    rl: Run, monkeypatch: pytest.MonkeyPatch
+):
+    seen = finish_with(monkeypatch, summary(interrupted=False))
+    loaded = load("small")
+    with pytest.raises(ConfigError, match=r"data\.train_data: the file train\.jsonl does not exist"):
+        trainer_run.run_training(loaded.config)
+    assert not Path("prepared").exists()
+    trainer_run.run_training(loaded)
+    assert Path("prepared").exists()
+    assert seen == [loaded.config]
+
+
+def test_what_the_recipe_made_is_looked_at_like_what_was_there(rl: Run):
+    code, _, err = rl("train", "small", "generator.type=environment", "trainer.train_batch_size=400")
+    assert Path("prepared").exists()
+    assert code == 2
+    assert "train.jsonl:1: the row has no 'env_class' and environment.env_class is not set" in err
+    assert "data.train_data: 4 epochs of 3 rows do not fill one batch of 400 prompts" in err
+
+
+def test_a_recipe_whose_preparation_is_no_function_is_refused_in_the_dry_run(rl: Run):
+    code, _, err = rl("train", "cli_recipes:badly_prepared", "--dry-run")
+    assert code == 2
+    assert "the recipe's `prepare`: 'cli_recipes:BASE' is a dict, not a function" in err
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
         chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
 
     Raises:
-        ConfigError, PluginError: one does not; ConfigErrors: several.
+        ConfigError, PluginError: one does not.
+        ConfigErrors: several do not.
     """
     mistakes = Mistakes()
     gather_plugins(config, mistakes, chosen=chosen)

@@ -73,7 +73,7 @@ def preflight(run: Config | Loaded) -> None:
     mistakes = Mistakes()
     gather_values(config, mistakes)
     gather_files(config, mistakes, makes=loaded.makes)
-    gather_plugins(config, mistakes, chosen=loaded.chosen_keys if isinstance(run, Loaded) else None)
+    gather_plugins(config, mistakes, chosen=loaded.chosen_keys)
     for path in config.trainer.callbacks:
         mistakes.passes(_require_callback, path)
     mistakes.passes(_prepare_function, loaded)
@@ -134,6 +134,7 @@ def config_of(run: Config | Loaded) -> Config:
 
 
 def _loaded(run: Config | Loaded) -> Loaded:
+    """With a configuration alone nobody is known to have chosen a key, so none is warned of as having no effect."""
     return run if isinstance(run, Loaded) else Loaded(config=run, given={})
 
 
