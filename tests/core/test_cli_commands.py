@@ -16,8 +16,8 @@ import yaml
 from rl_core import plugins
 from rl_core.cli import commands, main
 from rl_core.cli.listing import columns
-from rl_core.config import dump_yaml, from_mapping
-from rl_core.errors import CheckpointError, DataError, PluginError, RLError, WorkerError
+from rl_core.config import Config, dump_yaml, from_mapping, load
+from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.run_directory import RunSummary
 from rl_core.trainer.run_lock import held_directories
@@ -59,6 +59,7 @@ small = Recipe(summary="a recipe of a test", config=BASE, prepare="cli_recipes:p
 unprepared = Recipe(summary="another", config=BASE)
 prepared_by_a_number = Recipe(summary="a fourth", config=BASE, prepare="math:pi")
 prepared_by_nothing = Recipe(summary="a fifth", config=BASE, prepare="cli_recipes:nothing")
+badly_prepared = Recipe(summary="a fourth", config=BASE, prepare="cli_recipes:BASE", makes=("model", "train.jsonl"))
 with_unread_key = Recipe(
     summary="a third",
     config={**BASE, "trainer.algorithm.clip_ratio_c": 5.0},
@@ -114,20 +115,32 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     sys.modules.pop("cli_recipes", None)
 
 
-def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[object]:
-    """Replaces the trainer by one that ends so; the configurations that it was given."""
-    seen: list[object] = []
+def finish_with(monkeypatch: pytest.MonkeyPatch, result: RunSummary | BaseException) -> list[Config]:
+    """Replaces what runs once all is checked and prepared by one that ends so; the configurations that it was given."""
+    seen: list[Config] = []
 
-    def run_training(config: object, *, started: float | None, prepare: Callable[[object], None] | None) -> RunSummary:
+    async def train(config: Config, *_: object) -> RunSummary:
         seen.append(config)
-        if prepare is not None:
-            prepare(config)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    monkeypatch.setattr(trainer_run, "run_training", run_training)
+    monkeypatch.setattr(trainer_run, "_train", train)
     return seen
+
+
+def play_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces what plays once everything is checked and prepared."""
+
+    async def evaluate(config: Config) -> dict[str, float]:
+        return {"eval/reward": 0.5}
+
+    async def generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
+        output.write_text("")
+        return limit or 3
+
+    monkeypatch.setattr(trainer_run, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer_run, "_generate", generate)
 
 
 def summary(*, interrupted: bool) -> RunSummary:
@@ -262,6 +275,129 @@ def test_what_is_no_recipe_or_prepares_none_is_one_error(rl: Run, command: list[
     assert err.count("\n") == 1, "one message, no traceback"
 
 
+REFUSED = {
+    "unknown key": ["trainer.sead=1"],
+    "wrong type": ["trainer.epochs=lots"],
+    "wrong backend": ["trainer.strategy=slimm"],
+    "three at once": ["trainer.sead=1", "trainer.epochs=lots", "trainer.strategy=slimm"],
+    "run name": ["trainer.run_name=a/b"],
+    "out of bounds": ["trainer.seed=-1"],
+    "combination": ["trainer.policy_mini_batch_size=3"],
+    "missing file": ["data.train_data=[mine.jsonl]"],
+    "missing model": ["trainer.policy.model.path=./mine"],
+    "run directory": ["trainer.run_dir=site/cli_recipes.py/run"],
+    "engine": ["generator.inference_engine.backend=vlm"],
+    "generator": ["generator.type=mine"],
+    "environment": ["environment.env_class=mine"],
+    "transport": ["generator.inference_engine.weight_sync_backend=mine"],
+    "tracker": ["trainer.logger=mine"],
+    "loss": ["trainer.algorithm.policy_loss_type=mine"],
+    "estimator": ["trainer.algorithm.advantage_estimator=mine"],
+    "estimator of greedy answers": ["trainer.algorithm.advantage_estimator=remax"],
+    "setting of the loss": ["trainer.algorithm.policy_loss_params.sharpness=1"],
+    "correction": ["trainer.max_staleness=2", "trainer.algorithm.policy_loss_type=clip_cov"],
+    "routes": ["generator.inference_engine.enable_return_routed_experts=true"],
+    "callback": ["trainer.callbacks=[json:dumps]"],
+    "callback with arguments": ["trainer.callbacks=[cli_recipes:WantsArguments]"],
+    "callback that is not there": ["trainer.callbacks=[no_module:Class]"],
+    "row without prompt": ["data.val_data=[no_prompt.jsonl]"],
+    "environment of a row": ["generator.type=environment", "data.train_data=[rows.jsonl]"],
+    "too few rows": ["data.train_data=[rows.jsonl]", "trainer.epochs=1"],
+    "what the backend refuses": ["trainer.policy.slim_config.width=13"],
+    "independent ones": [
+        *("trainer.seed=-1", "data.train_data=[mine.jsonl]", "generator.inference_engine.backend=vlm"),
+        *("trainer.logger=[mine, other]", "trainer.callbacks=[json:dumps]", "trainer.policy.slim_config.width=13"),
+    ],
+}
+"""Class of mistakes → overrides of the recipe `small` that make it."""
+
+
+@pytest.mark.parametrize("overrides", REFUSED.values(), ids=REFUSED)
+def test_python_refuses_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
+    Path("no_prompt.jsonl").write_text('{"question": "1+1="}\n')
+    code, out, err = rl("train", "small", *overrides)
+    assert (code, out) == (2, "")
+    assert rl("train", "small", "--dry-run", *overrides) == (2, "", err)
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_training(load("small", overrides))
+    assert f"error: {refused.value}\n" == err
+    assert not {"prepared", "runs"} & {path.name for path in Path().iterdir()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.run_name=a/b"],
+        ["trainer.seed=-1", "generator.type=mine", "trainer.policy.model.path=./mine"],
+        ["generator.inference_engine.backend=vlm", "data.val_data=[mine.jsonl]"],
+        ["generator.type=environment", "data.val_data=[rows.jsonl]"],
+    ],
+)
+def test_python_refuses_to_play_what_the_command_line_refuses_with_the_same_message(rl: Run, overrides: list[str]):
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "env_class": "arithmetik"}\n')
+    loaded, output = load("small", overrides), Path("new/samples.jsonl")
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_evaluation(loaded)
+    assert rl("eval", "small", *overrides) == (2, "", f"error: {refused.value}\n")
+    with pytest.raises(RLError) as refused:
+        trainer_run.run_generation(loaded, output)
+    assert rl("generate", "small", *overrides, "--output", str(output)) == (2, "", f"error: {refused.value}\n")
+    assert not {"prepared", "new"} & {path.name for path in Path().iterdir()}
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"]], ids=["train", "dry run"])
+def test_a_wrong_key_a_wrong_type_and_a_wrong_plug_in_are_three_errors_at_once(rl: Run, command: list[str]):
+    code, out, err = rl(*command, "small", "trainer.sead=1", "trainer.epochs=lots", "trainer.strategy=fspd")
+    assert (code, out) == (2, "")
+    first, *lines = err.splitlines()
+    assert first == "error: 3 mistakes:"
+    assert lines[0] == "  1. trainer.epochs: 'lots' (str) is given (command line); expected int."
+    assert lines[1] == "  2. trainer.sead: unknown key (command line). Did you mean trainer.seed?"
+    assert lines[2].startswith("  3. trainer.strategy: 'fspd' is not among the installed training backends")
+    assert len(lines) == 3
+
+
+def test_mistakes_of_every_kind_are_reported_together(rl: Run):
+    err = rl("train", "small", *REFUSED["independent ones"])[2]
+    keys = [line.partition(". ")[2].partition(":")[0] for line in err.splitlines()[1:]]
+    assert keys == [
+        "trainer.seed",
+        "data.train_data",
+        "generator.inference_engine.backend",
+        "trainer.logger",
+        "trainer.logger",
+        "trainer.callbacks",
+    ]
+
+
+def test_python_has_the_recipe_make_its_files_once_the_directories_are_the_runs(
+    rl: Run, monkeypatch: pytest.MonkeyPatch
+):
+    seen = finish_with(monkeypatch, summary(interrupted=False))
+    loaded = load("small")
+    with pytest.raises(ConfigError, match=r"data\.train_data: the file train\.jsonl does not exist"):
+        trainer_run.run_training(loaded.config)
+    assert not Path("prepared").exists()
+    trainer_run.run_training(loaded)
+    assert Path("prepared").exists()
+    assert seen == [loaded.config]
+
+
+def test_what_the_recipe_made_is_looked_at_like_what_was_there(rl: Run):
+    code, _, err = rl("train", "small", "generator.type=environment", "trainer.train_batch_size=400")
+    assert Path("prepared").exists()
+    assert code == 2
+    assert "train.jsonl:1: the row has no 'env_class' and environment.env_class is not set" in err
+    assert "data.train_data: 4 epochs of 3 rows do not fill one batch of 400 prompts" in err
+
+
+def test_a_recipe_whose_preparation_is_no_function_is_refused_in_the_dry_run(rl: Run):
+    code, _, err = rl("train", "cli_recipes:badly_prepared", "--dry-run")
+    assert code == 2
+    assert "the recipe's `prepare`: 'cli_recipes:BASE' is a dict, not a function" in err
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(DataError("row 3"), 2), (PluginError("x"), 2), (WorkerError("rank 0"), 1), (CheckpointError("y"), 1)],
@@ -291,7 +427,7 @@ def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch
     code, out, _ = rl("train", "small", "trainer.seed=9")
     assert code == 0
     assert Path("train.jsonl").exists()
-    assert [config.trainer.seed for config in seen] == [9]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [config.trainer.seed for config in seen] == [9]
     assert out == "7 steps in 4 s\nheld-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
 
 
@@ -373,8 +509,7 @@ def test_training_data_that_the_recipe_does_not_make_must_be_there_before_anythi
 def test_what_only_training_needs_does_not_keep_prompts_from_being_played(
     rl: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], override: str
 ):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or 3)
-    monkeypatch.setattr(trainer_run, "run_evaluation", lambda config: {"eval/reward": 0.5})
+    play_nothing(monkeypatch)
     assert rl("train", "small", "trainer.algorithm.use_kl_loss=true", override)[0] == 2
     code, _, err = rl(*command, "small", "trainer.algorithm.use_kl_loss=true", override)
     assert (code, err) == (0, "")
@@ -440,7 +575,7 @@ def test_a_row_whose_environment_is_unknown_is_found_before_anything_is_made(rl:
 
 
 def test_samples_go_into_a_directory_that_is_made(rl: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainer_run, "run_generation", lambda config, output, limit: output.write_text("") or limit)
+    play_nothing(monkeypatch)
     code, out, _ = rl("generate", "small", "--output", "new/folder/samples.jsonl", "--limit", "3")
     assert (code, out) == (0, "3 samples in new/folder/samples.jsonl\n")
     assert "--limit" in rl("generate", "small", "--output", "samples.jsonl", "--limit", "0")[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rl_core.config import (
 )
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from rl_core.trainer.batch_advantages import load_estimator
 from rl_core.trainer.settings import update_settings
 from tests.core.fake_plugins import install
@@ -191,6 +191,77 @@ def test_the_defaults_pass():
 def test_an_impossible_value_or_combination_is_one_clear_error(overrides: str, message: str):
     with pytest.raises(ConfigError, match=message):
         check_values(from_mapping({}, overrides.split()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("trainer.seed=-1 trainer.epochs=0", ["trainer.epochs", "trainer.seed"]),
+        ("trainer.policy_mini_batch_size=0 trainer.epochs=0", ["trainer.epochs", "trainer.policy_mini_batch_size"]),
+        ("generator.n_samples_per_prompt=0", ["generator.n_samples_per_prompt"]),
+        (
+            "trainer.policy.optimizer_config.lr=.inf trainer.critic.optimizer_config.lr=-.inf",
+            ["trainer.critic.optimizer_config.lr", "trainer.policy.optimizer_config.lr"],
+        ),
+        (
+            "trainer.train_batch_size=10 trainer.policy_mini_batch_size=4 generator.n_samples_per_prompt=1 "
+            "trainer.resume_mode=from_path trainer.max_tokens_per_microbatch=3",
+            [
+                *("trainer.policy_mini_batch_size", "trainer.max_tokens_per_microbatch"),
+                *("generator.n_samples_per_prompt", "trainer.resume_path"),
+            ],
+        ),
+    ],
+)
+def test_values_are_refused_together_and_none_because_of_another(overrides: str, keys: list[str]):
+    assert mistaken(lambda: check_values(from_mapping({}, overrides.split()))) == keys
+
+
+def mistaken(check: Callable[[], object]) -> list[str]:
+    """The keys of the errors that a check raises."""
+    with pytest.raises(ConfigError) as raised:
+        check()
+    errors = raised.value.errors if isinstance(raised.value, ConfigErrors) else [raised.value]
+    return [str(error).partition(":")[0] for error in errors]
+
+
+def test_missing_files_are_named_together_and_each_once(files: Path):
+    config = from_mapping(
+        {
+            "data.train_data": ["a.parquet", "train.parquet", "b.parquet"],
+            "data.val_data": ["b.parquet", "c.parquet"],
+            "trainer.policy.model.path": "./nowhere",
+            "trainer.algorithm.use_kl_loss": True,
+            "trainer.resume_path": "nope",
+            "trainer.run_dir": "train.parquet/run",
+        }
+    )
+    expected = ["data.train_data", "data.train_data", "data.val_data", "trainer.policy.model.path"]
+    assert mistaken(lambda: check_files(config)) == [*expected, "trainer.resume_path", "trainer.run_dir"]
+
+
+def test_plug_ins_are_refused_together_and_none_because_of_another(functions: dict[str, Any]):
+    algorithm = "trainer.algorithm"
+    changes = {
+        "generator.type": "x",
+        "generator.inference_engine.weight_sync_backend": "y",
+        "trainer.logger": ["x", "y"],
+        "trainer.callbacks": ["no_module:Class"],
+        f"{algorithm}.policy_loss_type": "no_module:loss",
+        f"{algorithm}.off_policy_correction.token_mask_is_threshold_low": 0.5,
+        f"{algorithm}.advantage_params.a": 1,
+        "generator.sampling_params.top_p": 0.9,
+    }
+    assert mistaken(lambda: check_plugins(from_mapping(functions | changes))) == [
+        "generator.type",
+        "generator.inference_engine.weight_sync_backend",
+        "trainer.logger",
+        "trainer.logger",
+        f"{algorithm}.policy_loss_type",
+        "trainer.callbacks",
+        f"{algorithm}.advantage_estimator",
+        "generator.sampling_params",
+    ]
 
 
 @pytest.mark.parametrize(

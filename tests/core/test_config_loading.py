@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from rl_core import plugins
 from rl_core.config import Config, ConfigWarning, from_mapping, load
 from rl_core.config.loading import known_paths
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import ConfigError, ConfigErrors, PluginError
 from tests.core.fake_plugins import install, install_backend
 
 
@@ -201,3 +202,118 @@ def test_key_paths_are_unique_and_complete():
     paths = known_paths(Config)
     assert len(set(paths)) == len(paths)
     assert {"trainer", "trainer.policy.model.path", "trainer.policy.model.lora.rank", "data.train_data"} <= set(paths)
+
+
+MANY = {
+    "two unknown keys in one section": (
+        ["trainer.sead=1", "trainer.epoch=2"],
+        ["trainer.sead: unknown key", "trainer.epoch: unknown key"],
+    ),
+    "an unknown section and a wrong one": (["zzz.a=1", "data=3"], ["zzz: unknown key", "data: 3 (int)"]),
+    "wrong types in lists": (
+        ["trainer.tags=[1]", "trainer.policy.optimizer_config.adam_betas=[0.9]"],
+        ["trainer.tags: [1] (list)", "trainer.policy.optimizer_config.adam_betas: [0.9] (list)"],
+    ),
+    "keys below a single value": (
+        ["trainer.epochs={a: 1, b: 2}"],
+        ["trainer.epochs.a: trainer.epochs is a single value", "trainer.epochs.b: trainer.epochs is a single value"],
+    ),
+    "words that are no overrides": (
+        ["+trainer.seed=2", "trainer.epochs", "trainer.sead=1"],
+        ["'+trainer.seed=2': ", "'trainer.epochs': an override is", "trainer.sead: unknown key"],
+    ),
+    "keys from elsewhere": (
+        ["trainer.log_path=a", "trainer.algorithm.use_tis=true"],
+        ["trainer.log_path: is not a key here", "trainer.algorithm.use_tis: is not a key here"],
+    ),
+    "an unknown key in the section of an installed backend, and another backend that is not there": (
+        ["trainer.policy.fsdp_config.x=1", "trainer.strategy=fspd"],
+        ["trainer.policy.fsdp_config.x: unknown key", "trainer.strategy: 'fspd' is not among"],
+    ),
+    "a section that may be of the backend that is not there": (
+        ["trainer.policy.mine_config.x=1", "trainer.strategy=mine", "trainer.sead=1"],
+        ["trainer.sead: unknown key", "trainer.strategy: 'mine' is not among"],
+    ),
+    "keys of an engine whose name is wrong": (
+        ["generator.inference_engine.backend=[a]", "generator.inference_engine.zzz=1", "generator.zzz=1"],
+        ["generator.inference_engine.backend: ['a'] (list)", "generator.zzz: unknown key"],
+    ),
+    "several values that an engine's options refuse": (
+        [
+            *("generator.inference_engine.backend=vllm", "generator.inference_engine.tensor_parallel_size=0"),
+            *("generator.inference_engine.max_num_batched_tokens=0", "generator.inference_engine.zzz=1"),
+        ],
+        [
+            "generator.inference_engine.tensor_parallel_size: 0 is given",
+            "generator.inference_engine.max_num_batched_tokens: 0 is given",
+            "generator.inference_engine.zzz: unknown key",
+        ],
+    ),
+    "wrong names of plug-ins, of lists too, and values out of bounds": (
+        [
+            *("trainer.sead=1", "generator.type=mine", "trainer.logger=[console, a, b]", "trainer.seed=-1"),
+            *("trainer.algorithm.policy_loss_type=no_module:loss",),
+        ],
+        [
+            "trainer.sead: unknown key",
+            "generator.type: 'mine' is not among",
+            "trainer.logger: 'a' is not among",
+            "trainer.logger: 'b' is not among",
+            "trainer.seed: -1 is given",
+        ],
+    ),
+    "references to other keys": (
+        ["trainer.run_name='${nope}'", "trainer.run_dir='x/${trainer.run_name}'", "trainer.resume_path='${also}'"],
+        ["trainer.run_name: ${nope}", "trainer.resume_path: ${also}"],
+    ),
+    "a backend's name that is none": (
+        ["trainer.strategy=[fsdp]", "trainer.sead=1"],
+        ["trainer.strategy: ['fsdp'] is given; expected a backend's name", "trainer.sead: unknown key"],
+    ),
+}
+"""What is wrong → overrides, and how each of the errors begins; nothing else is reported."""
+
+
+@pytest.mark.parametrize(("overrides", "beginnings"), MANY.values(), ids=MANY)
+def test_mistakes_that_do_not_follow_from_each_other_are_one_error(overrides: list[str], beginnings: list[str]):
+    with pytest.raises(ConfigErrors) as raised:
+        from_mapping({}, overrides)
+    found = [str(error) for error in raised.value.errors]
+    assert [text[: len(beginning)] for text, beginning in zip(found, beginnings, strict=True)] == beginnings
+    lines = [f"  {number}. {text}" for number, text in enumerate(found, start=1)]
+    assert str(raised.value).splitlines() == [f"{len(found)} mistakes:", *lines]
+
+
+def test_every_mistake_of_a_file_and_of_the_overrides_on_it_is_reported(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  sead: 1\n  epochs: many\n[a]: 1\ndata: {shuffle: 3}\n")
+    with pytest.raises(ConfigErrors) as raised:
+        load(str(file), ["trainer.strategy=fspd", "trainer.bf16=maybe"])
+    assert [str(error).partition(":")[0] for error in raised.value.errors[1:]] == [
+        "trainer.sead",
+        "trainer.epochs",
+        "trainer.bf16",
+        "data.shuffle",
+        "trainer.strategy",
+    ]
+    assert str(raised.value.errors[0]).startswith(f"{file}:4: a key is text")
+    assert f"({file}:3)" in str(raised.value)
+
+
+def test_an_unknown_recipe_stands_alone():
+    with pytest.raises(PluginError, match="'nope' is not among the installed recipes"):
+        load("nope", ["trainer.sead=1", "trainer.epochs=lots"])
+
+
+def test_one_mistake_is_raised_as_what_it_is():
+    with pytest.raises(ConfigError, match=r"^trainer\.sead: unknown key") as raised:
+        from_mapping({}, ["trainer.sead=1"])
+    assert type(raised.value) is ConfigError
+
+
+def test_several_mistakes_survive_the_way_to_another_process():
+    with pytest.raises(ConfigErrors) as raised:
+        from_mapping({"trainer.sead": 1, "trainer.strategy": "fspd"})
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert str(copy) == str(raised.value)
+    assert [type(error) for error in copy.errors] == [ConfigError, PluginError]

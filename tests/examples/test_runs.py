@@ -195,18 +195,36 @@ def test_numbers_that_cannot_be_trained_on_are_failures_of_their_rollouts(
         run_training(small_run(tmp_path / "run", **changes))
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
-    small_run: BuildConfig, tmp_path: Path, evaluates: bool
-):
+@pytest.fixture
+def unknown_environment(tmp_path: Path) -> dict[str, Any]:
+    """Changes by which a run plays a row of an environment that is not installed."""
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "12+34=", "answer": "640", "env_class": "arithmetik"}\n')
-    changes = {
+    return {
         "data__train_data": [str(data)],
         "data__val_data": [str(data)],
         "environment__env_class": None,
-        "trainer__eval_before_train": evaluates,
         "trainer__max_training_steps": 1,
+    }
+
+
+def test_a_row_of_an_unknown_environment_is_refused_before_anything_is_made(
+    small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any]
+):
+    with pytest.raises(PluginError, match=r"train\.jsonl:1: env_class: 'arithmetik' is not"):
+        run_training(small_run(tmp_path / "run", **unknown_environment))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
+    small_run: BuildConfig, tmp_path: Path, unknown_environment: dict[str, Any], evaluates: bool
+):
+    """Of a generator that is named by import path nobody knows that it plays environments."""
+    changes = {
+        **unknown_environment,
+        "generator__type": "rl_rollout.generator_plugin:environment",
+        "trainer__eval_before_train": evaluates,
     }
     with pytest.raises(PluginError, match=r"train\.jsonl:1: the row's env_class: 'arithmetik' is not"):
         run_training(small_run(tmp_path / "run", **changes))

@@ -27,7 +27,7 @@ class UncheckedBackend(MegatronBackend):
         pass
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        from rl_megatron.model import chunks as model
+        from rl_megatron.model.chunks import chunks as model
 
         model.refuse = lambda *_: None
         return super().create_worker(spec, rank)
@@ -81,21 +81,21 @@ def leave_out_steps() -> None:
 
 
 def leave_out_rotary_base() -> None:
-    from rl_megatron.model import chunks as model
+    from rl_megatron.model.chunks import chunks as model
 
     model._rotary_fields = lambda config, where, is_latent: {}
 
 
 def leave_out_initialisation() -> None:
     """Weights without Megatron's marks of what is split over tensor ranks."""
-    from rl_megatron.model import chunks as model
+    from rl_megatron.model.chunks import chunks as model
 
     fields = model._provider_fields
     model._provider_fields = lambda *args: fields(*args) | {"perform_initialization": False}
 
 
 def leave_out_padding_token() -> None:
-    from rl_megatron.model import chunks as model
+    from rl_megatron.model.chunks import chunks as model
 
     model._exclude_padding_token = lambda chunks, pad_token_id: None
 

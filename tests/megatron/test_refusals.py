@@ -11,11 +11,11 @@ import sys
 import attrs
 import pytest
 
-from rl_core.cli.runs import require_token_budget
 from rl_core.config import from_mapping
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
+from rl_core.trainer.preflight import require_token_budget
 from rl_megatron import megatron
 from rl_megatron.checks.lora_targets import bridge_layers
 from rl_megatron.checks.refusals import refuse, refuse_setup, setup_of

@@ -6,7 +6,12 @@ A leaf also is the matching stdlib type, so callers that know nothing of this pa
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec
+
+_P = ParamSpec("_P")
 
 
 class RLError(Exception):
@@ -16,6 +21,22 @@ class RLError(Exception):
 
 class ConfigError(RLError, ValueError):
     """A configuration that cannot run: unknown key, wrong type, impossible combination."""
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes that were found together. One mistake alone is raised as what it is."""
+
+    def __init__(self, errors: Iterable[RLError]):
+        super().__init__(tuple(errors))
+
+    @property
+    def errors(self) -> tuple[RLError, ...]:
+        """Each mistake as it would be raised alone, a ConfigError, PluginError or DataError, in the order found."""
+        return self.args[0]
+
+    def __str__(self) -> str:
+        lines = (f"  {number}. {error}" for number, error in enumerate(self.errors, start=1))
+        return "\n".join([f"{len(self.errors)} mistakes:", *lines])
 
 
 class DataError(RLError, ValueError):
@@ -52,6 +73,58 @@ class DeadlineError(RLError, TimeoutError):
 
 class NonFiniteError(RLError, ArithmeticError):
     """Too many optimizer steps in a row had a loss or gradient that is not finite."""
+
+
+class Mistakes:
+    """Gathers the errors of checks that do not depend on each other, to be raised together.
+
+    An error's key is what its message begins with, up to the first colon or equals sign. A check that reads keys is run
+    only while none of them is mistaken (`about`), so that no error follows from another one.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[RLError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+    def add(self, *errors: RLError) -> None:
+        """Notes errors, of a ConfigErrors each; one that says what an earlier one says is the same mistake."""
+        for error in errors:
+            for single in error.errors if isinstance(error, ConfigErrors) else (error,):
+                if str(single) not in map(str, self.errors):
+                    self.errors.append(single)
+
+    def about(self, *keys: str) -> list[RLError]:
+        """The errors about one of the keys, about a key below it, or about a section above it."""
+        return [error for error in self.errors if any(_is_about(error, key) for key in keys)]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Notes a mistake that is raised inside, and goes on behind the block."""
+        try:
+            yield
+        except (ConfigError, PluginError, DataError) as error:
+            self.add(error)
+
+    def passes(self, check: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+        """Runs a check, notes its mistakes, and says whether there were none."""
+        try:
+            check(*args, **kwargs)
+        except (ConfigError, PluginError, DataError) as error:
+            self.add(error)
+            return False
+        return True
+
+    def raise_found(self) -> None:
+        """Raises the error that was found, or one ConfigErrors of several; nothing where none was."""
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
+
+
+def _is_about(error: RLError, key: str) -> bool:
+    mistaken, key = f"{re.split('[:=]', str(error), maxsplit=1)[0]}.", f"{key}."
+    return key.startswith(mistaken) or mistaken.startswith(key)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

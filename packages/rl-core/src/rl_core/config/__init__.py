@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.config.checks import check, check_playing, check_plugins
+    from rl_core.config.checks import check_plugins
     from rl_core.config.file_checks import check_files
     from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic
     from rl_core.config.layers import ConfigWarning, Given
@@ -69,11 +69,9 @@ _MODULES = {
     "loss_params": "function_params",
     "advantage_params": "function_params",
     "needs_critic": "function_params",
-    "check": "checks",
     "check_values": "value_checks",
     "check_files": "file_checks",
     "check_plugins": "checks",
-    "check_playing": "checks",
     "reference_page": "reference",
 }
 __all__ = [
@@ -110,11 +108,9 @@ __all__ = [
     "loss_params",
     "advantage_params",
     "needs_critic",
-    "check",
     "check_values",
     "check_files",
     "check_plugins",
-    "check_playing",
     "reference_page",
 ]
 

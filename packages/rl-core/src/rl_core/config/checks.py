@@ -1,53 +1,62 @@
 """What no single key can say: combinations that cannot work, found before any process, device or file is taken.
 
-Every check is made on the resolved values and raises one ConfigError that says what to do: on values alone
-(`value_checks`), on files (`file_checks`), and here on plug-ins. Only `check_plugins` imports torch, for the functions
-that a run calls.
+Every check is made on the resolved values, and its error says what to do: on values alone (`value_checks`), on files
+(`file_checks`), and here on plug-ins. A check that depends on what another one refused is not made. Only the functions
+that a training run calls import torch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container
-from pathlib import Path
+from collections.abc import Container, Iterable
 
 from rl_core import plugins
-from rl_core.config.file_checks import check_files, require_files, require_model, require_policy_model
-from rl_core.config.function_params import correction_params, loss_params, needs_critic, unread_params
+from rl_core.config.file_checks import gather_data, gather_policy_model
+from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic, unread_params
 from rl_core.config.layers import ConfigWarning
-from rl_core.config.resolving import value_at
+from rl_core.config.named_plugins import GROUPS, names_at
 from rl_core.config.specs import engine_spec, generator_spec
 from rl_core.config.tree import Config
-from rl_core.config.value_checks import check_values, require_bounds, require_divides_batch, require_run_name
-from rl_core.errors import ConfigError, PluginError
+from rl_core.config.value_checks import gather_out_of_bounds, gather_run_name, undivided_batch
+from rl_core.errors import ConfigError, Mistakes, PluginError
 from rl_core.interfaces import LossSpec, RouteFollowing
 
+_LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
+_PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
+"""Keys of the plug-ins that play prompts."""
+_GENERATOR_READS = (
+    "generator.type",
+    "generator.max_turns",
+    "generator.max_input_length",
+    "environment",
+    "trainer.policy.model.path",
+)
+_ENGINE_READS = (
+    "generator.inference_engine.backend",
+    "generator.inference_engine.num_engines",
+    "generator.inference_engine.max_num_seqs",
+    "generator.sampling_params",
+    "generator.eval_sampling_params",
+    "trainer.policy.model",
+    "trainer.generation_timeout_s",
+    "trainer.num_threads",
+    "trainer.seed",
+)
 
-def check(config: Config, *, reads: str = "data.train_data") -> None:
-    """All checks of a run that reads the data under the key `reads`, the cheap ones first.
 
-    Raises ConfigError or PluginError for the first that fails; warns of what runs but looks unintended.
+def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Container[str] = ()) -> None:
+    """Notes what keeps the prompts of the key `reads` from being played without training; what only a training run
+    needs may be missing or wrong.
+
+    Args:
+        makes: paths that may be missing, because they are going to be made.
     """
-    check_values(config)
-    check_files(config, reads=reads)
-    check_plugins(config)
-
-
-def check_playing(config: Config, *, reads: str, makes: Container[str] = ()) -> None:
-    """Every check of what plays the prompts of `reads` without training; what only a training run needs may be
-    missing or wrong.
-
-    Raises ConfigError or PluginError.
-    """
-    require_run_name(config)
-    require_bounds(config)
-    if not value_at(config, reads):
-        raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
-    require_files(config, reads, makes)
-    require_policy_model(config)
-    if config.policy_model_path not in makes or Path(config.policy_model_path).exists():
-        require_model("trainer.policy.model.path", config.policy_model_path)
-    _validate_rollout_plugins(config)
+    gather_run_name(config, mistakes)
+    gather_out_of_bounds(config, mistakes)
+    gather_data(config, [reads], mistakes, makes=makes)
+    gather_policy_model(config, mistakes, makes=makes)
+    _gather_unloadable(config, _PLAYING, mistakes)
+    _gather_refusals(config, mistakes)
 
 
 def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> None:
@@ -55,24 +64,64 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 
     Args:
         chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
+
+    Raises:
+        ConfigError, PluginError: one does not.
+        ConfigErrors: several do not.
     """
-    trainer = config.trainer
-    _load_rollout_plugins(config)
-    transport_key = "generator.inference_engine.weight_sync_backend"
-    plugins.load("rl_core.weight_transports", value_at(config, transport_key), key=transport_key)
-    for name in trainer.logger:
-        plugins.load("rl_core.trackers", name, key="trainer.logger")
-    for name in trainer.callbacks:
-        plugins.load("rl_core.callbacks", name, key="trainer.callbacks")
-    _check_loss(config)
-    _check_routes(config)
-    if needs_critic(config):
-        _check_critic(config)
+    mistakes = Mistakes()
+    gather_plugins(config, mistakes, chosen=chosen)
+    mistakes.raise_found()
+
+
+def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
+    """Notes what `check_plugins` raises, as far as it does not follow from the mistakes that are known already."""
+    _gather_unloadable(config, GROUPS, mistakes)
+    for name in config.trainer.callbacks:
+        mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
+    has_loss = not mistakes.about(_LOSS) and mistakes.passes(_check_loss, config)
+    if has_loss and not mistakes.about("trainer.max_staleness"):
+        mistakes.passes(_check_correction, config)
+    if not mistakes.about("trainer.strategy"):
+        mistakes.passes(_check_routes, config)
+    if not mistakes.about(_ESTIMATOR) and mistakes.passes(advantage_params, config):
+        if needs_critic(config):
+            _gather_critic(config, mistakes)
+        if has_loss:
+            _warn_of_unread_params(config, chosen)
+    _gather_refusals(config, mistakes)
+
+
+def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:
+    for key in keys:
+        for name in names_at(config, key):
+            mistakes.passes(plugins.load, GROUPS[key], name, key=key)
+
+
+def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
+    """Notes what generator and engine do not accept of what they would be told."""
+    if not mistakes.about(*_GENERATOR_READS):
+        mistakes.passes(_validate_generator, config)
+    if not mistakes.about(*_ENGINE_READS):
+        mistakes.passes(_validate_engine, config)
+
+
+def _validate_generator(config: Config) -> None:
+    generator, told = generator_spec(config)
+    generator.validate(told)
+
+
+def _validate_engine(config: Config) -> None:
+    engine, told = engine_spec(config)
+    engine.validate(told)
+
+
+def _warn_of_unread_params(config: Config, chosen: Container[str] | None) -> None:
+    algorithm = config.trainer.algorithm
     for key in unread_params(config):
         if chosen is None or key in chosen:
-            message = f"{key}: has no effect with {trainer.algorithm.advantage_estimator!r} advantages and "
-            warnings.warn(f"{message}the {trainer.algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
-    _validate_rollout_plugins(config)
+            message = f"{key}: has no effect with {algorithm.advantage_estimator!r} advantages and "
+            warnings.warn(f"{message}the {algorithm.policy_loss_type!r} loss", ConfigWarning, stacklevel=2)
 
 
 def _check_routes(config: Config) -> None:
@@ -98,28 +147,10 @@ def _check_routes(config: Config) -> None:
         raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
 
 
-def _load_rollout_plugins(config: Config) -> None:
-    """Engine, generator and environment are there."""
-    generator = config.generator
-    plugins.load("rl_core.generators", generator.type, key="generator.type")
-    if config.environment.env_class is not None:
-        plugins.load("rl_core.environments", config.environment.env_class, key="environment.env_class")
-    plugins.load("rl_core.inference", generator.inference_engine.backend, key="generator.inference_engine.backend")
-
-
-def _validate_rollout_plugins(config: Config) -> None:
-    """They are there, and engine and generator accept what they would be told."""
-    _load_rollout_plugins(config)
-    generator, generator_told = generator_spec(config)
-    engine, engine_told = engine_spec(config)
-    generator.validate(generator_told)
-    engine.validate(engine_told)
-
-
 def _check_loss(config: Config) -> None:
     from rl_core.rank_kit.objectives import objective_from_spec  # imports torch
 
-    key, name = "trainer.algorithm.policy_loss_type", config.trainer.algorithm.policy_loss_type
+    key, name = _LOSS, config.trainer.algorithm.policy_loss_type
     params = loss_params(config)
     try:
         objective = objective_from_spec(LossSpec(name=name, params=params), key=key)
@@ -130,19 +161,21 @@ def _check_loss(config: Config) -> None:
             f"{key}: {name!r} trains a critic, not a policy, and does so by itself with "
             "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
         )
-    _check_correction(config)
 
 
-def _check_critic(config: Config) -> None:
-    require_divides_batch(config, "trainer.critic_mini_batch_size")
+def _gather_critic(config: Config, mistakes: Mistakes) -> None:
+    key = "trainer.critic_mini_batch_size"
+    if not mistakes.about(key, "trainer.train_batch_size"):
+        mistakes.add(*undivided_batch(config, key))
     placement = config.trainer.placement
     policy, critic = placement.policy_shape, placement.critic_shape
     if placement.colocate_all and policy != critic:
-        raise ConfigError(
+        message = (
             "trainer.placement: colocate_all=true needs as many critic ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
             f"{critic[1]}. Leave those two out, or set colocate_all=false"
         )
+        mistakes.add(ConfigError(message))
 
 
 def _check_correction(config: Config) -> None:

@@ -3,61 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, Mistakes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_files(config: Config, *, reads: str = "data.train_data", makes: Container[str] = ()) -> None:
+def check_files(config: Config, *, makes: Container[str] = ()) -> None:
     """Data, models and the checkpoint to resume from are there; the run directory can be written.
 
     Args:
-        reads: the key of the data without which there is no run.
         makes: paths that may be missing, because they are going to be made.
+
+    Raises:
+        ConfigError: one is not; ConfigErrors: several.
     """
-    _data_exists(config, reads, makes)
-    _models_exist(config, makes)
-    _resume_path_exists(config)
-    _run_dir_is_writable(config)
+    mistakes = Mistakes()
+    gather_files(config, mistakes, makes=makes)
+    mistakes.raise_found()
 
 
-def _data_exists(config: Config, reads: str, makes: Container[str]) -> None:
-    if not value_at(config, reads):
-        raise ConfigError(f"{reads}: no file is given; give e.g. {reads}=prompts.parquet")
-    for key in ("data.train_data", "data.val_data"):
-        require_files(config, key, makes)
+def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = ()) -> None:
+    """Notes what `check_files` raises."""
+    gather_data(config, ("data.train_data", "data.val_data"), mistakes, makes=makes)
+    _gather_models(config, mistakes, makes)
+    mistakes.passes(_resume_path_exists, config)
+    _gather_directories(config, mistakes)
 
 
-def require_files(config: Config, key: str, makes: Container[str]) -> None:
-    for file in value_at(config, key):
-        if not Path(file).is_file() and (file not in makes or Path(file).exists()):
-            reason = "is a directory" if Path(file).is_dir() else "does not exist"
-            raise ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})")
+def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str]) -> None:
+    """Notes every missing file of the keys, once where several name it, and that the first key names none."""
+    if not value_at(config, keys[0]):
+        mistakes.add(ConfigError(f"{keys[0]}: no file is given; give e.g. {keys[0]}=prompts.parquet"))
+    seen: set[str] = set()
+    for key in keys:
+        for file in value_at(config, key):
+            if file not in seen and not Path(file).is_file() and (file not in makes or Path(file).exists()):
+                reason = "is a directory" if Path(file).is_dir() else "does not exist"
+                mistakes.add(ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})"))
+            seen.add(file)
 
 
-def require_policy_model(config: Config) -> None:
+def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
+    """Notes that there is no model to train or to play with."""
+    key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
-        raise ConfigError("trainer.policy.model.path: no model is given; give a Hugging Face model directory or name")
+        mistakes.add(ConfigError(f"{key}: no model is given; give a Hugging Face model directory or name"))
+    else:
+        _gather_model(key, config.policy_model_path, mistakes, makes)
 
 
-def _models_exist(config: Config, makes: Container[str]) -> None:
-    require_policy_model(config)
-    paths = {"trainer.policy.model.path": config.policy_model_path}
+def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) -> None:
+    gather_policy_model(config, mistakes, makes=makes)
+    seen = {config.trainer.policy.model.path}
+    others = {"trainer.critic.model.path": config.trainer.critic.model.path}
     if config.trainer.algorithm.needs_reference:
-        paths["trainer.ref.model.path"] = config.ref_model_path
-    if config.critic_model_path != config.policy_model_path:
-        paths["trainer.critic.model.path"] = config.critic_model_path
-    for key, path in paths.items():
-        if path not in makes or Path(path).exists():
-            require_model(key, path)
+        others = {"trainer.ref.model.path": config.trainer.ref.model.path, **others}
+    for key, path in others.items():
+        if path is not None and path not in seen:
+            _gather_model(key, path, mistakes, makes)
+            seen.add(path)
 
 
-def require_model(key: str, path: str) -> None:
+def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]) -> None:
+    if path not in makes or Path(path).exists():
+        mistakes.passes(_require_model, key, path)
+
+
+def _require_model(key: str, path: str) -> None:
     """Looks only at local directories: a name such as `org/model` is for the backend to find."""
     directory = Path(path)
     if not directory.exists():
@@ -79,7 +96,8 @@ def _resume_path_exists(config: Config) -> None:
         raise ConfigError(f"trainer.resume_path: {path} is not a directory; give a checkpoint of an earlier run")
 
 
-def _run_dir_is_writable(config: Config) -> None:
+def _gather_directories(config: Config, mistakes: Mistakes) -> None:
+    """Notes what stands in the way of a directory of the run, once where it is in the way of several."""
     for key, directory in (
         ("trainer.run_dir", config.run_dir),
         ("trainer.ckpt_path", config.ckpt_dir),
@@ -87,6 +105,6 @@ def _run_dir_is_writable(config: Config) -> None:
     ):
         existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"{key}: {directory} cannot be created: {existing} is not a directory that can be written"
-            )
+            problem = f"cannot be created: {existing} is not a directory that can be written"
+            if not any(str(error).endswith(problem) for error in mistakes.errors):
+                mistakes.add(ConfigError(f"{key}: {directory} {problem}"))

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from rl_core.config.layers import ConfigWarning, Given, Layer
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, Mistakes
 
 ALIASES = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
@@ -138,14 +138,18 @@ for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("write the sampling keys themselves", (None,))
 
 
-def translated(layer: Layer, is_of_a_plugin: Callable[[str], bool] = lambda path: False) -> Layer:
-    """The layer in this project's keys. Raises ConfigError for a key that needs its author.
+def translated(layer: Layer, mistakes: Mistakes, is_of_a_plugin: Callable[[str], bool] = lambda path: False) -> Layer:
+    """The layer in this project's keys. A key that needs its author is left out, and one of the `mistakes`.
 
     Args:
         is_of_a_plugin: a plug-in brings the key, whatever it means elsewhere; asked of keys of the tables alone.
     """
-    kept = [(path, given) for path, given in layer if not _is_dropped(path, given, is_of_a_plugin)]
-    return [(ALIASES.get(path, path), _translated_value(path, given)) for path, given in kept]
+    kept: Layer = []
+    for path, given in layer:
+        with mistakes.gathered():
+            if not _is_dropped(path, given, is_of_a_plugin):
+                kept.append((ALIASES.get(path, path), _translated_value(path, given)))
+    return kept
 
 
 def _translated_value(path: str, given: Given) -> Given:

@@ -16,7 +16,7 @@ import attrs
 import yaml
 
 from rl_core.config.yaml12 import Yaml12Loader
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, Mistakes
 
 
 class ConfigWarning(UserWarning):
@@ -37,8 +37,11 @@ class Given:
 Layer = list[tuple[str, Given]]
 
 
-def file_layer(path: Path) -> Layer:
-    """The keys of a YAML file, nested or dotted, each with its line. Raises ConfigError if it cannot be read."""
+def file_layer(path: Path, mistakes: Mistakes) -> Layer:
+    """The keys of a YAML file, nested or dotted, each with its line; what is no key is one of the `mistakes`.
+
+    Raises ConfigError if the file cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,36 +54,38 @@ def file_layer(path: Path) -> Layer:
             return []
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}: a configuration file holds `key: value` lines; this one does not")
-        return list(_leaves_of_node(loader, node, "", str(path)))
+        return list(_leaves_of_node(loader, node, "", str(path), mistakes))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
 
 
-def mapping_layer(mapping: Mapping[str, Any], source: str) -> Layer:
-    """The keys of a dict, nested or dotted."""
-    return list(_leaves_of_mapping(mapping, "", source))
+def mapping_layer(mapping: Mapping[str, Any], source: str, mistakes: Mistakes) -> Layer:
+    """The keys of a dict, nested or dotted; what is no key is one of the `mistakes`."""
+    return list(_leaves_of_mapping(mapping, "", source, mistakes))
 
 
-def override_layer(overrides: Iterable[str]) -> Layer:
-    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text)."""
+def override_layer(overrides: Iterable[str], mistakes: Mistakes) -> Layer:
+    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). A word
+    that is none is one of the `mistakes`."""
     layer: Layer = []
     for override in overrides:
-        key, separator, text = override.partition("=")
-        key = key.strip()
-        if not separator or not key:
-            raise ConfigError(f"{override!r}: an override is key.path=value, e.g. trainer.epochs=2")
-        if not re.fullmatch(r"[\w.-]+", key):
-            raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value without any prefix")
-        layer += _override(key, text)
+        with mistakes.gathered():
+            layer += _override(override, mistakes)
     return layer
 
 
-def _override(key: str, text: str) -> Layer:
+def _override(override: str, mistakes: Mistakes) -> Layer:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"{override!r}: an override is key.path=value, e.g. trainer.epochs=2")
+    if not re.fullmatch(r"[\w.-]+", key):
+        raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value without any prefix")
     loader = Yaml12Loader(text)
     try:
         node = loader.get_single_node()
         if isinstance(node, yaml.MappingNode) and node.value:
-            leaves = _leaves_of_node(loader, node, key, "")
+            leaves = _leaves_of_node(loader, node, key, "", mistakes)
             return [(path, attrs.evolve(given, source="command line")) for path, given in leaves]
         value = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -90,25 +95,31 @@ def _override(key: str, text: str) -> Layer:
     return [(key, Given(value, "command line", text.strip() if is_plain else None))]
 
 
-def _leaves_of_node(loader: Yaml12Loader, node: yaml.MappingNode, above: str, name: str) -> Iterator[tuple[str, Given]]:
+def _leaves_of_node(
+    loader: Yaml12Loader, node: yaml.MappingNode, above: str, name: str, mistakes: Mistakes
+) -> Iterator[tuple[str, Given]]:
     for key_node, value_node in node.value:
         source = f"{name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{source}: a key is text, not a list or a mapping")
+            mistakes.add(ConfigError(f"{source}: a key is text, not a list or a mapping"))
+            continue
         path = f"{above}.{key_node.value}" if above else key_node.value
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            yield from _leaves_of_node(loader, value_node, path, name)
+            yield from _leaves_of_node(loader, value_node, path, name, mistakes)
         else:
             yield path, Given(loader.construct_object(value_node, deep=True), source)
 
 
-def _leaves_of_mapping(mapping: Mapping[Any, Any], above: str, source: str) -> Iterator[tuple[str, Given]]:
+def _leaves_of_mapping(
+    mapping: Mapping[Any, Any], above: str, source: str, mistakes: Mistakes
+) -> Iterator[tuple[str, Given]]:
     for key, value in mapping.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{above or source}: a key is text, not {key!r}")
+            mistakes.add(ConfigError(f"{above or source}: a key is text, not {key!r}"))
+            continue
         path = f"{above}.{key}" if above else key
         if isinstance(value, Mapping) and value:
-            yield from _leaves_of_mapping(value, path, source)
+            yield from _leaves_of_mapping(value, path, source, mistakes)
         else:
             yield path, Given(value, source)
 

@@ -2,6 +2,8 @@
 
 Driven by the classes' fields and type hints: bool, int, float (an int will do), str, None, Literal, unions, tuples (one
 value stands for a tuple of one), mappings and nested classes. Nothing is guessed: `"3"` is no int and `1` no bool.
+
+Every mistake is noted, and its key left out: what is loaded then has the default there, and serves only to find more.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import attrs
 
 from rl_core.config.layers import Given, plain
-from rl_core.errors import ConfigError, nearest
+from rl_core.errors import ConfigError, Mistakes, nearest
 
 _T = TypeVar("_T")
 OF_PLUGINS = ("backend_sections", "plugin_options")
@@ -29,47 +31,74 @@ class PluginKeys:
 
     section_class: Callable[[str], type | None] = lambda section: None
     """The options class of a `<backend>_config` section; `dict` keeps it raw; None: no such section."""
-    load_options: Callable[[Any, Mapping[str, Any], str], Mapping[str, Any]] = lambda section, keys, path: {}
+    load_options: Callable[[Any, Mapping[str, Any], str, Mistakes], Mapping[str, Any]] = (
+        lambda section, keys, path, mistakes: {}
+    )
     """Of a section with `plugin_options` that has its own keys, the other keys given there, and its path: the options
     objects by plug-in."""
     paths: Callable[[], Sequence[str]] = tuple
     """Every key that an installed plug-in has in such a section."""
 
 
-def load_class(cls: type[_T], node: Any, path: str, plugins: PluginKeys) -> _T:
-    """An instance of the attrs class `cls` from a tree of `Given` leaves; `path` is its key, empty for the whole."""
+LEFT_OUT: Any = object()
+"""Stands for what could not be loaded."""
+
+
+def load_class(cls: type[_T], node: Any, path: str, plugins: PluginKeys, mistakes: Mistakes) -> _T:
+    """An instance of the attrs class `cls` from a tree of `Given` leaves, or `LEFT_OUT`.
+
+    Args:
+        path: its key, empty for the whole.
+        mistakes: gathers the unknown keys and the wrong values; where it has some, the instance is not what was asked
+            for.
+    """
     if isinstance(node, Given):
         if node.value is None or node.value == {}:
             node = {}
         else:
-            raise _wrong(node, path, f"a section, e.g. {path}.{own_keys(cls)[0]}")
+            mistakes.add(_wrong(node, path, f"a section, e.g. {path}.{own_keys(cls)[0]}"))
+            return LEFT_OUT
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for key, child in node.items():
         child_path = f"{path}.{key}" if path else key
         if key in own_keys(cls):
-            values[key] = _load(hints(cls)[key], child, child_path, plugins)
+            values[key] = _load(hints(cls)[key], child, child_path, plugins, mistakes)
         elif "plugin_options" in hints(cls):
             others[key] = child
         elif "backend_sections" in hints(cls) and (options_class := plugins.section_class(key)) is not None:
-            sections[key] = _load(options_class, child, child_path, plugins)
+            sections[key] = _load(options_class, child, child_path, plugins, mistakes)
         else:
-            raise unknown_key(child, child_path, dict.fromkeys(own_keys(cls), ""), plugins.paths())
+            mistakes.add(unknown_key(child, child_path, dict.fromkeys(own_keys(cls), ""), plugins.paths()))
+    values = _without_left_out(values)
     if sections:
-        values["backend_sections"] = sections
-    if others:
-        values["plugin_options"] = plugins.load_options(_built(cls, values, path), others, path)
-    return _built(cls, values, path)
+        values["backend_sections"] = _without_left_out(sections)
+    if others and (built := _built(cls, values, path, mistakes)) is not LEFT_OUT:
+        values["plugin_options"] = plugins.load_options(built, others, path, mistakes)
+    return _built(cls, values, path, mistakes)
 
 
-def _built(cls: type[_T], values: Mapping[str, Any], path: str) -> _T:
-    try:
-        return cls(**values)
-    except ConfigError as error:  # a validator's: it begins with the field's name
-        raise ConfigError(f"{path}.{error}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+def _without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not LEFT_OUT}
+
+
+def _built(cls: type[_T], values: Mapping[str, Any], path: str, mistakes: Mistakes) -> _T:
+    """The instance, or `LEFT_OUT`. A value that its validator refuses is left out, so that the others are asked too."""
+    values, has_refused = dict(values), False
+    while True:
+        try:
+            return cls(**values)
+        except ConfigError as error:  # a validator's: it begins with the field's name
+            mistakes.add(ConfigError(f"{path}.{error}"))
+            field = str(error).partition(":")[0]
+            if values.pop(field, LEFT_OUT) is LEFT_OUT:
+                return LEFT_OUT
+            has_refused = True
+        except (TypeError, ValueError) as error:  # also of a combination, of which a value may be left out by now
+            if not has_refused:
+                mistakes.add(ConfigError(f"{path}: {error}"))
+            return LEFT_OUT
 
 
 @cache
@@ -84,29 +113,32 @@ def own_keys(cls: type) -> list[str]:
     return [name for name in hints(cls) if name not in OF_PLUGINS]
 
 
-def _load(hint: Any, node: Any, path: str, plugins: PluginKeys) -> Any:
+def _load(hint: Any, node: Any, path: str, plugins: PluginKeys, mistakes: Mistakes) -> Any:
     if attrs.has(hint):
-        return load_class(hint, node, path, plugins)
+        return load_class(hint, node, path, plugins, mistakes)
     if _is_mapping(hint):
         value = plain(node)
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
-        raise _wrong(node, path, "a section of keys")
+        mistakes.add(_wrong(node, path, "a section of keys"))
+        return LEFT_OUT
     if not isinstance(node, Given):
-        first = next(iter(node))
-        raise ConfigError(f"{path}.{first}: {path} is a single value ({describe(hint)}), not a section")
-    return _leaf(hint, node, path)
+        for key in node:
+            mistakes.add(ConfigError(f"{path}.{key}: {path} is a single value ({describe(hint)}), not a section"))
+        return LEFT_OUT
+    return _leaf(hint, node, path, mistakes)
 
 
 _MISMATCH = object()
 
 
-def _leaf(hint: Any, given: Given, path: str) -> Any:
+def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
     value = _fit(hint, given.value)
     if value is _MISMATCH and given.text is not None:
         value = _fit(hint, given.text)
     if value is _MISMATCH:
-        raise _wrong(given, path, describe(hint))
+        mistakes.add(_wrong(given, path, describe(hint)))
+        return LEFT_OUT
     return value
 
 

@@ -8,7 +8,7 @@ is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,9 +16,9 @@ import attrs
 from rl_core import plugins
 from rl_core.config.contract_one import KEYS, is_of_contract_one
 from rl_core.config.layers import ConfigWarning, plain
-from rl_core.config.loading import PluginKeys, hints, known_paths, load_class, own_keys, unknown_key
+from rl_core.config.loading import LEFT_OUT, PluginKeys, hints, known_paths, load_class, own_keys, unknown_key
 from rl_core.config.tree import Config, GeneratorConfig, InferenceEngineConfig
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import Mistakes, PluginError, RLError
 
 
 @attrs.frozen
@@ -83,21 +83,22 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
         raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
 
 
-def load_options(node: Any, keys: Mapping[str, Any], path: str) -> dict[str, Any]:
+def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistakes) -> dict[str, Any]:
     """The options objects of the plug-ins that have these keys, by plug-in.
 
-    The chosen plug-in has the first claim on a key, then the other installed ones, the first whose type the value has.
-    Where the chosen one cannot be loaded, keys are kept raw, with a warning: what then starts, fails.
+    The chosen plug-in has the first claim on a key, then the other installed ones: what is written for one of several
+    that share a name is checked by the first whose type it has. Keys of a chosen plug-in that cannot be loaded are kept
+    raw, with a warning: what then starts, fails. Where the choice itself is a mistake, nothing is said of its keys.
 
     Args:
         node: the section with its own keys.
         keys: the other ones, trees of `Given` leaves.
-
-    Raises:
-        ConfigError: a key that nobody has, or a value of another type.
+        mistakes: gathers keys that nobody has, and values of another type.
     """
     section = _section_of(node)
     chosen = getattr(node, section.field)
+    if mistakes.about(f"{section.path}.{section.field}"):
+        return {}
     try:
         options_class(section, chosen)
     except PluginError as error:
@@ -105,38 +106,41 @@ def load_options(node: Any, keys: Mapping[str, Any], path: str) -> dict[str, Any
         return {chosen: plain(keys)}
     options: dict[str, Any] = {}
     left = dict(keys)
-    errors: list[ConfigError] = []
+    refusals: list[Mistakes] = []
     for name, cls in _classes(section, chosen):
-        if not left:
-            break
         claimed = {key: left[key] for key in left if key in own_keys(cls)}
-        try:
-            options[name] = load_class(cls, claimed, path, PluginKeys())
-        except ConfigError as error:
-            if name == chosen:
-                raise
-            errors.append(error)
-        else:
-            left = {key: left[key] for key in left if key not in claimed}
-    if left:
-        raise _unknown(section, chosen, left, path) or errors[0]
-    return {name: found for name, found in options.items() if name == chosen or changed_keys(found)}
+        found = Mistakes()
+        loaded = load_class(cls, claimed, path, PluginKeys(), found)
+        if found and name != chosen:
+            refusals.append(found)
+            continue
+        mistakes.add(*found.errors)
+        left = {key: left[key] for key in left if key not in claimed}
+        if loaded is not LEFT_OUT and (name == chosen or changed_keys(loaded)):
+            options[name] = loaded
+    mistakes.add(*_unclaimed(section, chosen, left, path, refusals))
+    return options
 
 
-def _unknown(section: Section, chosen: str, keys: Mapping[str, Any], path: str) -> ConfigError | None:
-    """The error of the first key that no plug-in has; None if each has an owner."""
+def _unclaimed(
+    section: Section, chosen: str, keys: Mapping[str, Any], path: str, refusals: Sequence[Mistakes]
+) -> Iterator[RLError]:
+    """What is wrong with keys that are left: no plug-in has them, or each that has refuses the value; the first that
+    does so says why."""
     owners: dict[str, str] = {}
     for name, cls in _classes(section, chosen):
         owners = dict.fromkeys(own_keys(cls), name) | owners
-    unknown = next((key for key in keys if key not in owners), None)
-    if unknown is None:
-        return None
-    for error in _broken(section):
-        warnings.warn(str(error), ConfigWarning, stacklevel=2)  # the key may be its
+    if keys.keys() - owners.keys():
+        for error in _broken(section):
+            warnings.warn(str(error), ConfigWarning, stacklevel=2)  # the key may be its
     remarks = {key: "" if name == chosen else f" (of {section.field}={name})" for key, name in owners.items()}
     siblings = dict.fromkeys(own_keys(section.cls), "") | remarks
-    chooser = f"{section.field}={chosen}"
-    return unknown_key(keys[unknown], f"{path}.{unknown}", siblings, installed_paths(), chosen=chooser)
+    for key, node in keys.items():
+        where = f"{path}.{key}"
+        if key not in owners:
+            yield unknown_key(node, where, siblings, installed_paths(), chosen=f"{section.field}={chosen}")
+        else:
+            yield from next((refusal.about(where) for refusal in refusals if refusal.about(where)), [])
 
 
 def _classes(section: Section, chosen: str) -> Iterator[tuple[str, type]]:

@@ -31,8 +31,8 @@ Sections of plug-ins are those of the packages that were installed.
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
 with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
 1.2; keys may be nested or dotted; where a list is expected, a single value stands for a list of one. An unknown key, a
-value of another type or a combination that cannot work is an error before anything starts; a key given twice is a
-warning, and the last one counts.
+value of another type or a combination that cannot work is an error before anything starts, and mistakes that do not
+follow from each other are listed together; a key given twice is a warning, and the last one counts.
 """
 _BACKENDS = """\
 ## Backend sections

@@ -18,7 +18,7 @@ from rl_core.config.layers import ConfigWarning
 from rl_core.config.loading import known_paths
 from rl_core.config.tree import Config
 from rl_core.config.yaml12 import Yaml12Dumper
-from rl_core.errors import ConfigError, PluginError, nearest
+from rl_core.errors import ConfigError, Mistakes, PluginError, nearest
 
 _T = TypeVar("_T")
 
@@ -103,17 +103,25 @@ def resolve(config: Config) -> Config:
     """Every rule applied to the keys that are None, and present the selected backend's sections and the options of the
     chosen engine and generator.
 
-    Resolving twice changes nothing. Raises PluginError if the selected backend is not installed; a missing engine or
-    generator is the error of what uses it, so that a model can be planned and trained without one.
+    Resolving twice changes nothing. Raises PluginError if the selected backend is not installed, ConfigError for a
+    `${key.path}` that cannot be replaced, ConfigErrors for several of both; a missing engine or generator is the error
+    of what uses it, so that a model can be planned and trained without one.
     """
+    mistakes = Mistakes()
     for section in plugin_options.SECTIONS:
         config = with_value(config, section.path, plugin_options.with_defaults(section, section.node(config)))
     for key in PATHS:
-        config = with_value(config, key, expanded(config, key, value_at(config, key)))
+        if not mistakes.about(*re.findall(r"\$\{([^}]*)\}", str(value_at(config, key)))):
+            with mistakes.gathered():
+                config = with_value(config, key, expanded(config, key, value_at(config, key)))
     for rule in RULES:
         if value_at(config, rule.key) is None:
             config = with_value(config, rule.key, rule.value(config))
-    backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+    backend = None
+    with mistakes.gathered():
+        backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+    mistakes.raise_found()
+    assert backend is not None
     for key in (f"trainer.{model}.backend_sections" for model in ("policy", "ref", "critic")):
         sections = value_at(config, key)
         if backend.config_section not in sections:
@@ -150,23 +158,26 @@ def unresolved(config: Config) -> Config:
 
 
 def section_class(strategy: str) -> Callable[[str], type | None]:
-    """Which class a `<backend>_config` section is loaded into; `dict` if its backend is known but not installed."""
+    """Which class a `<backend>_config` section is loaded into; `dict` if its backend is known but not installed, or may
+    be the selected one, which cannot be loaded."""
 
     def find(section: str) -> type | None:
         if not section.endswith("_config"):
             return None
+        is_selected_missing = False
         for name in dict.fromkeys([strategy, *(plugin.name for plugin in plugins.installed("rl_core.backends"))]):
             try:
                 backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
             except PluginError as error:
                 if name == strategy:
-                    raise
-                warnings.warn(str(error), ConfigWarning, stacklevel=2)
+                    is_selected_missing = True  # `resolve` says so
+                else:
+                    warnings.warn(str(error), ConfigWarning, stacklevel=2)
                 continue
             if backend.config_section == section:
                 return backend.options_class
         if section not in _SECTION_PACKAGES:
-            return None
+            return dict if is_selected_missing else None
         reason = (
             f"{section}: kept unchecked; its backend comes with {_SECTION_PACKAGES[section]}, which is not installed"
         )

@@ -23,9 +23,11 @@ from rl_core.config.layers import (
     override_layer,
 )
 from rl_core.config.loading import PluginKeys, load_class
+from rl_core.config.named_plugins import gather_missing
 from rl_core.config.resolving import RULES, as_mapping, expanded, leaves, resolve, section_class
 from rl_core.config.tree import Config
-from rl_core.errors import ConfigError
+from rl_core.config.value_checks import gather_out_of_bounds
+from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import Recipe
 
 RECIPE = "recipe "
@@ -71,26 +73,32 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
+        ConfigErrors: several of these; with a mistake, also what is wrong with the other keys that were given, as far
+            as a key shows it by itself: a value out of bounds, a plug-in that is not installed.
     """
+    mistakes = Mistakes()
     _require_no_path(source)
     if source.endswith((".yaml", ".yml")):
         if tiny:
             raise ConfigError(f"--tiny: {source} is a file; only a recipe has a tiny variant")
-        return _loaded([file_layer(Path(source)), override_layer(overrides)])
+        layers = [file_layer(Path(source), mistakes)]
+        return _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     recipe = _recipe(source)
-    layers = [mapping_layer(recipe.config, f"{RECIPE}{source}")]
+    layers = [mapping_layer(recipe.config, f"{RECIPE}{source}", mistakes)]
     if tiny:
         if recipe.tiny is None:
             raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant")
-        layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny"))
-    loaded = _loaded([*layers, override_layer(overrides)])
+        layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny", mistakes))
+    loaded = _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     makes = frozenset(expanded(loaded.config, f"{RECIPE}{source}", path) for path in recipe.makes)
     return attrs.evolve(loaded, recipe=recipe, makes=makes)
 
 
 def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """A resolved configuration from a dict, nested or with dotted keys."""
-    return _loaded([mapping_layer(mapping, "code"), override_layer(overrides)]).config
+    """A resolved configuration from a dict, nested or with dotted keys. Raises what `load` raises."""
+    mistakes = Mistakes()
+    layers = [mapping_layer(mapping, "code", mistakes), override_layer(overrides, mistakes)]
+    return _loaded(layers, mistakes).config
 
 
 def origins(loaded: Loaded) -> Iterator[Origin]:
@@ -108,22 +116,43 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
             yield Origin(key, value, f"derived: {rules[key]}" if key in rules else "default")
 
 
-def _loaded(layers: Sequence[Layer]) -> Loaded:
+def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
+    """The layers as a resolved configuration; raises the mistakes, those of reading the layers among them."""
     values = {path: given.value for layer in layers for path, given in layer}
-    given = merge([translated(layer, lambda path: plugin_options.is_known(path, values)) for layer in layers])
-    strategy = given["trainer.strategy"].value if "trainer.strategy" in given else Config().trainer.strategy
-    if not isinstance(strategy, str):
-        raise ConfigError(f"trainer.strategy: {strategy!r} is given; expected a backend's name")
-    if strategy == "deepspeed" and strategy not in {plugin.name for plugin in plugins.installed("rl_core.backends")}:
-        raise ConfigError("trainer.strategy: there is no deepspeed backend yet; choose fsdp")
+    layers = [translated(layer, mistakes, lambda path: plugin_options.is_known(path, values)) for layer in layers]
+    given = merge(layers)
     keys = PluginKeys(
-        section_class=section_class(strategy),
+        section_class=section_class(_strategy(given, mistakes)),
         load_options=plugin_options.load_options,
         paths=plugin_options.installed_paths,
     )
-    loaded = Loaded(config=resolve(load_class(Config, nested(given), "", keys)), given=given)
+    config = load_class(Config, nested(given), "", keys, mistakes)
+    if mistakes:
+        gather_missing(config, given, mistakes)
+        gather_out_of_bounds(config, mistakes)
+    if not mistakes.about("trainer.strategy"):
+        with mistakes.gathered():
+            config = resolve(config)
+    mistakes.raise_found()
+    loaded = Loaded(config=config, given=given)
     _warn_of_unread_options(loaded)
     return loaded
+
+
+def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
+    """The selected backend. What is no name of one is taken out of `given`; then it is the default."""
+    default = Config().trainer.strategy
+    strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
+    message = ""
+    if not isinstance(strategy, str):
+        message = f"{strategy!r} is given; expected a backend's name"
+    elif strategy == "deepspeed" and strategy not in {plugin.name for plugin in plugins.installed("rl_core.backends")}:
+        message = "there is no deepspeed backend yet; choose fsdp"
+    if not message:
+        return strategy
+    mistakes.add(ConfigError(f"trainer.strategy: {message}"))
+    del given["trainer.strategy"]
+    return default
 
 
 def _warn_of_unread_options(loaded: Loaded) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import LoraConfig
 
 # key → the least and the largest value it may have; None: no bound.
@@ -92,52 +92,72 @@ ESTIMATORS_OF_GROUPS = ("grpo", "rloo")
 
 
 def check_values(config: Config) -> None:
-    """The checks that need nothing but the values."""
-    for value_check in _VALUE_CHECKS:
-        value_check(config)
+    """The checks that need nothing but the values; raises a ConfigError, or ConfigErrors of several."""
+    mistakes = Mistakes()
+    gather_values(config, mistakes)
+    mistakes.raise_found()
 
 
-def require_bounds(config: Config) -> None:
+def gather_values(config: Config, mistakes: Mistakes) -> None:
+    """Notes what `check_values` raises."""
+    gather_run_name(config, mistakes)
+    gather_out_of_bounds(config, mistakes)
+    for check, keys in _VALUE_CHECKS.items():
+        if not mistakes.about(*keys):
+            mistakes.add(*check(config))
+    if not mistakes.about("trainer.algorithm.temperature", "generator.sampling_params.temperature"):
+        _warn_of_temperatures(config)
+
+
+def gather_out_of_bounds(config: Config, mistakes: Mistakes) -> None:
+    """Notes every key whose value is outside its bounds; before `resolve` a key may have none yet."""
     for key, (low, high) in BOUNDS.items():
         value = value_at(config, key)
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
             expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
-            raise ConfigError(f"{key}: {value} is given; expected {expected}")
+            mistakes.add(ConfigError(f"{key}: {value} is given; expected {expected}"))
     for key in ABOVE_ZERO:
-        if not value_at(config, key) > 0:
+        value = value_at(config, key)
+        if value is not None and not value > 0:
             remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
             is_sampling = key == "generator.sampling_params.temperature"
-            raise ConfigError(f"{key}: {value_at(config, key)} is given; expected above 0{remedy * is_sampling}")
+            mistakes.add(ConfigError(f"{key}: {value} is given; expected above 0{remedy * is_sampling}"))
 
 
-def require_run_name(config: Config) -> None:
+def gather_run_name(config: Config, mistakes: Mistakes) -> None:
     """A directory below `runs` can have the run's name; with an empty one the run would take `runs` for its own."""
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
-        raise ConfigError(
-            f"trainer.run_name: {name!r} is given; expected a name that is not empty, does not begin with a dot and "
-            "has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into trainer.run_dir"
+        mistakes.add(
+            ConfigError(
+                f"trainer.run_name: {name!r} is given; expected a name that is not empty, does not begin with a dot "
+                "and has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into "
+                "trainer.run_dir"
+            )
         )
 
 
-def _optimizers(config: Config) -> None:
+def _optimizers(config: Config) -> Iterator[ConfigError]:
     for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
         for name in ("lr", "weight_decay"):
             value = value_at(config, f"{key}.{name}")
-            if math.isinf(value):
-                raise ConfigError(f"{key}.{name}: {value} is given; expected a finite number")
+            if value == math.inf:
+                yield ConfigError(f"{key}.{name}: {value} is given; expected a finite number")
         betas = value_at(config, f"{key}.adam_betas")
         if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")
+            yield ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")
 
 
-def _sampling(config: Config) -> None:
+def _sampling(config: Config) -> Iterator[ConfigError]:
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
         if top_p > 1:
-            raise ConfigError(f"{key}.top_p: {top_p} is given; expected above 0 and at most 1 (1 takes all tokens)")
+            yield ConfigError(f"{key}.top_p: {top_p} is given; expected above 0 and at most 1 (1 takes all tokens)")
         if top_k != -1 and top_k < 1:
-            raise ConfigError(f"{key}.top_k: {top_k} is given; expected at least 1, or -1 for all tokens")
+            yield ConfigError(f"{key}.top_k: {top_k} is given; expected at least 1, or -1 for all tokens")
+
+
+def _warn_of_temperatures(config: Config) -> None:
     sampled_at, scored_at = config.generator.sampling_params.temperature, config.temperature
     if sampled_at != scored_at:
         message = (
@@ -147,49 +167,52 @@ def _sampling(config: Config) -> None:
         warnings.warn(message, ConfigWarning, stacklevel=2)
 
 
-def _lora(config: Config) -> None:
+def _lora(config: Config) -> Iterator[ConfigError]:
     """What only an adapter that is sent alone makes use of."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
     served = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
         if getattr(critic, key) != getattr(served, key):
-            raise ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; leave it out")
+            yield ConfigError(f"trainer.critic.model.lora.{key}: a critic is not sent to the engines; leave it out")
     where = "trainer.policy.model.lora"
     if not policy.merge_lora and policy.rank == 0:
-        raise ConfigError(
+        yield ConfigError(
             f"{where}.merge_lora: false is given, and there is no adapter to send: set {where}.rank above 0, or "
             "merge_lora=true"
         )
     for key in ("max_loras", "max_cpu_loras"):
         if policy.merge_lora and getattr(policy, key) != getattr(served, key):
-            raise ConfigError(
+            yield ConfigError(
                 f"{where}.{key}: {getattr(policy, key)} is given, but an engine with merged weights serves no "
                 f"adapters; leave it out, or set {where}.merge_lora=false"
             )
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
-        raise ConfigError(
+        yield ConfigError(
             f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, which are in "
             "one batch; give at least as many, or leave it out"
         )
 
 
-def _placement(config: Config) -> None:
+def _placement(config: Config) -> Iterator[ConfigError]:
     placement = config.trainer.placement
     policy, reference = placement.policy_shape, placement.ref_shape
     if config.trainer.algorithm.needs_reference and placement.colocate_policy_ref and policy != reference:
-        raise ConfigError(
+        yield ConfigError(
             "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
             f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
         )
 
 
-def _batch_sizes(config: Config) -> None:
-    require_divides_batch(config, "trainer.policy_mini_batch_size")
+def _mini_batches(config: Config) -> Iterator[ConfigError]:
+    yield from undivided_batch(config, "trainer.policy_mini_batch_size")
+
+
+def _token_budget(config: Config) -> Iterator[ConfigError]:
     budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, _longest_prompt(config)
     response = config.generator.sampling_params.max_generate_length
     if budget != -1 and budget < prompt + response:
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
             f"{prompt_key}={prompt} + generator.sampling_params.max_generate_length={response}; "
             f"give at least {prompt + response}, or -1 to count sequences instead"
@@ -203,18 +226,19 @@ def _longest_prompt(config: Config) -> tuple[str, int]:
     return "trainer.max_prompt_length", first
 
 
-def require_divides_batch(config: Config, key: str) -> None:
+def undivided_batch(config: Config, key: str) -> Iterator[ConfigError]:
+    """The error of a mini-batch size that does not divide the batch."""
     batch, mini = config.trainer.train_batch_size, value_at(config, key)
     if mini > batch:
-        raise ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; give {batch} or less")
-    if batch % mini:
+        yield ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; give {batch} or less")
+    elif batch % mini:
         fitting = max(size for size in range(1, mini) if batch % size == 0)
-        raise ConfigError(
+        yield ConfigError(
             f"{key}: {mini} does not divide trainer.train_batch_size={batch}; the nearest that does is {fitting}"
         )
 
 
-def _groups(config: Config) -> None:
+def _groups(config: Config) -> Iterator[ConfigError]:
     algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     if num_samples > 1:
         return
@@ -226,59 +250,63 @@ def _groups(config: Config) -> None:
     elif algorithm.zero_variance_filter:
         needs = "trainer.algorithm.zero_variance_filter"
     if needs:
-        raise ConfigError(
+        yield ConfigError(
             f"generator.n_samples_per_prompt: 1 is given; {needs} compares the samples of a prompt "
             "and learns nothing from one; give at least 2"
         )
 
 
-def _kl(config: Config) -> None:
+def _kl(config: Config) -> Iterator[ConfigError]:
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
-        raise ConfigError(
+        yield ConfigError(
             "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
             "the KL belongs into the loss or into the reward: switch one off"
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
-        raise ConfigError(
+        yield ConfigError(
             "trainer.algorithm.kl_ctrl.type: adaptive steers the KL in the reward; set "
             "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
         )
     if algorithm.use_kl_in_reward and algorithm.kl_estimator_type.endswith("+"):
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.algorithm.kl_estimator_type: {algorithm.kl_estimator_type} is about the gradient, "
             f"which the KL in the reward does not have; write {algorithm.kl_estimator_type[:-1]}"
         )
 
 
-def _reduction(config: Config) -> None:
+def _reduction(config: Config) -> Iterator[ConfigError]:
     algorithm = config.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.algorithm.max_seq_len: {algorithm.max_seq_len} is given; loss_reduction=seq_mean_token_sum_norm "
             "divides by it and needs a number above 0, e.g. that of generator.sampling_params.max_generate_length"
         )
 
 
-def _resume(config: Config) -> None:
+def _resume(config: Config) -> Iterator[ConfigError]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_path
     if (mode == "from_path") != (path is not None):
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.resume_path: {path!r} is given with trainer.resume_mode={mode}; "
             "a path belongs to from_path, and from_path needs one"
         )
 
 
-_VALUE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    require_run_name,
-    require_bounds,
-    _optimizers,
-    _sampling,
-    _lora,
-    _placement,
-    _batch_sizes,
-    _groups,
-    _kl,
-    _reduction,
-    _resume,
-)
+_VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {
+    _optimizers: (),
+    _sampling: (),
+    _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
+    _placement: ("trainer.placement",),
+    _mini_batches: ("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
+    _token_budget: (
+        "trainer.max_prompt_length",
+        "generator.max_input_length",
+        "generator.sampling_params.max_generate_length",
+    ),
+    _groups: ("generator.n_samples_per_prompt",),
+    _kl: (),
+    _reduction: (),
+    _resume: (),
+}
+"""Check → the keys that have to be within their bounds for it to be asked."""

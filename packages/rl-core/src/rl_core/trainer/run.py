@@ -13,8 +13,8 @@ from pathlib import Path
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, engine_spec, generator_spec
-from rl_core.config.value_checks import require_run_name
+from rl_core.config import Config, Loaded, engine_spec, generator_spec
+from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError, RLError
 from rl_core.interfaces import AdapterServing, Callback, Generator, InferenceClient, Role
 from rl_core.reports.report_page import write_report
@@ -28,6 +28,7 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
+from rl_core.trainer.preflight import config_of, preflight, prepare, prepare_playing
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
 from rl_core.trainer.run_lock import held_directories
@@ -40,16 +41,15 @@ from rl_core.trainer.settings import (
     update_settings,
     worker_spec,
 )
-from rl_core.trainer.update import BatchUpdate, UpdateSettings
+from rl_core.trainer.update import BatchUpdate
 from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(
-    config: Config, *, started: float | None = None, prepare: Callable[[Config], None] | None = None
-) -> RunSummary:
-    """Trains as `config` says (resolved: see `rl_core.config.resolve`); returns when the run is done or was stopped.
+def run_training(config: Config | Loaded, *, started: float | None = None) -> RunSummary:
+    """Checks everything that can be checked before (`trainer.preflight`), trains as `config` says, and returns when the
+    run is done or was stopped.
 
     In the main thread SIGINT and SIGTERM stop it at the next step boundary, with a checkpoint; a second one ends it at
     once. In a notebook, whose event loop has that thread: `await asyncio.to_thread(run_training, config)`.
@@ -57,46 +57,71 @@ def run_training(
     Until it returns, no other run can have its directories (`trainer.run_lock`).
 
     Args:
+        config: resolved (see `rl_core.config.resolve`); or as `rl_core.config.load` gives it: then the recipe makes
+            what is missing, once the directories are the run's.
         started: `time.perf_counter()` at which the process began its work; now, when not given.
-        prepare: makes what the run reads and is missing, as a recipe does; called once the directories are the run's.
 
     Raises:
-        ConfigError: for one, another run has one of the directories; nothing was changed.
+        ConfigError, PluginError, DataError: it cannot run as asked, for one because another run has one of the
+            directories; nothing was changed. ConfigErrors: several mistakes, listed.
         RLError: everything that input, data or machine can cause.
         KeyboardInterrupt: it was ended at once.
     """
     begun = time.perf_counter() if started is None else started
-    require_run_name(config)
-    update = update_settings(config)
-    with held_directories(config):
-        if prepare is not None:
-            prepare(config)
+    preflight(config)
+    resolved = config_of(config)
+    with held_directories(resolved):
+        prepare(config)
         interrupts = Interrupts()
-        return interrupts.run(lambda: _train(config, update, begun, interrupts))
+        return interrupts.run(lambda: _train(resolved, begun, interrupts))
 
 
-def run_evaluation(config: Config) -> dict[str, float]:
-    """Plays the held-out rows once with the model at `trainer.policy.model.path`; the metrics."""
-    return Interrupts().run(lambda: _evaluate(config))
+def run_evaluation(config: Config | Loaded) -> dict[str, float]:
+    """Plays the held-out rows once with the model at `trainer.policy.model.path`; the metrics.
+
+    Args:
+        config: as of `run_training`. Only what playing needs is checked, and the recipe makes what is missing.
+
+    Raises:
+        ConfigError, PluginError, DataError: they cannot be played as asked. ConfigErrors: several mistakes, listed.
+    """
+    prepare_playing(config, reads="data.val_data")
+    resolved = config_of(config)
+    return Interrupts().run(lambda: _evaluate(resolved))
 
 
-def run_generation(config: Config, output: Path, *, limit: int | None = None) -> int:
+def run_generation(config: Config | Loaded, output: Path, *, limit: int | None = None) -> int:
     """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number.
 
     Args:
-        output: a new file.
+        config: as of `run_evaluation`.
+        output: a new file; its directory is made where it is missing.
         limit: play only the first so many rows; None plays all.
 
     Raises:
-        DataError: `output` exists; nothing is overwritten.
+        ConfigError, PluginError, DataError: they cannot be played as asked, or `output` exists; nothing is overwritten.
+            ConfigErrors: several mistakes, listed.
     """
-    if output.exists():
-        raise DataError(f"{output} exists already: give another file, or remove it first")
-    return Interrupts().run(lambda: _generate(config, output, limit))
+    resolved = config_of(config)
+    reads = _generation_data(resolved)
+    prepare_playing(config, reads=reads, output=output)
+    _make_directory(output.parent)
+    return Interrupts().run(lambda: _generate(resolved, reads, output, limit))
 
 
-async def _train(config: Config, update: UpdateSettings, started: float, interrupts: Interrupts) -> RunSummary:
-    trainer = config.trainer
+def _generation_data(config: Config) -> str:
+    return "data.val_data" if config.data.val_data else "data.train_data"
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--output: the directory {directory} cannot be made: {error}") from error
+
+
+async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
+    trainer, update = config.trainer, update_settings(config)
     train_rows = read_rows(config.data.train_data, key="data.train_data")
     eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
     start = open_run_directory(config)
@@ -173,11 +198,8 @@ async def _evaluate(config: Config) -> dict[str, float]:
     return (await _play(config, rows, eval_rollouts(config))).metrics
 
 
-async def _generate(config: Config, output: Path, limit: int | None) -> int:
-    files, key = (
-        (config.data.val_data, "data.val_data") if config.data.val_data else (config.data.train_data, "data.train_data")
-    )
-    rows = read_rows(files, key=key)[:limit]
+async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
+    rows = read_rows(value_at(config, reads), key=reads)[:limit]
     result = await _play(config, rows, train_rollouts(config))
     writer = SamplesWriter(output, first_step=0)
     writer.write([sample_of(trajectory, step=0, purpose="eval") for trajectory in result.trajectories])

@@ -1,0 +1,36 @@
+"""The keys that name plug-ins, and whether what they name is installed. Nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_core import plugins
+from rl_core.config.resolving import value_at
+from rl_core.config.tree import Config
+from rl_core.errors import Mistakes
+
+GROUPS = {
+    "trainer.strategy": "rl_core.backends",
+    "generator.type": "rl_core.generators",
+    "environment.env_class": "rl_core.environments",
+    "generator.inference_engine.backend": "rl_core.inference",
+    "generator.inference_engine.weight_sync_backend": "rl_core.weight_transports",
+    "trainer.logger": "rl_core.trackers",
+    "trainer.algorithm.policy_loss_type": "rl_core.policy_losses",
+    "trainer.algorithm.advantage_estimator": "rl_core.advantage_estimators",
+}
+"""Key → entry-point group."""
+
+
+def gather_missing(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:
+    """Notes every name at one of `keys` that no installed plug-in has; an import path is left to who imports it."""
+    for key in [key for key in GROUPS if key in keys and not mistakes.about(key)]:
+        for name in names_at(config, key):
+            if ":" not in name and name not in {plugin.name for plugin in plugins.installed(GROUPS[key])}:
+                mistakes.passes(plugins.load, GROUPS[key], name, key=key)
+
+
+def names_at(config: Config, key: str) -> tuple[str, ...]:
+    """The plug-ins that a key names: none, one or several."""
+    value = value_at(config, key)
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
