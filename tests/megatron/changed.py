@@ -83,7 +83,7 @@ def leave_out_steps() -> None:
 def leave_out_rotary_base() -> None:
     from rl_megatron.model.chunks import chunks as model
 
-    model._rotary_fields = lambda config, where, is_latent: {}
+    model._rotary_fields = lambda config, is_latent: {}
 
 
 def leave_out_initialisation() -> None:
