@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+import time
 from typing import ClassVar
 
 import attrs
@@ -128,6 +132,145 @@ class ActsWithoutAction(Guess):
         return StepResult(reward=0.0, done=True)
 
 
+# --- what an environment may add --------------------------------------------------------------------------------------
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+class GuessWithEverything(Guess):
+    """Offers a tool, lives in a thread, may block, and can be carried elsewhere."""
+
+    placement = "thread"
+
+    async def tools(self):
+        return [ADD]
+
+    async def step(self, action):
+        time.sleep(0.001)
+        result = await super().step(action)
+        return result if result.done else attrs.evolve(result, observation=f"no, {self.turns_left} left")
+
+    async def snapshot(self):
+        return json.dumps(self.turns_left).encode()
+
+    async def restore(self, state):
+        self.turns_left = json.loads(state)
+
+
+class TestGuessWithEverything(EnvironmentConformance):
+    factory = GuessWithEverything
+    row: ClassVar = {"answer": "4"}
+    rewards: ClassVar = {("1", "2", "4"): 1.0, ("1", "2"): 0.0, ("4", "9"): 1.0}
+
+
+class ToolWithoutName(GuessWithEverything):
+    async def tools(self):
+        return [{"type": "function", "function": {"description": "adds"}}]
+
+
+class ToolThatRequiresWhatItHasNot(GuessWithEverything):
+    async def tools(self):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]}
+        return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+
+
+class ToolThatIsNoJson(GuessWithEverything):
+    async def tools(self):
+        return [
+            {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": object()}}}
+        ]
+
+
+class ToolsThatAreNotAwaited(GuessWithEverything):
+    def tools(self):
+        return [ADD]
+
+
+class ToolsOfItsOwnForEachEpisode(GuessWithEverything):
+    episodes = 0
+
+    async def tools(self):
+        ToolsOfItsOwnForEachEpisode.episodes += 1
+        return [{"type": "function", "function": {"name": f"add{ToolsOfItsOwnForEachEpisode.episodes}"}}]
+
+
+class ToolsForText(GuessWithEverything):
+    async def reset(self):
+        return "guess"
+
+
+class LivesElsewhere(GuessWithEverything):
+    placement = "elsewhere"
+
+
+class NeedsTheMainThread(GuessWithEverything):
+    async def step(self, action):
+        assert threading.current_thread() is threading.main_thread()
+        return await super().step(action)
+
+
+class CannotBeSent(GuessWithEverything):
+    placement = "process"
+
+
+CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # as a class that a function makes: pickle cannot find it
+
+
+class HoldsUpTheOthers(Guess):
+    async def step(self, action):
+        time.sleep(2.2)
+        return await super().step(action)
+
+
+class AwaitsAsLong(Guess):
+    async def step(self, action):
+        await asyncio.sleep(2.2)
+        return await super().step(action)
+
+
+class ForgetsTheTurns(GuessWithEverything):
+    async def restore(self, state):
+        pass
+
+
+class KeepsItsStateAtHome(GuessWithEverything):
+    """Its snapshot is a name for something that goes with the environment."""
+
+    kept: ClassVar = {}
+
+    async def snapshot(self):
+        self.kept[id(self)] = self.turns_left
+        return str(id(self)).encode()
+
+    async def restore(self, state):
+        self.turns_left = self.kept.get(int(state), 3)
+
+    async def close(self):
+        self.kept.clear()
+
+
+class ChangesWithASnapshot(GuessWithEverything):
+    async def snapshot(self):
+        self.turns_left -= 1
+        return await super().snapshot()
+
+
+class SnapshotIsText(GuessWithEverything):
+    async def snapshot(self):
+        return (await super().snapshot()).decode()
+
+
+class SpeaksWithABrokenCall(Guess):
+    async def reset(self):
+        return [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
+
+
 WRONG_ENVIRONMENTS = [
     (ActsWithoutAction, "test_it_follows_this_version_of_the_contract"),
     (RewardsEverything, "test_responses_get_the_rewards_they_deserve"),
@@ -143,6 +286,21 @@ WRONG_ENVIRONMENTS = [
     (RemembersOtherEpisodes, "test_episodes_side_by_side_do_not_touch_each_other"),
     (ChangesItsRow, "test_it_does_not_change_its_row"),
     (ClosesOnce, "test_it_can_be_closed_before_it_is_done_and_twice"),
+    (SpeaksWithABrokenCall, "test_the_first_observation_is_a_prompt"),
+    (ToolWithoutName, "test_its_tools_are_functions_that_a_template_can_show"),
+    (ToolThatRequiresWhatItHasNot, "test_its_tools_are_functions_that_a_template_can_show"),
+    (ToolThatIsNoJson, "test_its_tools_are_functions_that_a_template_can_show"),
+    (ToolsThatAreNotAwaited, "test_its_tools_are_functions_that_a_template_can_show"),
+    (ToolsOfItsOwnForEachEpisode, "test_its_tools_are_functions_that_a_template_can_show"),
+    (ToolsForText, "test_an_episode_with_tools_begins_with_messages"),
+    (LivesElsewhere, "test_it_runs_where_its_placement_says"),
+    (NeedsTheMainThread, "test_it_runs_where_its_placement_says"),
+    (CannotBeSent, "test_it_runs_where_its_placement_says"),
+    (HoldsUpTheOthers, "test_it_does_not_hold_up_other_episodes"),
+    (ForgetsTheTurns, "test_an_episode_goes_on_from_a_snapshot"),
+    (KeepsItsStateAtHome, "test_an_episode_goes_on_from_a_snapshot"),
+    (ChangesWithASnapshot, "test_an_episode_goes_on_from_a_snapshot"),
+    (SnapshotIsText, "test_an_episode_goes_on_from_a_snapshot"),
 ]
 
 
@@ -154,3 +312,11 @@ def test_a_wrong_environment_is_rejected(wrong, check):
 
     with pytest.raises((*REJECTED, PluginError)):
         getattr(Suite(), check)()
+
+
+def test_an_environment_that_awaits_holds_nobody_up():
+    class Suite(TestGuess):
+        factory = AwaitsAsLong
+        rewards: ClassVar = {"4": 1.0}
+
+    Suite().test_it_does_not_hold_up_other_episodes()

@@ -25,6 +25,49 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+TOOL_CHATML = """\
+{%- set has_system = messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + (messages[0].content if has_system else 'You are a helpful assistant.') }}
+{%- if tools %}
+    {{- '\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+    {{- '\\n</tools>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in messages[1 if has_system else 0:] %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>tool' }}
+        {%- if 'name' in message %}{{ ' ' + message.name }}{% endif %}
+        {%- if 'tool_call_id' in message %}{{ ' #' + message.tool_call_id }}{% endif %}
+        {{- '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- if 'tool_calls' in message %}
+            {%- for call in message.tool_calls %}
+                {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Shows tools in the system's message, tool calls in an assistant's, and who answers in a tool's."""
+
+TOOLS_LAST = """\
+{{- bos_token }}
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and loop.index0 == ns.last %}{{ '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}{% endif %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[RESULT]' + ('(of ' ~ (tools | length) ~ ')' if tools else '') + message.content + '[/RESULT]' }}
+    {%- elif message.role == 'assistant' %}{{ message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+"""Shows tools before the last user's message, so that another one changes what was before; results count the tools."""
+
 THINKING_CHATML = """\
 {%- set ns = namespace(last_query=-1) %}
 {%- for message in messages %}
@@ -110,6 +153,7 @@ class Family:
     """Roles of observations."""
     has_system: bool = True
     keeps_thinking: bool = True
+    shows_tools: bool = False
 
 
 FAMILIES = {
@@ -119,6 +163,23 @@ FAMILIES = {
         special=("<|im_start|>", "<|endoftext|>"),
         plain=("<think>", "</think>", "<tool_response>", "</tool_response>"),
         observers=("user", "tool"),
+    ),
+    "tool_chatml": Family(
+        template=TOOL_CHATML,
+        end_of_turn="<|im_end|>",
+        special=("<|im_start|>", "<|endoftext|>"),
+        plain=("<tool_call>", "</tool_call>"),
+        observers=("user", "tool"),
+        shows_tools=True,
+    ),
+    "tools_last": Family(
+        template=TOOLS_LAST,
+        end_of_turn="</s>",
+        special=("[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[RESULT]", "[/RESULT]"),
+        bos="<s>",
+        observers=("tool",),
+        has_system=False,
+        shows_tools=True,
     ),
     "thinking_chatml": Family(
         template=THINKING_CHATML,

@@ -2,17 +2,19 @@
 
 A text prompt is taken as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
 middle of a document and because a prompt that holds a rendered chat template has its special tokens already. Chat
-messages go through the tokenizer's chat template, which writes the special tokens that its model expects.
+messages go through the tokenizer's chat template, which writes the special tokens that its model expects, and the
+tools that the environment offers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Prompt
+from rl_core.interfaces import Message, Prompt, ToolSchema, require_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,12 +53,29 @@ class TokenCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._chat_template_kwargs = dict(chat_template_kwargs)
+        self._tools: tuple[ToolSchema, ...] = ()
+
+    def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
+        """This codec, for conversations in which the model is shown these functions.
+
+        Raises:
+            ConfigError: the configuration's own settings of the template name tools as well.
+        """
+        if tools and "tools" in self._chat_template_kwargs:
+            raise ConfigError(
+                "generator.chat_template_kwargs: 'tools' is given, and the environment offers its own; leave one out"
+            )
+        codec = copy.copy(self)
+        codec._tools = tuple(tools)
+        return codec
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, with the template's opening of the assistant's turn after chat messages.
 
         Raises:
-            DataError: neither text nor messages, a template that refuses them, or nothing to encode.
+            DataError: neither text nor messages, a template that refuses them, or nothing to encode; text, where the
+                model is to be shown tools.
+            ConfigError: a template that does not show tools.
         """
         tokens = self.encode_text(self.prompt_text(prompt))
         if not tokens:
@@ -65,7 +84,21 @@ class TokenCodec:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """The text that the policy sees: the prompt itself, or chat messages as the template writes them."""
-        return prompt if isinstance(prompt, str) else self.render(messages_of(prompt, "a prompt"))
+        if isinstance(prompt, str):
+            if self._tools:
+                raise DataError(
+                    "the environment offers tools, which the chat template shows, but its episode began with text; "
+                    "give messages"
+                )
+            return prompt
+        messages = require_messages(prompt, "a prompt")
+        text = self.render(messages)
+        if self._tools and text == self.with_tools(()).render(messages):
+            raise ConfigError(
+                "the environment offers tools, but the model's chat template does not show them: give the model a "
+                "chat_template.jinja that reads `tools`, or offer none and describe them in the prompt"
+            )
+        return text
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """What the policy said, without special tokens."""
@@ -81,13 +114,16 @@ class TokenCodec:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
             )
+        settings: dict[str, Any] = dict(self._chat_template_kwargs)
+        if self._tools:
+            settings["tools"] = [dict(tool) for tool in self._tools]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
+                    [_given(message) for message in messages],
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
-                    **self._chat_template_kwargs,
+                    **settings,
                 )
             )
         except Exception as error:
@@ -95,16 +131,6 @@ class TokenCodec:
             raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
 
 
-def messages_of(messages: object, what: str) -> Sequence[Message]:
-    """`messages`, if they are chat messages. Raises DataError, in which `what` says whose they are."""
-    if not isinstance(messages, Sequence) or not messages or not all(_is_message(message) for message in messages):
-        raise DataError(f"{what} is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
-    return messages
-
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )
+def _given(message: Message) -> dict[str, Any]:
+    """Without the keys that are None: templates ask whether a message has `tool_calls`."""
+    return {key: value for key, value in message.items() if value is not None}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Prompt
-from rl_rollout.chat import TokenCodec, messages_of
+from rl_core.interfaces import Message, Prompt, require_messages
+from rl_rollout.chat import TokenCodec
 from rl_rollout.turn_tokens import TurnTokens
 
 Tokens = tuple[int, ...]
@@ -33,15 +33,16 @@ class History(Protocol):
         ...
 
 
-def start_history(codec: TokenCodec, turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> History:
+def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> History:
     """The conversation that `prompt` opens.
 
     Args:
+        turns: of the conversation's own tools.
         step_wise: a turn may be a sequence of its own, so the template may change what was before.
     """
     if isinstance(prompt, str):
-        return TextHistory(codec)
-    return RenderedHistory(codec, turns, prompt) if step_wise else ChatHistory(turns, prompt)
+        return TextHistory(turns.codec)
+    return RenderedHistory(turns, prompt) if step_wise else ChatHistory(turns, prompt)
 
 
 class TextHistory:
@@ -80,8 +81,8 @@ class ChatHistory:
 class RenderedHistory:
     """Messages under any template: what it would write now decides whether the history goes on or begins anew."""
 
-    def __init__(self, codec: TokenCodec, turns: TurnTokens, opening: Sequence[Message]) -> None:
-        self._codec = codec
+    def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
+        self._codec = turns.codec
         self._turns = turns
         self._opening = opening
         self._messages = list(opening)
@@ -101,7 +102,7 @@ class RenderedHistory:
 def _observed(observation: Prompt | None) -> Sequence[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    messages = messages_of(observation, "an observation")
+    messages = require_messages(observation, "an observation")
     if any(message["role"] == "assistant" for message in messages):
         raise DataError("an observation speaks as the assistant; that is the policy's part")
     return messages

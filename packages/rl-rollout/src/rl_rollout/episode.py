@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import numpy as np
 
-from rl_core.errors import DataError, DeadlineError
+from rl_core.errors import DataError
 from rl_core.interfaces import (
     Action,
     Completion,
@@ -21,8 +20,8 @@ from rl_core.interfaces import (
     Turn,
 )
 from rl_rollout.conversation import History, Tokens
+from rl_rollout.environment_calls import within
 
-T = TypeVar("T")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _TAKEN_METRICS = {"reward", "response_length", "failed"}
 
@@ -121,18 +120,6 @@ def _what_follows(
         return (), "max_turns"
     following = history.next_prompt(prompt, completion.tokens, result.observation)
     return following, ("context" if limits.room(following) < 1 else None)
-
-
-async def within(call: Awaitable[T], timeout_s: float, name: str) -> T:
-    """The environment's answer. Raises DeadlineError."""
-    deadline = asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            return await call
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineError(f"waited {timeout_s:g} s (environment.timeout_s) for the environment's `{name}`") from error
 
 
 # --- what an environment may answer ---------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import uuid
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -29,10 +31,14 @@ from rl_core.interfaces import (
 from rl_core.seeds import seed_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
-from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play, within
+from rl_rollout.environment_calls import offered_tools, open_environment, within
+from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
 from rl_rollout.turn_tokens import TurnTokens
+
+_MOST_TOOL_SETS = 256
+"""Sets of tools of which the template's turns are remembered, for environments that offer each row its own."""
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +65,7 @@ class EnvironmentGenerator:
     def __init__(self, client: Sampler, codec: TokenCodec, episodes: Episodes) -> None:
         self._client = client
         self._codec = codec
-        self._turns = TurnTokens(codec)
+        self._turns_with = lru_cache(_MOST_TOOL_SETS)(self._turns_with_tools)
         self._episodes = episodes
         self._free = asyncio.Semaphore(episodes.max_concurrency)
         self._name = uuid.uuid4().hex[:8]
@@ -73,7 +79,7 @@ class EnvironmentGenerator:
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         """See `Generator.generate`. Samples of a group run side by side."""
-        prompts = _GroupPrompts(self._codec)
+        prompts = _GroupPrompts()
         episodes = (self._play_or_fail(request, index, prompts) for index in range(request.num_samples))
         return tuple(await asyncio.gather(*episodes))
 
@@ -98,7 +104,7 @@ class EnvironmentGenerator:
 
     async def _play(self, request: GroupRequest, index: int, prompts: _GroupPrompts) -> Trajectory:
         factory, limits = self._episodes.environment_of(request.row), self._episodes.limits
-        environment = factory(request.row, self._episodes.environment_options)
+        environment = open_environment(factory, request.row, self._episodes.environment_options)
         session_id = f"{self._name}-{next(self._numbers)}"
 
         async def respond(turn: int, prompt: Tokens, room: float) -> Completion:
@@ -106,14 +112,20 @@ class EnvironmentGenerator:
 
         try:
             prompt = await within(environment.reset(), limits.environment_timeout_s, "reset")
-            tokens, prompt_text = prompts.encode(prompt)
-            history = start_history(self._codec, self._turns, prompt, step_wise=self._episodes.step_wise)
+            tools = await within(offered_tools(environment), limits.environment_timeout_s, "tools")
+            # As text: what the environment does to its list later changes nothing.
+            turns = self._turns_with(json.dumps(list(tools)))
+            tokens, prompt_text = prompts.encode(prompt, turns.codec)
+            history = start_history(turns, prompt, step_wise=self._episodes.step_wise)
             episode = await play(
                 environment, history, tokens, respond=respond, text_of=self._codec.response_text, limits=limits
             )
         finally:
             await within(environment.close(), limits.environment_timeout_s, "close")
         return self._trajectory(request, index, episode, prompt_text)
+
+    def _turns_with_tools(self, tools: str) -> TurnTokens:
+        return TurnTokens(self._codec.with_tools(json.loads(tools)))
 
     async def _response(
         self, request: GroupRequest, index: int, session_id: str, turn: int, prompt: Tokens, room: float
@@ -175,17 +187,16 @@ def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> i
 class _GroupPrompts:
     """Encodes each distinct prompt of a group once: nearly always all samples start alike."""
 
-    def __init__(self, codec: TokenCodec) -> None:
-        self._codec = codec
-        self._known: list[tuple[Prompt, Tokens, str]] = []
+    def __init__(self) -> None:
+        self._known: list[tuple[Prompt, TokenCodec, Tokens, str]] = []
 
-    def encode(self, prompt: Prompt) -> tuple[Tokens, str]:
+    def encode(self, prompt: Prompt, codec: TokenCodec) -> tuple[Tokens, str]:
         """Token ids, and the text that the policy sees."""
-        for known, tokens, text in self._known:
-            if known == prompt:
+        for known, its_codec, tokens, text in self._known:
+            if its_codec is codec and known == prompt:
                 return tokens, text
-        tokens, text = self._codec.encode(prompt), self._codec.prompt_text(prompt)
-        self._known.append((prompt, tokens, text))
+        tokens, text = codec.encode(prompt), codec.prompt_text(prompt)
+        self._known.append((prompt, codec, tokens, text))
         return tokens, text
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import attrs
 
+from rl_core import plugins
 from rl_core.interfaces import Generator, GeneratorSpec, Sampler
+from rl_rollout.environment_calls import placement_of
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 
 
@@ -18,7 +20,10 @@ class EnvironmentGeneratorPlugin:
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Nothing that it is told is impossible together."""
+        """Raises ConfigError for an environment whose placement it cannot do; of rows' own, playing one raises it."""
+        if spec.env_class is not None:
+            key = "environment.env_class"
+            placement_of(plugins.load("rl_core.environments", spec.env_class, key=key), f"{key}: ")
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         """See `create_generator`."""

@@ -3,7 +3,8 @@
 What the policy sampled is never rendered or encoded: it stays in the conversation token for token. Only what stands
 between one response and the next is the template's: the end of the policy's turn, the observation's messages and the
 opening of the next turn. It is found by rendering a fixed short conversation around the same observation and cutting
-behind what the assistant said there.
+behind what the assistant said there. A template may write anything differently where the model has tools, so that
+conversation is rendered with the same tools (`TurnTokens.codec`).
 
     response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n
     sampled  ──►  (the end token once: the sampled one, or the template's if the response was cut off)
@@ -26,10 +27,10 @@ _REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
 
 
 class TurnTokens:
-    """What a tokenizer's chat template writes after a response."""
+    """What a tokenizer's chat template writes after a response, in conversations with one set of tools."""
 
     def __init__(self, codec: TokenCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
     def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ class TurnTokens:
     def _closing(self) -> tuple[tuple[int, ...], int]:
         """What ends a turn of the policy, whatever follows, and with how many blank tokens it begins."""
         closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
-        visible = (bool(str(self._codec.tokenizer.decode([token])).strip()) for token in closing)
+        visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
@@ -71,14 +72,14 @@ class TurnTokens:
     def _keeps(self, opening: Sequence[Message], observation: Sequence[Message], said: str) -> bool:
         _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
         turn = [{"role": "assistant", "content": said}, *observation]
-        opened, one_turn = self._codec.render(opening), self._codec.render([*opening, *turn])
+        opened, one_turn = self.codec.render(opening), self.codec.render([*opening, *turn])
         # A template that writes a space before a response expects responses that bring their own.
         blank = " " if one_turn.startswith(f"{opened} {said}") else ""
         expected = opened + 2 * (blank + said + tail)
-        return expected.startswith(one_turn) and self._codec.render([*opening, *turn, *turn]) == expected
+        return expected.startswith(one_turn) and self.codec.render([*opening, *turn, *turn]) == expected
 
     def _around_said(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> tuple[str, str]:
-        text = self._codec.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.codec.render(messages, add_generation_prompt=add_generation_prompt)
         head, said, tail = text.partition(_SAID)
         if not said:
             raise DataError("the chat template does not show what the assistant said; it cannot be used for turns")
@@ -86,8 +87,8 @@ class TurnTokens:
 
     def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:
         """Encoded together with what stands before it: some tokenizers treat the start of a text in their own way."""
-        before, whole = self._codec.encode_text(head), self._codec.encode_text(head + tail)
-        return whole[len(before) :] if whole[: len(before)] == before else self._codec.encode_text(tail)
+        before, whole = self.codec.encode_text(head), self.codec.encode_text(head + tail)
+        return whole[len(before) :] if whole[: len(before)] == before else self.codec.encode_text(tail)
 
 
 def without_said_end(

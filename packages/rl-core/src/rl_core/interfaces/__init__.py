@@ -2,7 +2,7 @@
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`,
-`Configurable`).
+`Configurable`; of environments `Tools`, `Placement`, `Snapshotable`).
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -12,6 +12,7 @@ Who implements what: a training package a `Backend` (and its `Worker`), a rollou
     training    a model and its update, `Worker`, `Backend`
     weights     what a sync sends, `WeightTransport` and its two ends
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
+    messages    chat messages and tools, as chat templates read them
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
     options     keys of a plug-in's own: `Configurable`, and validators for them
     runs        `Recipe`, `Tracker`, `Callback`
@@ -38,6 +39,7 @@ from rl_core.interfaces.inference import (
     StopReason,
     WeightReceivers,
 )
+from rl_core.interfaces.messages import Message, Prompt, ToolSchema, require_messages, require_tools
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.rollouts import (
     Action,
@@ -48,10 +50,12 @@ from rl_core.interfaces.rollouts import (
     GeneratorPlugin,
     GeneratorSpec,
     GroupRequest,
-    Message,
-    Prompt,
+    Placement,
+    PlacementKind,
     Row,
+    Snapshotable,
     StepResult,
+    Tools,
     Trajectory,
     TrajectoryEnd,
     TrajectoryStep,
@@ -105,7 +109,11 @@ __all__ = [
     "Message",
     "Metrics",
     "Plan",
+    "PlacementKind",
     "Prompt",
+    "ToolSchema",
+    "require_messages",
+    "require_tools",
     "Role",
     "Row",
     "StopReason",
@@ -151,6 +159,9 @@ __all__ = [
     "StepResult",
     "Environment",
     "EnvironmentFactory",
+    "Tools",
+    "Placement",
+    "Snapshotable",
     "TrajectoryStep",
     "Turn",
     "Trajectory",

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 
 from rl_core.interfaces.inference import Sampler, SamplingParams, StopReason
+from rl_core.interfaces.messages import Prompt, ToolSchema
 
 if TYPE_CHECKING:
     import numpy as np
 
 Row = Mapping[str, Any]
 """One row of a data file: `prompt` (text, or chat messages) and whatever the environment reads."""
-Message = Mapping[str, str]
-"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`."""
-Prompt = str | Sequence[Message]
-"""Text taken as it is, or chat messages that the model's chat template turns into text."""
+PlacementKind = Literal["in_process", "thread", "process"]
 TrajectoryEnd = Literal["done", "max_turns", "context"]
 """How an episode ended: the environment was done, `generator.max_turns` were played, or the conversation had grown too
 long for another turn."""
@@ -63,6 +61,48 @@ class Environment(Protocol):
 class EnvironmentFactory(Protocol):
     def __call__(self, row: Row, options: Mapping[str, Any]) -> Environment:
         """One environment for one episode; `options` is the configuration's `environment.options`."""
+        ...
+
+
+@runtime_checkable
+class Tools(Protocol):
+    """Of an environment whose policy may call functions. What the policy says arrives as `Action.text`, from which the
+    environment reads the calls itself; it answers with messages of the role `tool`."""
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        """The functions that the chat template shows the model; none: the episode has no tools. Asked once, after
+        `reset`, which then gives messages: text is shown as it is, without a template."""
+        ...
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """Of an `EnvironmentFactory` (a class attribute, or an attribute of a function): where its environments' code runs.
+
+    It holds for all episodes and is read before one starts. A factory without one runs `in_process`.
+    """
+
+    @property
+    def placement(self) -> PlacementKind:
+        """`in_process`: beside all other episodes, so it must await whatever takes time. `thread`: each episode in a
+        thread of its own, with an event loop of its own, the making of the environment included; it may block, and
+        must not touch other threads' objects unguarded. `process`: in another process; factory, row and options must
+        pickle. A generator refuses with a ConfigError what it cannot do."""
+        ...
+
+
+@runtime_checkable
+class Snapshotable(Protocol):
+    """Of an environment whose episode can be carried elsewhere: to another process or machine, or to a later time."""
+
+    async def snapshot(self) -> bytes:
+        """All that the episode has become since it was made from its row and options. Changes nothing; called
+        between `reset` and the end, while no other call is running."""
+        ...
+
+    async def restore(self, state: bytes) -> None:
+        """Takes over a snapshot of an environment of the same row and options; called once, in place of `reset`. The
+        environment that gave it may be gone."""
         ...
 
 

@@ -9,21 +9,47 @@ A plug-in's author writes
 
 and runs pytest. `rewards` maps a response, given in every turn, to the reward of the whole episode; a tuple of
 responses is given one in each turn, its last one from then on.
+
+Checks of what an environment may add (`Tools`, `Placement`, `Snapshotable`) are skipped where it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import pickle
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, get_args
+
+import pytest
 
 from rl_core import plugins
-from rl_core.interfaces import Action, Environment, EnvironmentFactory, Prompt, StepResult, StopReason
+from rl_core.errors import DataError
+from rl_core.interfaces import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Placement,
+    PlacementKind,
+    Prompt,
+    Snapshotable,
+    StepResult,
+    StopReason,
+    Tools,
+    ToolSchema,
+    require_messages,
+    require_tools,
+)
 
+T = TypeVar("T")
 Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
+_LONGEST_PAUSE_S = 2.0
+"""Far above what judging takes, and above the pauses of a busy machine."""
 
 
 class EnvironmentConformance:
@@ -114,20 +140,127 @@ class EnvironmentConformance:
 
         _run(close_twice())
 
+    # --- what an environment may add ----------------------------------------------------------------------------------
+
+    def test_its_tools_are_functions_that_a_template_can_show(self) -> None:
+        offered = [self._offered_tools() for _ in range(2)]
+        assert offered[0] == offered[1], "two episodes of one row offer different tools"
+        try:
+            require_tools(offered[0])
+        except DataError as error:
+            raise AssertionError(str(error)) from error
+        for tool in offered[0]:
+            parameters = tool["function"].get("parameters", {"type": "object"})
+            assert parameters.get("type") == "object", f"a function's parameters are the schema of an object: {tool}"
+            unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
+            assert not unknown, f"required parameters that are not among the properties: {unknown}"
+
+    def test_an_episode_with_tools_begins_with_messages(self) -> None:
+        if self._offered_tools():
+            assert not isinstance(_run(self._opened(lambda environment, prompt: _value(prompt))), str), (
+                "tools are shown by the chat template: text is shown without one"
+            )
+
+    def test_it_runs_where_its_placement_says(self) -> None:
+        factory = type(self).factory
+        if not isinstance(factory, Placement):
+            pytest.skip("the factory has no placement: its environments run in_process")
+        assert factory.placement in get_args(PlacementKind), f"placement is {factory.placement!r}"
+        if factory.placement == "process":
+            _require_pickles({"factory": factory, "row": dict(self.row), "options": dict(self.options)})
+        if factory.placement != "in_process":
+            for response in self.rewards:
+                assert _in_thread(lambda response=response: self._play(response)) == _run(self._play(response)), (
+                    response
+                )
+
+    def test_it_does_not_hold_up_other_episodes(self) -> None:
+        factory = type(self).factory
+        if isinstance(factory, Placement) and factory.placement != "in_process":
+            pytest.skip("it has a thread or process of its own")
+        for response in self.rewards:
+            # The first time it may import what it needs.
+            _run(self._play(response))
+            pause_s = _run(_longest_pause(self._play(response)))
+            assert pause_s < _LONGEST_PAUSE_S, (
+                f"all episodes stood still for {pause_s:.1f} s: await what takes time, or set placement = 'thread'"
+            )
+
+    def test_an_episode_goes_on_from_a_snapshot(self) -> None:
+        environment = self._make()
+        if not isinstance(environment, Snapshotable):
+            pytest.skip("the environment is not Snapshotable, which is an ability that one may have or not")
+        _run(environment.close())
+        for response in self.rewards:
+            whole = _run(self._play(response))
+            snapshots: list[bytes] = []
+            assert _run(self._play(response, snapshots=snapshots)) == whole, "a snapshot changed the episode"
+            # The environment that gave them is closed by now.
+            for turn, state in enumerate(snapshots):
+                assert isinstance(state, bytes), f"a snapshot is bytes, got {type(state).__name__}"
+                continued = _run(self._play(response, restored=(turn, state)))
+                assert continued == whole[turn:], (
+                    f"{response}: restored after {turn} turns, the episode goes on otherwise"
+                )
+
+    def _offered_tools(self) -> Sequence[ToolSchema]:
+        if not isinstance(self._make(), Tools):
+            pytest.skip("the environment has no Tools, which one may offer or not")
+
+        async def tools(environment: Environment, _: Prompt) -> Sequence[ToolSchema]:
+            assert isinstance(environment, Tools)
+            offered = environment.tools()
+            assert isinstance(offered, Awaitable), "`tools` is an async method"
+            return json.loads(json.dumps(await offered, default=repr))
+
+        return _run(self._opened(tools))
+
+    # --- what the tests share -----------------------------------------------------------------------------------------
+
+    async def _opened(self, ask: Callable[[Environment, Prompt], Awaitable[T]]) -> T:
+        """What `ask` is told by an environment that was reset."""
+        environment = self._make()
+        try:
+            return await ask(environment, await environment.reset())
+        finally:
+            await environment.close()
+
     def _make(self) -> Environment:
         environment = type(self).factory(self.row, self.options)
         assert isinstance(environment, Environment)
         return environment
 
-    async def _play(self, responses: Responses, *, stop_reason: StopReason = "stop") -> list[StepResult]:
+    async def _play(
+        self,
+        responses: Responses,
+        *,
+        stop_reason: StopReason = "stop",
+        snapshots: list[bytes] | None = None,
+        restored: tuple[int, bytes] | None = None,
+    ) -> list[StepResult]:
+        """The results of an episode.
+
+        Args:
+            snapshots: takes a snapshot from before each turn.
+            restored: a turn, and a snapshot from before it that the episode begins with.
+        """
         environment = self._make()
         said = (responses,) if isinstance(responses, str) else responses
         results: list[StepResult] = []
+        first = 0
         try:
-            await environment.reset()
+            if restored is None:
+                await environment.reset()
+            else:
+                assert isinstance(environment, Snapshotable)
+                first = restored[0]
+                await environment.restore(restored[1])
             while not (results and results[-1].done):
                 assert len(results) < _MAX_TURNS, f"not done after {_MAX_TURNS} turns"
-                response = said[min(len(results), len(said) - 1)]
+                if snapshots is not None:
+                    assert isinstance(environment, Snapshotable)
+                    snapshots.append(await environment.snapshot())
+                response = said[min(first + len(results), len(said) - 1)]
                 # One token per character: environments that read tokens see their number.
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
                 # A turn gives up its place, so that episodes side by side interleave.
@@ -144,9 +277,53 @@ def _require_prompt(prompt: Prompt) -> None:
     if isinstance(prompt, str):
         assert prompt, "the prompt is empty"
         return
-    assert prompt, "the list of messages is empty"
-    for message in prompt:
-        assert set(message) >= {"role", "content"}, f"a message has a role and a content, got {message}"
+    try:
+        require_messages(prompt, "a prompt")
+    except DataError as error:
+        raise AssertionError(str(error)) from error
+
+
+def _require_pickles(parts: Mapping[str, object]) -> None:
+    for name, part in parts.items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:
+            # An object's own way of pickling raises what it likes.
+            raise AssertionError(f"its {name} cannot be sent to a process: {type(error).__name__}: {error}") from error
+
+
+async def _value(value: T) -> T:
+    return value
+
+
+async def _longest_pause(call: Awaitable[object]) -> float:
+    """How long the event loop stood still at the most, in seconds."""
+    task = asyncio.ensure_future(call)
+    longest, last = 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.01)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    await task
+    return longest
+
+
+def _in_thread(make: Callable[[], Awaitable[T]]) -> T:
+    """What a coroutine returns that is made and run in a thread of its own."""
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(_run(make()))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]
 
 
 def _run(coroutine: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Chat messages and tools as chat templates read them, and what both must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from rl_core.errors import DataError
+
+Message = Mapping[str, Any]
+"""A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`, text.
+
+An assistant's may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`, and needs
+no content then. A tool's may have `name`, the function that answers, and `tool_call_id`, the call that it answers. A
+key whose value is None counts as left out: in a Parquet file all messages have the keys that one has."""
+Prompt = str | Sequence[Message]
+"""Text taken as it is, or chat messages that the model's chat template turns into text."""
+ToolSchema = Mapping[str, Any]
+"""A function offered to the model, as `tools=` of a chat template takes it:
+`{"type": "function", "function": {"name": …, "description": …, "parameters": <JSON schema of an object>}}`."""
+
+
+def require_messages(messages: object, what: str) -> Sequence[Message]:
+    """`messages`, if they are chat messages. Raises DataError, in which `what` says whose they are."""
+    if not _is_list(messages) or not messages or not all(_has_role_and_content(message) for message in messages):
+        raise DataError(f"{what} is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
+    for message in messages:
+        if problem := _problem_of_keys(message):
+            raise DataError(f"{what} has a message {problem}, got {message!r:.200}")
+    return messages
+
+
+def require_tools(tools: object) -> Sequence[ToolSchema]:
+    """`tools`, if they are schemas of functions with distinct names. Raises DataError."""
+    example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
+    if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
+        raise DataError(f"the environment's tools are a list of {example}, got {tools!r:.200}")
+    try:
+        json.dumps(list(tools), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the environment's tools are no JSON ({error}), got {tools!r:.200}") from error
+    names = [tool["function"]["name"] for tool in tools]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; give each its own")
+    return tools
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _has_role_and_content(message: object) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and message.get("tool_calls") is not None)
+
+
+def _problem_of_keys(message: Message) -> str | None:
+    calls = message.get("tool_calls")
+    if calls is not None and message["role"] != "assistant":
+        return f"of role {message['role']!r} with 'tool_calls', which an assistant's has alone"
+    if calls is not None and not (_is_list(calls) and calls and all(_is_call(call) for call in calls)):
+        return "whose 'tool_calls' are no list of {'type': 'function', 'function': {'name': …, 'arguments': {…}}}"
+    for key in ("name", "tool_call_id"):
+        if not isinstance(message.get(key), str | None):
+            return f"whose {key!r} is no text"
+    return None
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    # Some templates read arguments that are JSON text already.
+    return _is_named(function) and isinstance(function.get("arguments"), Mapping | str)
+
+
+def _is_tool(tool: object) -> bool:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not _is_named(tool.get("function")):
+        return False
+    function = tool["function"]
+    return isinstance(function.get("description"), str | None) and isinstance(
+        function.get("parameters"), Mapping | None
+    )
+
+
+def _is_named(function: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
