@@ -19,7 +19,10 @@ from rl_rollout.vllm.launch import client_settings, servers_of, supervised_clien
 from rl_rollout.vllm.placement import reserve_places
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer
+from rl_rollout.vllm.tokens import Tokens
 
+TOKENS = Tokens(control="the control token of these tests")
+"""Of all servers that tests share."""
 MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -85,7 +88,7 @@ def start_servers(config: Config) -> list[RunningServer]:
 
     async def start() -> list[RunningServer]:
         places = await reserve_places(num_engines, 1, shares_devices=False, timeout_s=60)
-        servers = servers_of(config, places, host="127.0.0.1", token=None)
+        servers = servers_of(config, places, host="127.0.0.1", tokens=TOKENS)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [
             RunningServer(url=a.url, pid=a.pid, model_path=config.policy_model_path, config=config, server=server)
@@ -108,8 +111,8 @@ def stop_servers(running: Sequence[RunningServer]) -> None:
 
 async def connect(*running: RunningServer) -> RemoteInferenceClient:
     """A client of these servers for the running event loop; `close` leaves the servers alone."""
-    settings = client_settings(running[0].config, token=None)
-    servers = [ExternalServer(one.url, None, 60.0) for one in running]
+    settings = client_settings(running[0].config, TOKENS)
+    servers = [ExternalServer(one.url, TOKENS.control, 60.0) for one in running]
     return await supervised_client(servers, settings)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
+from rl_core import plugins
 from rl_core.workers.ray_ranks import ray_session
+from rl_rollout.transports.receivers import receiver_of
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import TOKEN_VARIABLE
 from rl_rollout.vllm.engine_arguments import engine_arguments
 from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
 from rl_rollout.vllm.pool import Pool
@@ -20,6 +20,7 @@ from rl_rollout.vllm.router import Router
 from rl_rollout.vllm.server import ServerSettings
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
+from rl_rollout.vllm.tokens import Tokens, given_tokens, tokens_of_run
 
 if TYPE_CHECKING:
     from rl_core.config import Config
@@ -31,15 +32,15 @@ async def create_client(config: Config) -> RemoteInferenceClient:
     """A client whose servers are ready and hold the weights of `trainer.policy.model.path`.
 
     Raises:
-        ConfigError: Ray's cluster is too small for the servers.
+        ConfigError: Ray's cluster is too small for the servers, or the control token of external ones is not given.
         GenerationError, DeadlineError: a server did not start; the message has its last log lines.
     """
     engine = config.generator.inference_engine
     if engine.external_server_urls is not None:
-        token = os.environ.get(TOKEN_VARIABLE)
+        tokens = given_tokens()
         urls = [url.rstrip("/") for url in engine.external_server_urls]
-        servers = [ExternalServer(url, token, engine.start_timeout_s) for url in urls]
-        return await supervised_client(servers, client_settings(config, token))
+        servers = [ExternalServer(url, tokens.control, engine.start_timeout_s) for url in urls]
+        return await supervised_client(servers, client_settings(config, tokens))
     ray_session.enter()
     try:
         places = await reserve_places(
@@ -62,8 +63,8 @@ async def create_client(config: Config) -> RemoteInferenceClient:
 class ClientSettings:
     """What a client is told of its servers."""
 
-    token: str | None
-    """Requests carry it."""
+    tokens: Tokens
+    """The run's requests show the control token, those of agents the access token."""
     timeout_s: float
     """Of a request and of a weight update."""
     heartbeat: Heartbeat
@@ -74,11 +75,11 @@ class ClientSettings:
     """Where outside agents are served: host and port (0: a free one); None: nowhere."""
 
 
-def client_settings(config: Config, token: str | None, *, host: str = "127.0.0.1") -> ClientSettings:
+def client_settings(config: Config, tokens: Tokens, *, host: str = "127.0.0.1") -> ClientSettings:
     """As the configuration says; `host` is where the router listens."""
     engine = config.generator.inference_engine
     return ClientSettings(
-        token=token,
+        tokens=tokens,
         timeout_s=config.trainer.generation_timeout_s,
         heartbeat=Heartbeat(interval_s=engine.heartbeat_interval_s, hung_after_s=engine.hung_after_s),
         served_model_name=engine.served_model_name or config.policy_model_path,
@@ -91,12 +92,12 @@ async def supervised_client(
 ) -> RemoteInferenceClient:
     """A client of servers that are started now; `close` ends them and then calls `after`."""
     pool = Pool(len(servers))
-    supervisor = Supervisor(pool, servers, settings.heartbeat, token=settings.token)
+    supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()
     pool.adopt_version()
     router, router_url = None, None
     if settings.router_address is not None:
-        router = Router(pool, token=settings.token, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
+        router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
         router_url = await router.start(*settings.router_address)
         logger.warning("an OpenAI client reaches the policy at %s, model %r", router_url, settings.served_model_name)
 
@@ -118,21 +119,21 @@ async def supervised_client(
 
 async def _client_of_own_servers(config: Config, places: list[EnginePlace]) -> RemoteInferenceClient:
     host = config.generator.inference_engine.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
-    token = os.environ.get(TOKEN_VARIABLE) or access_token(host)
+    tokens = tokens_of_run(host)
 
     def free() -> None:
         _free(places)
         ray_session.leave()
 
-    servers = servers_of(config, places, host=host, token=token)
-    return await supervised_client(servers, client_settings(config, token, host=host), after=free)
+    servers = servers_of(config, places, host=host, tokens=tokens)
+    return await supervised_client(servers, client_settings(config, tokens, host=host), after=free)
 
 
-def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, token: str | None) -> list[Server]:
+def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, tokens: Tokens) -> list[Server]:
     """The run's servers, not started; they log into the run directory."""
     engine = config.generator.inference_engine
     gpus = cluster_has_gpus()
-    arguments = engine_arguments(config, has_gpus=gpus)
+    arguments, receivers = engine_arguments(config, has_gpus=gpus), receivers_of(config)
     return [
         Server(
             index=index,
@@ -140,7 +141,8 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
             settings=ServerSettings(
                 engine_args=arguments,
                 host=host,
-                token=token,
+                tokens=tokens,
+                receivers=receivers,
                 log_path=str((config.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
             ),
             environment={} if gpus else cpu_environment(len(places)),
@@ -148,6 +150,14 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
         )
         for index, place in enumerate(places)
     ]
+
+
+def receivers_of(config: Config) -> tuple[str, ...]:
+    """What a server of this configuration may load as receivers besides those of installed transports: the one of its
+    transport, which may be an object of a module that is no entry point."""
+    key = "generator.inference_engine.weight_sync_backend"
+    name = config.generator.inference_engine.weight_sync_backend
+    return (receiver_of(plugins.load("rl_core.weight_transports", name, key=key)),)
 
 
 def cpu_environment(num_engines: int) -> dict[str, str]:
@@ -160,16 +170,6 @@ def cpu_environment(num_engines: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
     }
-
-
-def access_token(host: str) -> str | None:
-    """A new token where others can reach the server; None on loopback."""
-    return None if is_loopback(host) else secrets.token_urlsafe(32)
-
-
-def is_loopback(host: str) -> bool:
-    """Only this machine reaches what listens there."""
-    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def _free(places: Sequence[EnginePlace]) -> None:

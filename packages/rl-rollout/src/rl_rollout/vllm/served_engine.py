@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams as EngineSamplingParams
@@ -23,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError, first_error
 from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
 
 PauseMode = Literal["keep", "abort", "wait"]
@@ -38,14 +40,18 @@ class Unavailable(Exception):
 class ServedEngine:
     """One engine. All methods belong to the event loop that made it."""
 
-    def __init__(self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None) -> None:
+    def __init__(
+        self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None, *, receivers: AbstractSet[str]
+    ) -> None:
         """
         Args:
             engine: started.
             named_adapters: of an engine that keeps its model; None: weight versions are whole models.
+            receivers: `package.module:Class` of those that may be loaded.
         """
         self._engine = engine
         self._named_adapters = named_adapters
+        self._receivers = receivers
         self._max_model_len: int = engine.model_config.max_model_len
         self.vocab_size: int = engine.model_config.get_vocab_size()
         parallel = engine.vllm_config.parallel_config
@@ -139,8 +145,10 @@ class ServedEngine:
         their cache computed anew; the prefix cache is empty afterwards.
 
         Raises:
-            WeightSyncError: the version was refused. The old one still serves or, if `quarantine` says so, none.
+            WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
+            serves or, if `quarantine` says so, none.
         """
+        require_allowed(receiver, self._receivers)
         async with self._changing:
             self.is_updating = True
             try:
