@@ -15,6 +15,7 @@ from rl_core.interfaces import GenerateRequest, Manifest, SamplingParams, Weight
 from rl_core.testing.models import make_checkpoint
 from rl_core.weights import pack_buckets
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.engine_arguments import ranks_per_engine
 from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
 from rl_rollout.vllm.placement import reserve_places
 from rl_rollout.vllm.server_group import Server
@@ -82,12 +83,12 @@ def engine_config(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | 
     )
 
 
-def start_servers(config: Config) -> list[RunningServer]:
-    """All at once; Ray must run."""
-    num_engines = config.generator.inference_engine.num_engines
+def start_servers(*configs: Config) -> list[RunningServer]:
+    """Those of all configurations at once; Ray must run."""
 
-    async def start() -> list[RunningServer]:
-        places = await reserve_places(num_engines, 1, shares_devices=False, timeout_s=60)
+    async def start(config: Config) -> list[RunningServer]:
+        num_engines = config.generator.inference_engine.num_engines
+        places = await reserve_places(num_engines, ranks_per_engine(config), shares_devices=False, timeout_s=60)
         servers = servers_of(config, places, host="127.0.0.1", tokens=TOKENS)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [
@@ -95,7 +96,10 @@ def start_servers(config: Config) -> list[RunningServer]:
             for a, server in zip(addresses, servers, strict=True)
         ]
 
-    return asyncio.run(start())
+    async def start_all() -> list[RunningServer]:
+        return [server for servers in await asyncio.gather(*map(start, configs)) for server in servers]
+
+    return asyncio.run(start_all())
 
 
 def stop_servers(running: Sequence[RunningServer]) -> None:

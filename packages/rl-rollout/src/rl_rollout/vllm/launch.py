@@ -13,7 +13,7 @@ from rl_core import plugins
 from rl_core.workers.ray_ranks import ray_session
 from rl_rollout.transports.receivers import receiver_of
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
 from rl_rollout.vllm.pool import Pool
 from rl_rollout.vllm.router import Router
@@ -45,7 +45,7 @@ async def create_client(config: Config) -> RemoteInferenceClient:
     try:
         places = await reserve_places(
             engine.num_engines,
-            engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size,
+            ranks_per_engine(config),
             shares_devices=config.trainer.placement.colocate_all,
             timeout_s=engine.start_timeout_s,
         )
@@ -133,7 +133,8 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
     """The run's servers, not started; they log into the run directory."""
     engine = config.generator.inference_engine
     gpus = cluster_has_gpus()
-    arguments, receivers = engine_arguments(config, has_gpus=gpus), receivers_of(config)
+    arguments = engine_arguments(config, has_gpus=gpus, spans_nodes=any(place.spans_nodes for place in places))
+    receivers = receivers_of(config)
     return [
         Server(
             index=index,
@@ -145,7 +146,7 @@ def servers_of(config: Config, places: Sequence[EnginePlace], *, host: str, toke
                 receivers=receivers,
                 log_path=str((config.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
             ),
-            environment={} if gpus else cpu_environment(len(places)),
+            environment={} if gpus else cpu_environment(len(places) * ranks_per_engine(config)),
             start_timeout_s=engine.start_timeout_s,
         )
         for index, place in enumerate(places)
@@ -160,15 +161,15 @@ def receivers_of(config: Config) -> tuple[str, ...]:
     return (receiver_of(plugins.load("rl_core.weight_transports", name, key=key)),)
 
 
-def cpu_environment(num_engines: int) -> dict[str, str]:
-    """Threads of an engine on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
+def cpu_environment(num_ranks: int) -> dict[str, str]:
+    """Threads of an engine's rank on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
 
     vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
     }
 
 

@@ -61,8 +61,9 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIAp
         except Exception as error:
             return _failed(error, body)
 
-    async def score(asked: Any) -> list[bytes]:
-        return wire.float_lists_record(await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"]))
+    async def score(asked: Any) -> list[list[bytes]]:
+        by_engine = await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"])
+        return [wire.float_lists_record(logprobs) for logprobs in by_engine]
 
     async def load_adapter(asked: Any) -> None:
         await engine.load_adapter(asked["name"], asked["path"])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from rl_core.config import load
 from rl_core.errors import ConfigError, RLError
-from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.launch import cpu_environment, receivers_of
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
 from rl_rollout.vllm.tokens import ACCESS_VARIABLE, given_tokens, is_loopback
@@ -49,7 +49,7 @@ def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> Se
 
     has_gpus = torch.cuda.is_available()
     if not has_gpus:
-        os.environ.update(cpu_environment(1))
+        os.environ.update(cpu_environment(ranks_per_engine(config)))
     return ServerSettings(
         engine_args=engine_arguments(config, has_gpus=has_gpus),
         host=host,
