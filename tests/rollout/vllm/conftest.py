@@ -23,9 +23,11 @@ def ray_for_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def dense_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Serves a tiny Qwen3 in float32. Tests may publish weights; each brings its own first."""
+    """Serves a tiny Qwen3 in float32; its run's transport is no installed one. Tests may publish weights, by any
+    transport; each brings its own first."""
     directory = tmp_path_factory.mktemp("dense")
-    running = start_servers(make_spec(write_model(directory / "model"), directory))
+    transport = "tests.rollout.vllm.other_transport:other"
+    running = start_servers(make_spec(write_model(directory / "model"), directory, weight_sync_backend=transport))
     yield running[0]
     stop_servers(running)
 

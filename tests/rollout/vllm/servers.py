@@ -15,11 +15,15 @@ from rl_core.interfaces import EngineSpec, GenerateRequest, Manifest, SamplingPa
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.models import make_checkpoint
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.engine_arguments import ranks_per_engine
 from rl_rollout.vllm.launch import client_settings, servers_of, supervised_client
 from rl_rollout.vllm.placement import reserve_places
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer
+from rl_rollout.vllm.tokens import Tokens
 
+TOKENS = Tokens(control="the control token of these tests")
+"""Of all servers that tests share."""
 MAX_POSITIONS = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -84,19 +88,23 @@ def make_spec(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None
     return engine_spec(engine_config(model_path, run_dir, lora=lora, **engine))[1]
 
 
-def start_servers(spec: EngineSpec) -> list[RunningServer]:
-    """All at once; Ray must run."""
+def start_servers(*specs: EngineSpec) -> list[RunningServer]:
+    """Those of all specs at once; Ray must run."""
 
-    async def start() -> list[RunningServer]:
-        places = await reserve_places(spec.num_engines, 1, shares_devices=False, timeout_s=60)
-        servers = servers_of(spec, places, host="127.0.0.1", token=None)
+    async def start(spec: EngineSpec) -> list[RunningServer]:
+        num_ranks = ranks_per_engine(spec.options)
+        places = await reserve_places(spec.num_engines, num_ranks, shares_devices=False, timeout_s=60)
+        servers = servers_of(spec, places, host="127.0.0.1", tokens=TOKENS)
         addresses = await asyncio.gather(*(server.start() for server in servers))
         return [
             RunningServer(url=a.url, pid=a.pid, model_path=spec.model_path, spec=spec, server=server)
             for a, server in zip(addresses, servers, strict=True)
         ]
 
-    return asyncio.run(start())
+    async def start_all() -> list[RunningServer]:
+        return [server for servers in await asyncio.gather(*map(start, specs)) for server in servers]
+
+    return asyncio.run(start_all())
 
 
 def stop_servers(running: Sequence[RunningServer]) -> None:
@@ -112,8 +120,8 @@ def stop_servers(running: Sequence[RunningServer]) -> None:
 
 async def connect(*running: RunningServer) -> RemoteInferenceClient:
     """A client of these servers for the running event loop; `close` leaves the servers alone."""
-    settings = client_settings(running[0].spec, token=None)
-    servers = [ExternalServer(one.url, None, 60.0) for one in running]
+    settings = client_settings(running[0].spec, TOKENS)
+    servers = [ExternalServer(one.url, TOKENS.control, 60.0) for one in running]
     return await supervised_client(servers, settings)
 
 

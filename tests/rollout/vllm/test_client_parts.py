@@ -17,6 +17,7 @@ from rl_rollout.local.plugin import local
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
+from rl_rollout.vllm.launch import cpu_environment
 from rl_rollout.vllm.plugin import vllm
 from rl_rollout.vllm.pool import Member, Pool
 from tests.rollout.vllm.servers import make_spec
@@ -245,6 +246,39 @@ def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, objec
     engine_arguments(spec, has_gpus=True)
     with pytest.raises(ConfigError, match="but on CPUs vLLM"):
         engine_arguments(spec, has_gpus=False)
+
+
+def test_experts_are_not_split_over_data_parallel_engines_on_cpus(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    spec = make_spec(tmp_path, tmp_path, data_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, but on CPUs .* has experts: set it to 1"):
+        engine_arguments(spec, has_gpus=False)
+    assert engine_arguments(spec, has_gpus=True)["data_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "spans_nodes", "backend"),
+    [
+        ({}, False, None),
+        ({"tensor_parallel_size": 2}, False, "mp"),
+        ({"data_parallel_size": 2}, False, "mp"),
+        ({"tensor_parallel_size": 2}, True, "ray"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, False, "ray"),
+    ],
+)
+def test_the_ranks_of_an_engine_are_processes_of_its_machine_where_they_fit(
+    engine: dict[str, object], spans_nodes: bool, backend: str | None, tmp_path: Path
+):
+    arguments = engine_arguments(make_spec(tmp_path, tmp_path, **engine), has_gpus=True, spans_nodes=spans_nodes)
+    assert arguments.get("distributed_executor_backend") == backend
+
+
+def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    assert cpu_environment(1)["OMP_NUM_THREADS"] == "8"
+    assert cpu_environment(4)["OMP_NUM_THREADS"] == "2"
+    assert cpu_environment(16)["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(

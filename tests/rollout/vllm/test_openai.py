@@ -12,7 +12,7 @@ import pytest_asyncio
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.supervisor import ExternalServer
-from tests.rollout.vllm.servers import RunningServer, make_spec
+from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
@@ -22,8 +22,8 @@ MESSAGES = [{"role": "user", "content": "what is 12+3?"}]
 async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceClient]:
     """With a router at a free port."""
     spec = make_spec(dense_server.spec.run_dir, dense_server.spec.run_dir, router_port=0)
-    servers = [ExternalServer(dense_server.url, None, 60.0)]
-    client = await supervised_client(servers, client_settings(spec, token=None))
+    servers = [ExternalServer(dense_server.url, TOKENS.control, 60.0)]
+    client = await supervised_client(servers, client_settings(spec, TOKENS))
     yield client
     await client.close()
 

@@ -15,19 +15,20 @@ import attrs
 import pytest
 
 from rl_core.config import dump_yaml
-from rl_core.errors import GenerationError
+from rl_core.errors import ConfigError, GenerationError
 from rl_core.interfaces import EngineSpec
 from rl_rollout.vllm import serve
-from rl_rollout.vllm.connection import TOKEN_VARIABLE
+from rl_rollout.vllm.connection import open_session
 from rl_rollout.vllm.plugin import vllm
+from rl_rollout.vllm.tokens import ACCESS_VARIABLE, CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 from tests.rollout.vllm.servers import engine_config, make_spec, request, write_model
 from tests.rollout.vllm.trainers import Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HOST = "127.0.0.2"
-"""Another of this machine's own addresses, and none of those that need no token."""
-TOKEN = "a token for this test"
+"""Another of this machine's own addresses, and none of those where agents need no token."""
+ACCESS_TOKEN = "what agents are told"
 START_S = 600.0
 
 
@@ -50,6 +51,7 @@ class Served:
     """A server, and what the engine of a run that uses it is told."""
 
     process: subprocess.Popen[bytes]
+    token_file: Path
     split: Split
     model_path: Path
     spec: EngineSpec
@@ -71,14 +73,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "--port",
         "0",
     ]
-    log = directory / "server.log"
+    log, token_file = directory / "server.log", directory / "token"
+    environment = {ACCESS_VARIABLE: ACCESS_TOKEN, CONTROL_FILE_VARIABLE: str(token_file)}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | {TOKEN_VARIABLE: TOKEN}, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         spec = make_spec(model_path, directory, **split.engine, external_server_urls=[_address(process, log)])
-        yield Served(process=process, split=split, model_path=model_path, spec=spec)
+        yield Served(process=process, token_file=token_file, split=split, model_path=model_path, spec=spec)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -97,7 +98,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
 async def test_every_rank_of_its_engine_receives_verified_weights(served, transport, monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(CONTROL_FILE_VARIABLE, str(served.token_file))
     client = await vllm.create(served.spec)
     assert client.num_weight_receivers() == served.split.num_workers
     try:
@@ -116,18 +117,48 @@ async def test_every_rank_of_its_engine_receives_verified_weights(served, transp
         await client.close()
 
 
-@pytest.mark.parametrize("token", [None, "another token"])
+@pytest.mark.parametrize("token", ["another token", ACCESS_TOKEN])
 async def test_without_its_token_a_run_is_told_what_to_set(served, token, monkeypatch):
-    if token is None:
-        monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(TOKEN_VARIABLE, token)
-    with pytest.raises(GenerationError, match=f"asks for an access token.*{TOKEN_VARIABLE}"):
+    monkeypatch.setenv(CONTROL_VARIABLE, token)
+    with pytest.raises(GenerationError, match=f"asks for its control token: set {CONTROL_FILE_VARIABLE}"):
         await vllm.create(served.spec)
 
 
-def test_away_from_loopback_a_server_without_a_token_does_not_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+async def test_what_agents_are_told_opens_the_api_alone(served):
+    (url,) = served.spec.options.external_server_urls
+
+    async def status_of(method: str, path: str, token: str | None) -> int:
+        async with open_session(token) as session, session.request(method, url + path) as answer:
+            return answer.status
+
+    assert await status_of("GET", "/v1/models", ACCESS_TOKEN) == 200
+    assert await status_of("GET", "/v1/models", None) == 401
+    for token in (ACCESS_TOKEN, None):
+        assert await status_of("POST", "/rl/health", token) == 401
+        assert await status_of("POST", "/scale_elastic_ep", token) == 401
+
+
+async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
+    monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
+    spec = make_spec(tmp_path / "model", tmp_path, external_server_urls=["http://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=f"control token of the servers is not known; set {CONTROL_FILE_VARIABLE}"):
+        await vllm.create(spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "remedy"),
+    [
+        ({}, "127.0.0.1", f"set {CONTROL_FILE_VARIABLE}"),
+        ({ACCESS_VARIABLE: ACCESS_TOKEN}, HOST, f"set {CONTROL_FILE_VARIABLE}"),
+        ({CONTROL_VARIABLE: "secret"}, HOST, f"set {ACCESS_VARIABLE}"),
+    ],
+)
+def test_a_server_without_its_tokens_does_not_start(given, host, remedy, tmp_path, monkeypatch, capsys):
+    for name in (ACCESS_VARIABLE, CONTROL_VARIABLE, CONTROL_FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "run.yaml").write_text(dump_yaml(engine_config(tmp_path / "model", tmp_path)))
-    assert serve.main([str(tmp_path / "run.yaml"), "--host", HOST]) == 2
-    assert f"set {TOKEN_VARIABLE}" in capsys.readouterr().err
+    assert serve.main([str(tmp_path / "run.yaml"), "--host", host]) == 2
+    assert remedy in capsys.readouterr().err

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from rl_core.errors import DeadlineError, RLError, WeightSyncError
@@ -76,6 +77,8 @@ async def test_a_spoiled_update_leaves_the_old_version_or_nothing(dense_server, 
             with pytest.raises((RLError, TimeoutError)):
                 async with asyncio.timeout(3.0):
                     await client.generate(request(f"during-{good}", max_tokens=8))
+            async with aiohttp.ClientSession() as agent, agent.get(f"{dense_server.url}/v1/models") as answer:
+                assert (answer.status, "lacks complete weights" in await answer.text()) == (503, True)
 
         await trainer.publish()
         assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < 1e-4

@@ -218,6 +218,8 @@ class EngineSpec:
     """Of the run; every request carries its own."""
     num_threads: int | None
     """CPU threads of an engine in the trainer's process; None leaves it to the library."""
+    weight_transport: str
+    """By which weights will come: an entry point's name of `rl_core.weight_transports`, or `package.module:object`."""
     request_timeout_s: float
     """Longest wait for the answer to a request, and for a weight update."""
     run_dir: Path

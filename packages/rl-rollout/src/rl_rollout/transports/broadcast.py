@@ -33,6 +33,7 @@ class BroadcastTransport:
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
+    receiver: str = "rl_rollout.transports.broadcast_ends:BroadcastReceiver"
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Starts the sync's store."""
@@ -46,9 +47,7 @@ class BroadcastTransport:
             "num_receivers": num_engines,
             "timeout_s": self.timeout_s,
         }
-        return Rendezvous(
-            transport=self.name, receiver="rl_rollout.transports.broadcast_ends:BroadcastReceiver", data=data
-        )
+        return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> BroadcastSender:
         from rl_rollout.transports.broadcast_ends import BroadcastSender

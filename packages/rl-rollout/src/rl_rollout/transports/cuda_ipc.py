@@ -30,6 +30,7 @@ class CudaIpcTransport:
     contract_version: int = 1
     name: str = "cuda_ipc"
     is_staged: bool = False
+    receiver: str = "rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver"
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Starts the sync's store, on loopback: all of it is one host. Raises ConfigError where torch knows no CUDA."""
@@ -49,9 +50,7 @@ class CudaIpcTransport:
             "num_receivers": num_engines,
             "timeout_s": self.timeout_s,
         }
-        return Rendezvous(
-            transport=self.name, receiver="rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver", data=data
-        )
+        return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> CudaIpcSender:
         from rl_rollout.transports.cuda_ipc_ends import CudaIpcSender

@@ -42,6 +42,7 @@ class FilesTransport:
     contract_version: int = 1
     name: str = "files"
     is_staged: bool = True
+    receiver: str = f"{__name__}:FilesReceiver"
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the sync's directory (readable by this user only)."""
@@ -50,7 +51,7 @@ class FilesTransport:
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
             directories.append(tempfile.mkdtemp(prefix="rl-weights-", dir=_SHARED_MEMORY))
         data = {"directories": directories, "num_ranks": num_ranks, "timeout_s": self.timeout_s}
-        return Rendezvous(transport=self.name, receiver=f"{__name__}:FilesReceiver", data=data)
+        return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> FilesSender:
         if world_size != rendezvous.data["num_ranks"]:
@@ -110,7 +111,7 @@ class FilesReceiver:
     is_staged = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self._directory = Path(rendezvous.data["directories"][0])
+        self._directories = [Path(directory) for directory in rendezvous.data["directories"]]
         self._num_ranks: int = rendezvous.data["num_ranks"]
         self._timeout_s: float = rendezvous.data["timeout_s"]
 
@@ -127,16 +128,19 @@ class FilesReceiver:
                 raise WeightSyncError(
                     f"rank {rank} sent weight version {manifest['version']}, the engine was told {version}"
                 )
-        for manifest in manifests:
+        for rank, manifest in enumerate(manifests):
             for entry in manifest["buckets"]:
+                if Path(entry["file"]).parent not in self._directories:
+                    raise WeightSyncError(f"rank {rank} names a file outside the directories of the sync")
                 yield _read_bucket(entry, version)
 
     def _wait_for_manifests(self) -> list[dict[str, Any]]:
         deadline = time.monotonic() + self._timeout_s
         pause_s = 0.001
-        paths = [_manifest_path(self._directory, rank) for rank in range(self._num_ranks)]
+        directory = self._directories[0]
+        paths = [_manifest_path(directory, rank) for rank in range(self._num_ranks)]
         while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
-            if not self._directory.exists():
+            if not directory.exists():
                 raise WeightSyncError(f"the sync was closed before ranks {missing} had sent their weights")
             if time.monotonic() > deadline:
                 raise DeadlineError(

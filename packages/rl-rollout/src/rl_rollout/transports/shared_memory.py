@@ -48,6 +48,7 @@ class SharedMemoryTransport:
     contract_version: int = 1
     name: str = "shared_memory"
     is_staged: bool = True
+    receiver: str = f"{__name__}:SharedMemoryReceiver"
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the directory of announcements (readable by this user only)."""
@@ -62,7 +63,7 @@ class SharedMemoryTransport:
             "num_ranks": num_ranks,
             "timeout_s": self.timeout_s,
         }
-        return Rendezvous(transport=self.name, receiver=f"{__name__}:SharedMemoryReceiver", data=data)
+        return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> SharedMemorySender:
         if world_size != rendezvous.data["num_ranks"]:

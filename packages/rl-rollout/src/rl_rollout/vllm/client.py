@@ -120,11 +120,16 @@ class RemoteInferenceClient:
     async def score(
         self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> Mapping[str, Sequence[Sequence[float]]]:
-        """See `Scoring`; with the policy, or with the adapter of this name."""
+        """See `Scoring`; with the policy, or with the adapter of this name. A server's data-parallel engines score each
+        by itself."""
         arguments = {"sequences": wire.sequences_record(sequences), "adapter": adapter}
         answers = await self._on_all("score", arguments, timeout_s=self._timeout_s)
         serving = [member for member in self._pool.serving if member in answers]
-        return {str(member): wire.float_lists(answers[member]) for member in serving}
+        return {
+            str(member) if len(answers[member]) == 1 else f"{member}, data-parallel engine {rank}": wire.float_lists(of)
+            for member in serving
+            for rank, of in enumerate(answers[member])
+        }
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a text (nothing is added), or of chat messages with the template's opening of an answer."""

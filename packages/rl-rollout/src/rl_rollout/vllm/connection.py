@@ -9,14 +9,13 @@ import aiohttp
 
 from rl_core.errors import DeadlineError, GenerationError, WeightSyncError
 from rl_rollout.vllm import wire
+from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
 """Shorter than the server's 75 s: an idle connection is dropped here first, never under a request."""
 _CONNECT_S = 10.0
 _REFUSED, _BAD_WEIGHTS, _UNAVAILABLE = 400, 409, 503
 _NO_TOKEN, _NO_ROUTE = 401, 404
-TOKEN_VARIABLE = "RL_SERVER_TOKEN"
-"""Environment variable: the access token of servers and of those who call them."""
 
 
 class ServerGone(Exception):
@@ -24,7 +23,7 @@ class ServerGone(Exception):
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
-    """The pool of connections to all servers: as many as there are requests."""
+    """The pool of connections to all servers: as many as there are requests, which show `token`."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
         headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -66,7 +65,8 @@ class Connection:
             raise GenerationError(message)
         if status == _NO_TOKEN:
             raise GenerationError(
-                f"{self.name} at {self.url} asks for an access token: set {TOKEN_VARIABLE} to that of its start"
+                f"{self.name} at {self.url} asks for its control token: set {CONTROL_FILE_VARIABLE} or "
+                f"{CONTROL_VARIABLE} to that of its start"
             )
         if status == _NO_ROUTE:
             raise GenerationError(

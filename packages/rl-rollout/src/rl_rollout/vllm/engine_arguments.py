@@ -55,12 +55,18 @@ _NOT_ON_CPUS = {
 """Shown by starting them: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in gpu_model_runner.py."""
 
 
-def engine_arguments(spec: EngineSpec, *, has_gpus: bool) -> dict[str, Any]:
+def ranks_per_engine(options: VLLMOptions) -> int:
+    """Processes that compute for one engine: tensor × pipeline × data parallel ones."""
+    return options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
+
+
+def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = False) -> dict[str, Any]:
     """Fields of vLLM's AsyncEngineArgs.
 
     Args:
         spec: with VLLMOptions.
         has_gpus: the servers run on GPUs, else on vLLM's CPU build.
+        spans_nodes: no machine has room for all ranks of an engine.
 
     Raises:
         ConfigError: vLLM's CPU build cannot do it.
@@ -91,6 +97,10 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool) -> dict[str, Any]:
     }
     if options.distributed_executor_backend is not None:
         arguments["distributed_executor_backend"] = options.distributed_executor_backend
+    elif ranks_per_engine(options) > 1:
+        # In a Ray actor with a placement group, as servers are, vLLM would take Ray, which it does not have on CPUs and
+        # which wants a bundle for each rank.
+        arguments["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
     if has_gpus:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.shares_devices
@@ -116,15 +126,27 @@ def _require_possible_on_cpus(options: VLLMOptions) -> None:
         value = getattr(options, name)
         if value > 1:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
+    size, path = spec.options.data_parallel_size, spec.model_path
+    if size > 1 and _has_experts(path):
+        # Shown by starting one: NotImplementedError of all_gatherv in naive_dp_ep.py.
+        raise ConfigError(
+            f"{_SECTION}.data_parallel_size: {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data "
+            f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and num_engines to "
+            f"{size} times what it is"
+        )
 
 
 def _require_no_experts(model_path: str) -> None:
-    config = read_config(model_path)
-    if config is not None and any(config.get(name) for name in EXPERT_COUNTS):
+    if _has_experts(model_path):
         raise ConfigError(
             f"{_LORA}.merge_lora: false is given, and vLLM computes a Mixture of Experts with adapters on GPUs only, "
             f"even if they are in other layers; {model_path} has experts: set it to true"
         )
+
+
+def _has_experts(model_path: str) -> bool:
+    config = read_config(model_path)
+    return config is not None and any(config.get(name) for name in EXPERT_COUNTS)
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 
 import attrs
 
+from rl_core import plugins
 from rl_core.interfaces import EngineSpec
 from rl_core.workers.ray_ranks import ray_session
+from rl_rollout.transports.receivers import receiver_of
 from rl_rollout.vllm.client import RemoteInferenceClient
-from rl_rollout.vllm.connection import TOKEN_VARIABLE
-from rl_rollout.vllm.engine_arguments import engine_arguments
+from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.options import VLLMOptions
 from rl_rollout.vllm.placement import EnginePlace, cluster_has_gpus, num_nodes, reserve_places
 from rl_rollout.vllm.pool import Pool
@@ -21,6 +21,7 @@ from rl_rollout.vllm.router import Router
 from rl_rollout.vllm.server import ServerSettings
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
+from rl_rollout.vllm.tokens import Tokens, given_tokens, tokens_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,20 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
     """A client whose servers are ready and hold the weights of `spec.model_path`.
 
     Raises:
-        ConfigError: Ray's cluster is too small for the servers.
+        ConfigError: Ray's cluster is too small for the servers, or the control token of external ones is not given.
         GenerationError, DeadlineError: a server did not start; the message has its last log lines.
     """
     options: VLLMOptions = spec.options
     if options.external_server_urls is not None:
-        token = os.environ.get(TOKEN_VARIABLE)
+        tokens = given_tokens()
         urls = [url.rstrip("/") for url in options.external_server_urls]
-        servers = [ExternalServer(url, token, options.start_timeout_s) for url in urls]
-        return await supervised_client(servers, client_settings(spec, token))
+        servers = [ExternalServer(url, tokens.control, options.start_timeout_s) for url in urls]
+        return await supervised_client(servers, client_settings(spec, tokens))
     ray_session.enter()
     try:
         places = await reserve_places(
             spec.num_engines,
-            options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size,
+            ranks_per_engine(options),
             shares_devices=spec.shares_devices,
             timeout_s=options.start_timeout_s,
         )
@@ -60,8 +61,8 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
 class ClientSettings:
     """What a client is told of its servers."""
 
-    token: str | None
-    """Requests carry it."""
+    tokens: Tokens
+    """The run's requests show the control token, those of agents the access token."""
     timeout_s: float
     """Of a request and of a weight update."""
     heartbeat: Heartbeat
@@ -72,11 +73,11 @@ class ClientSettings:
     """Where outside agents are served: host and port (0: a free one); None: nowhere."""
 
 
-def client_settings(spec: EngineSpec, token: str | None, *, host: str = "127.0.0.1") -> ClientSettings:
+def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1") -> ClientSettings:
     """As `spec` says; `host` is where the router listens."""
     options: VLLMOptions = spec.options
     return ClientSettings(
-        token=token,
+        tokens=tokens,
         timeout_s=spec.request_timeout_s,
         heartbeat=Heartbeat(interval_s=options.heartbeat_interval_s, hung_after_s=options.hung_after_s),
         served_model_name=options.served_model_name or spec.model_path,
@@ -89,12 +90,12 @@ async def supervised_client(
 ) -> RemoteInferenceClient:
     """A client of servers that are started now; `close` ends them and then calls `after`."""
     pool = Pool(len(servers))
-    supervisor = Supervisor(pool, servers, settings.heartbeat, token=settings.token)
+    supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()
     pool.adopt_version()
     router, router_url = None, None
     if settings.router_address is not None:
-        router = Router(pool, token=settings.token, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
+        router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
         router_url = await router.start(*settings.router_address)
         logger.warning("an OpenAI client reaches the policy at %s, model %r", router_url, settings.served_model_name)
 
@@ -116,20 +117,22 @@ async def supervised_client(
 
 async def _client_of_own_servers(spec: EngineSpec, places: list[EnginePlace]) -> RemoteInferenceClient:
     host = spec.options.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
-    token = os.environ.get(TOKEN_VARIABLE) or access_token(host)
+    tokens = tokens_of_run(host)
 
     def free() -> None:
         _free(places)
         ray_session.leave()
 
-    servers = servers_of(spec, places, host=host, token=token)
-    return await supervised_client(servers, client_settings(spec, token, host=host), after=free)
+    servers = servers_of(spec, places, host=host, tokens=tokens)
+    return await supervised_client(servers, client_settings(spec, tokens, host=host), after=free)
 
 
-def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, token: str | None) -> list[Server]:
+def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, tokens: Tokens) -> list[Server]:
     """The run's servers, not started; they log into the run directory."""
     gpus = cluster_has_gpus()
-    arguments = engine_arguments(spec, has_gpus=gpus)
+    options: VLLMOptions = spec.options
+    arguments = engine_arguments(spec, has_gpus=gpus, spans_nodes=any(place.spans_nodes for place in places))
+    receivers = receivers_of(spec)
     return [
         Server(
             index=index,
@@ -137,36 +140,34 @@ def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, to
             settings=ServerSettings(
                 engine_args=arguments,
                 host=host,
-                token=token,
+                tokens=tokens,
+                receivers=receivers,
                 log_path=str((spec.run_dir / "logs" / f"vllm_server_{index}.log").absolute()),
             ),
-            environment={} if gpus else cpu_environment(len(places)),
-            start_timeout_s=spec.options.start_timeout_s,
+            environment={} if gpus else cpu_environment(len(places) * ranks_per_engine(options)),
+            start_timeout_s=options.start_timeout_s,
         )
         for index, place in enumerate(places)
     ]
 
 
-def cpu_environment(num_engines: int) -> dict[str, str]:
-    """Threads of an engine on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
+def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
+    """What a server of this run may load as receivers besides those of installed transports: the one of its
+    transport, which may be an object of a module that is no entry point."""
+    key = "generator.inference_engine.weight_sync_backend"
+    return (receiver_of(plugins.load("rl_core.weight_transports", spec.weight_transport, key=key)),)
+
+
+def cpu_environment(num_ranks: int) -> dict[str, str]:
+    """Threads of an engine's rank on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
 
     vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_engines))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
     }
-
-
-def access_token(host: str) -> str | None:
-    """A new token where others can reach the server; None on loopback."""
-    return None if is_loopback(host) else secrets.token_urlsafe(32)
-
-
-def is_loopback(host: str) -> bool:
-    """Only this machine reaches what listens there."""
-    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def _free(places: Sequence[EnginePlace]) -> None:

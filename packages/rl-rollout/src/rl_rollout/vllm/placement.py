@@ -34,18 +34,22 @@ class EnginePlace:
     first_gpu: int
     """Sharing only: its first GPU on the node."""
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Its ranks are on several machines."""
+        return len(self.group.bundle_specs) > 1
+
     def actor_options(self) -> dict[str, Any]:
         """Options of the server's actor."""
-        spans_nodes = len(self.group.bundle_specs) > 1
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group,
                 placement_group_bundle_index=0,
-                placement_group_capture_child_tasks=spans_nodes,
+                placement_group_capture_child_tasks=self.spans_nodes,
             ),
             "num_cpus": _CPUS,
             # Ranks on other nodes take theirs through vLLM's Ray executor.
-            "num_gpus": 0 if spans_nodes or self.shares_devices else self.num_gpus,
+            "num_gpus": 0 if self.spans_nodes or self.shares_devices else self.num_gpus,
         }
 
     def environment(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable
@@ -15,15 +15,20 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rl_core.errors import GenerationError, RLError, WeightSyncError
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.calls import Calls
+from rl_rollout.vllm.error_texts import without_other_paths
 from rl_rollout.vllm.served_engine import ServedEngine, Unavailable
+from rl_rollout.vllm.tokens import Tokens, is_for_agents
 
 STATUS_REFUSED = 400
 STATUS_BAD_WEIGHTS = 409
+STATUS_FAULT = 500
 STATUS_UNAVAILABLE = 503
 
+logger = logging.getLogger(__name__)
 
-def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASGIApp:
-    """The application with the routes of one engine, which all ask for `token` if there is one.
+
+def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIApp:
+    """The application with the routes of one engine, open to those who show a token.
 
     Wrapped from outside: vLLM's `build_app` has closed the list of middleware.
     """
@@ -34,7 +39,12 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
     def route(path: str, handle: Callable[[Any], Awaitable[Any]]) -> None:
         async def answer(request: Request) -> Response:
             body = await request.body()
-            return await _answered(lambda: handle(wire.decode(body) if body else {}))
+            try:
+                return Response(
+                    wire.encode(await handle(wire.decode(body) if body else {})), media_type=wire.MEDIA_TYPE
+                )
+            except Exception as error:
+                return _failed(error, body)
 
         router.add_api_route(path, answer, methods=["POST"])
 
@@ -49,10 +59,11 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
             generate_request = wire.request_of(body)
             return Response(await calls.answer(generate_request.sample_id, body, compute), media_type=wire.MEDIA_TYPE)
         except Exception as error:
-            return _failed(error)
+            return _failed(error, body)
 
-    async def score(asked: Any) -> list[bytes]:
-        return wire.float_lists_record(await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"]))
+    async def score(asked: Any) -> list[list[bytes]]:
+        by_engine = await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"])
+        return [wire.float_lists_record(logprobs) for logprobs in by_engine]
 
     async def load_adapter(asked: Any) -> None:
         await engine.load_adapter(asked["name"], asked["path"])
@@ -100,19 +111,11 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, token: str | None) -> ASG
     for handle in (score, load_adapter, cancel, abort, pause, resume, update_weights, sleep, wake, health):
         route(f"/{handle.__name__}", handle)
     app.include_router(router)
-    served = _OnlyGoodWeights(app, engine)
-    return served if token is None else _RequireToken(served, token)
+    return _RequireToken(_OnlyGoodWeights(app, engine), tokens)
 
 
-async def _answered(compute: Callable[[], Awaitable[Any]]) -> Response:
-    try:
-        return Response(wire.encode(await compute()), media_type=wire.MEDIA_TYPE)
-    except Exception as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> Response:
-    """What the client's `connection` turns into an exception again."""
+def _failed(error: Exception, body: bytes) -> Response:
+    """What the client's `connection` turns into an exception again; `body` is that of the request."""
     if isinstance(error, WeightSyncError):
         status = STATUS_BAD_WEIGHTS
     elif isinstance(error, Unavailable | EngineDeadError | EngineGenerateError):
@@ -121,9 +124,13 @@ def _failed(error: Exception) -> Response:
         # vLLM refuses a request with a ValueError that says why.
         status = STATUS_REFUSED
     else:
-        raise error
+        logger.error("a request failed", exc_info=error)
+        status = STATUS_FAULT
     text = str(error) if isinstance(error, GenerationError | WeightSyncError) else f"{type(error).__name__}: {error}"
-    return Response(wire.encode({"message": text}), status_code=status, media_type=wire.MEDIA_TYPE)
+    told = without_other_paths(text, body)
+    if told != text:
+        logger.warning("a request failed; its caller was not told the paths in: %s", text)
+    return Response(wire.encode({"message": told}), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
 class _OnlyGoodWeights:
@@ -134,24 +141,28 @@ class _OnlyGoodWeights:
         self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self._engine.quarantine
-        if reason is not None and scope["type"] == "http" and not scope["path"].startswith("/rl/"):
-            await Response(reason, status_code=STATUS_UNAVAILABLE)(scope, receive, send)
+        if self._engine.quarantine is not None and scope["type"] == "http" and not scope["path"].startswith("/rl/"):
+            # The reason is the run's business, and in its log.
+            text = "this server lacks complete weights, and serves nothing until it has received them"
+            await Response(text, status_code=STATUS_UNAVAILABLE)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
 class _RequireToken:
-    """Refuses every path without the token: vLLM's own check leaves all but /v1 open."""
+    """Refuses what shows no token for its path, before anything else reads it: vLLM's own check leaves all but /v1
+    open."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await Response("this server asks for an access token", status_code=401)(scope, receive, send)
+            # The path is decoded, as the routes see it.
+            path, given = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
+            if not self._tokens.opens(path, given):
+                kind = "an access token" if is_for_agents(path) else "the control token of its run"
+                await Response(f"this server asks for {kind}", status_code=401)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,9 +1,10 @@
 """A server of its own, for `generator.inference_engine.external_server_urls`: no Ray, ended by a signal.
 
-    RL_SERVER_TOKEN=… python -m rl_rollout.vllm.serve quickstart --port 8000 trainer.policy.model.path=DIRECTORY
+    RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
-It is the server that a run starts itself, with the same configuration: model, dtype and the keys of vLLM come from
-there, whichever engine it chooses.
+It is the server that a run starts itself, with the same configuration: model, dtype, weight transport and the keys of
+vLLM come from there, whichever engine it chooses. FILE has the token that runs show; a server makes it where it is
+missing.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 
 from rl_core.config import engine_spec, load
 from rl_core.errors import ConfigError, RLError
-from rl_rollout.vllm.connection import TOKEN_VARIABLE
-from rl_rollout.vllm.engine_arguments import engine_arguments
-from rl_rollout.vllm.launch import cpu_environment, is_loopback
+from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
+from rl_rollout.vllm.launch import cpu_environment, receivers_of
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
+from rl_rollout.vllm.tokens import ACCESS_VARIABLE, given_tokens, is_loopback
 
 _ENGINE = "generator.inference_engine.backend"
 
@@ -45,16 +46,21 @@ def main(arguments: Sequence[str]) -> int:
 def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> ServerSettings:
     others = [override for override in overrides if override.partition("=")[0].strip() != _ENGINE]
     _, spec = engine_spec(load(source, [*others, f"{_ENGINE}=vllm"]).config)
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token is None and not is_loopback(host):
-        raise ConfigError(f"--host {host}: away from loopback a server needs an access token; set {TOKEN_VARIABLE}")
+    tokens = given_tokens(makes_file=True)
+    if tokens.access is None and not is_loopback(host):
+        raise ConfigError(f"--host {host}: away from loopback a server needs an access token; set {ACCESS_VARIABLE}")
     import torch
 
     has_gpus = torch.cuda.is_available()
     if not has_gpus:
-        os.environ.update(cpu_environment(1))
+        os.environ.update(cpu_environment(ranks_per_engine(spec.options)))
     return ServerSettings(
-        engine_args=engine_arguments(spec, has_gpus=has_gpus), host=host, port=port, token=token, log_path=""
+        engine_args=engine_arguments(spec, has_gpus=has_gpus),
+        host=host,
+        port=port,
+        tokens=tokens,
+        receivers=receivers_of(spec),
+        log_path="",
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams as EngineSamplingParams
@@ -23,12 +24,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError, first_error
 from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
+from rl_rollout.vllm.engine_cores import answers_of_all, require_single_calls
 
 PauseMode = Literal["keep", "abort", "wait"]
 _T = TypeVar("_T")
 _MAX_SEED = 2**63
 _SETTLE_S = 0.001
+_MAX_TOLD = 4
+"""Workers whose errors are in a message."""
 
 
 class Unavailable(Exception):
@@ -38,18 +43,25 @@ class Unavailable(Exception):
 class ServedEngine:
     """One engine. All methods belong to the event loop that made it."""
 
-    def __init__(self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None) -> None:
+    def __init__(
+        self, engine: AsyncLLM, named_adapters: NamedAdapters | None = None, *, receivers: AbstractSet[str]
+    ) -> None:
         """
         Args:
             engine: started.
             named_adapters: of an engine that keeps its model; None: weight versions are whole models.
+            receivers: `package.module:Class` of those that may be loaded.
         """
+        require_single_calls(engine)
         self._engine = engine
         self._named_adapters = named_adapters
+        self._receivers = receivers
         self._max_model_len: int = engine.model_config.max_model_len
         self.vocab_size: int = engine.model_config.get_vocab_size()
         parallel = engine.vllm_config.parallel_config
-        self.num_workers: int = parallel.world_size * parallel.data_parallel_size
+        self._num_engines: int = parallel.data_parallel_size
+        self.num_workers: int = parallel.world_size * self._num_engines
+        """That hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
         self._changing = asyncio.Lock()
@@ -76,12 +88,16 @@ class ServedEngine:
         self._require_possible(request)
         return tuple(await _all_of(self._sample(request, i) for i in range(request.num_samples)))
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """Log p(token t | tokens before it) of each sequence, 0.0 for its first token; with the policy, or with the
-        adapter of this name."""
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[list[float]]]:
+        """By each data-parallel engine: log p(token t | tokens before it) of each sequence, 0.0 for its first token;
+        with the policy, or with the adapter of this name."""
         self._require_service()
         lora_request = None if adapter is None else self._adapters[adapter]
-        return await _all_of(self._score(tokens, lora_request) for tokens in sequences)
+
+        async def by_engine(rank: int) -> list[list[float]]:
+            return await _all_of(self._score(tokens, lora_request, rank) for tokens in sequences)
+
+        return await _all_of(by_engine(rank) for rank in range(self._num_engines))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serves the adapter at `path` under this name, also to requests under way that asked for the name.
@@ -95,7 +111,7 @@ class ServedEngine:
             try:
                 await adapters.load(name, path)
                 # Cached under the adapter's name, whatever it was then.
-                if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+                if not await self._emptied_caches():
                     await self._enter_quarantine("the prefix cache could not be emptied after an adapter was replaced")
                     raise GenerationError(f"adapter {name!r}: {self.quarantine}")
             finally:
@@ -133,21 +149,24 @@ class ServedEngine:
         adapter: Mapping[str, Any] | None = None,
         timeout_s: float,
     ) -> Mapping[str, Any]:
-        """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data.
+        """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data:
+        every worker of every data-parallel engine has answered with it.
 
         Tokens sampled so far keep the version that sampled them. Requests under way go on under the new weights, with
         their cache computed anew; the prefix cache is empty afterwards.
 
         Raises:
-            WeightSyncError: the version was refused. The old one still serves or, if `quarantine` says so, none.
+            WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
+            serves or, if `quarantine` says so, none.
         """
+        require_allowed(receiver, self._receivers)
         async with self._changing:
             self.is_updating = True
             try:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)
                 await self._outputs_processed()
                 manifest = await self._received(receiver, data, adapter, version, timeout_s)
-                if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+                if not await self._emptied_caches():
                     await self._enter_quarantine("the prefix cache could not be emptied after an update")
                     raise WeightSyncError(f"weight version {version}: {self.quarantine}")
                 self._end_version(version)
@@ -205,12 +224,12 @@ class ServedEngine:
         finally:
             del self._spans[request_id]
 
-    async def _score(self, tokens: Sequence[int], lora_request: LoRARequest | None) -> list[float]:
+    async def _score(self, tokens: Sequence[int], lora_request: LoRARequest | None, rank: int) -> list[float]:
         params = EngineSamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         prompt, request_id = tokens_input(list(tokens)), f"score-{uuid.uuid4().hex}"
-        outputs = self._engine.generate(prompt, params, request_id, lora_request=lora_request)
+        outputs = self._engine.generate(prompt, params, request_id, lora_request=lora_request, data_parallel_rank=rank)
         (output,) = [output async for output in outputs]
         given: Any = output.prompt_logprobs
         return [0.0] + [position[token].logprob for position, token in zip(given[1:], tokens[1:], strict=True)]
@@ -274,25 +293,29 @@ class ServedEngine:
         version: int,
         timeout_s: float,
     ) -> Mapping[str, Any]:
-        arguments = (receiver, dict(data), adapter, version)
+        arguments = ("rl_receive_weights", timeout_s, (receiver, dict(data), adapter, version), None)
         try:
-            answers = await asyncio.wait_for(
-                self._engine.collective_rpc("rl_receive_weights", timeout=timeout_s, args=arguments), timeout_s
-            )
+            async with asyncio.timeout(timeout_s):
+                by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
             # The worker answers with data whenever it knows what state it left; here it does not.
-            await self._enter_quarantine(f"an update broke off: {type(error).__name__}: {error}")
+            await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
-        failures = [answer for answer in answers if answer["error"] is not None]
-        if any(not answer["is_intact"] for answer in failures) or (failures and len(failures) < len(answers)):
-            await self._enter_quarantine(f"an update to version {version} broke: {failures[0]['error']}")
-        if failures:
-            raise WeightSyncError(f"weight version {version}: {failures[0]['error']}")
-        manifests = [answer["manifest"] for answer in answers]
-        if any(manifest != manifests[0] for manifest in manifests[1:]):
-            await self._enter_quarantine(f"the engine's ranks received different weights for version {version}")
-            raise WeightSyncError(f"weight version {version}: {self.quarantine}")
-        return manifests[0]
+        answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
+        fault, is_intact = _fault(answers, self.num_workers)
+        if not is_intact:
+            await self._enter_quarantine(f"an update to version {version} broke: {fault}")
+        if fault is not None:
+            raise WeightSyncError(f"weight version {version}: {fault}")
+        return next(iter(answers.values()))["manifest"]
+
+    def _worker(self, engine: int, rank: int) -> str:
+        """Its name in messages."""
+        return f"rank {rank}" if self._num_engines == 1 else f"rank {rank} of data-parallel engine {engine}"
+
+    async def _emptied_caches(self) -> bool:
+        """Drops what every data-parallel engine has cached, that of requests under way too; False if one could not."""
+        return all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
 
     async def _enter_quarantine(self, reason: str) -> None:
         """Serves nothing from now on; requests under way end, so that another server can take them."""
@@ -329,6 +352,29 @@ async def _all_of(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
     return [task.result() for task in tasks]
+
+
+def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[str | None, bool]:
+    """Why an update failed, None where it did not; and whether all workers hold one version as a whole, new or old.
+
+    Args:
+        answers: fields of `worker_extension.Outcome`, by the worker's name.
+        num_workers: that hold weights.
+    """
+    failures = [(worker, answer) for worker, answer in answers.items() if answer["error"] is not None]
+    if len(answers) != num_workers:
+        return f"{len(answers)} of {num_workers} workers answered", False
+    if failures:
+        is_intact = len(failures) == len(answers) and all(answer["is_intact"] for _, answer in failures)
+        told = [answer["error"] if num_workers == 1 else f"{worker}: {answer['error']}" for worker, answer in failures]
+        return "; ".join(told[:_MAX_TOLD]), is_intact
+    (first, manifest), *others = ((worker, answer["manifest"]) for worker, answer in answers.items())
+    different = [worker for worker, other in others if other != manifest]
+    return (f"{different[0]} received other weights than {first}", False) if different else (None, True)
+
+
+def _described(error: BaseException) -> str:
+    return ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:

@@ -19,6 +19,8 @@ from typing import Any
 
 import attrs
 
+from rl_rollout.vllm.tokens import Tokens
+
 _KEEP_ALIVE_S = 75
 """Longer than the client's 60 s: the client drops an idle connection first, so none is dropped under a request."""
 _BACKLOG = 4096
@@ -35,8 +37,10 @@ class ServerSettings:
     """Address to listen on."""
     port: int = 0
     """0: a free one."""
-    token: str | None = None
-    """Requests must carry it; None: open, which is for loopback only."""
+    tokens: Tokens
+    """What requests must show."""
+    receivers: tuple[str, ...] = ()
+    """Receivers of weights, as `package.module:Class`, that it may load besides those of installed transports."""
     log_path: str
     """Where its output goes, on its own machine."""
 
@@ -135,6 +139,7 @@ class HTTPServer:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from rl_rollout.transports.receivers import installed_receivers
         from rl_rollout.vllm.adapters import EngineWithAdapter, NamedAdapters
         from rl_rollout.vllm.routes import with_routes
         from rl_rollout.vllm.served_engine import ServedEngine
@@ -150,7 +155,8 @@ class HTTPServer:
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = NamedAdapters(engine, app.state.openai_serving_models) if args.enable_lora else None
-        return with_routes(app, ServedEngine(engine, adapters), token=self._settings.token)
+        receivers = installed_receivers() | set(self._settings.receivers)
+        return with_routes(app, ServedEngine(engine, adapters, receivers=receivers), tokens=self._settings.tokens)
 
 
 def last_lines(path: Path, count: int = _LOG_LINES) -> str:

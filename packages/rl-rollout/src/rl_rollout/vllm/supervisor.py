@@ -57,18 +57,18 @@ class Heartbeat:
 class Supervisor:
     """Keeps the members of a pool alive. All methods belong to one event loop."""
 
-    def __init__(self, pool: Pool, servers: Sequence[Startable], heartbeat: Heartbeat, *, token: str | None) -> None:
+    def __init__(self, pool: Pool, servers: Sequence[Startable], heartbeat: Heartbeat, *, control_token: str) -> None:
         self._pool = pool
         self._servers = servers
         self._heartbeat = heartbeat
-        self._token = token
+        self._control_token = control_token
         self._suspected = [asyncio.Event() for _ in servers]
         self._watching: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession
 
     async def start(self) -> None:
         """Starts all servers. Raises the first one's error if one does not start; the others are stopped."""
-        self._session = open_session(self._token)
+        self._session = open_session(self._control_token)
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
             async with asyncio.TaskGroup() as starting:
@@ -174,13 +174,13 @@ class ExternalServer:
     """A server that somebody else started and ends."""
 
     url: str
-    token: str | None
+    control_token: str = attrs.field(repr=False)
     timeout_s: float
 
     async def start(self) -> ServerAddress:
         """Waits until it answers."""
         deadline = time.monotonic() + self.timeout_s
-        async with open_session(self.token) as session:
+        async with open_session(self.control_token) as session:
             while True:
                 try:
                     health: Any = await Connection(session, self.url, self.url).call(

@@ -1,0 +1,44 @@
+"""Calls of every data-parallel engine behind one AsyncLLM, with the answer of each.
+
+vllm 0.30.0, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async`, and with it `AsyncLLM.collective_rpc` and
+`reset_prefix_cache`, asks the core processes of all data-parallel engines and returns the first one's answer alone. So
+an engine that did not take a weight version would serve its old or half-loaded weights under the new number. Here each
+core process is asked by itself, with the method that vLLM asks it with.
+Shown by tests/rollout/vllm/test_split_engines.py. Can go when AsyncLLM returns all answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rl_core.errors import ConfigError
+
+
+def require_single_calls(engine: AsyncLLM) -> None:
+    """Raises ConfigError where this vLLM's client of the core processes has no call of a single one."""
+    core: Any = engine.engine_core
+    if not hasattr(core, "_call_utility_async") or not hasattr(core, "core_engines"):
+        raise ConfigError(
+            "this version of vLLM cannot be asked for every data-parallel engine's answer "
+            f"({type(core).__name__} has no _call_utility_async or no core_engines), so whether all of them took new "
+            "weights is not known; use vllm 0.30"
+        )
+
+
+async def answers_of_all(engine: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
+    """What each data-parallel engine's core process answers to `method`, by rank. Waits for all of them.
+
+    Raises:
+        Exception: the error of the first one that failed, when all have answered.
+    """
+    core: Any = engine.engine_core
+    calls = [core._call_utility_async(method, *arguments, engine=identity) for identity in core.core_engines]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, BaseException):
+            answer.add_note(f"by data-parallel engine {rank} of {len(answers)}")
+            raise answer
+    return answers

@@ -1,0 +1,42 @@
+"""What a server's errors say to a caller: nothing about its machine's paths, but for those that the caller sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from rl_rollout.vllm import wire
+
+_PATH = re.compile(r"(?<![\w.:/~])/[^\s'\"`,;:()\[\]{}<>]*[^\s'\"`,;:()\[\]{}<>.]")
+"""An absolute path in a sentence."""
+_TAKEN_OUT = "(a path of the server)"
+
+
+def without_other_paths(text: str, body: bytes) -> str:
+    """`text` without absolute paths, but for those that a string of the request `body` names, or that lie under one."""
+    try:
+        sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
+    except msgspec.DecodeError:
+        sent = set()
+
+    def told(match: re.Match[str]) -> str:
+        path = match.group()
+        is_sent = "/.." not in path and any(path == one or path.startswith(f"{one}/") for one in sent)
+        return path if is_sent else _TAKEN_OUT
+
+    return _PATH.sub(told, text)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _strings(pair)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

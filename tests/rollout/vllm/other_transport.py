@@ -1,0 +1,81 @@
+"""A transport that does not say which class receives, as all were at first, and an object that no request may name.
+
+Its receiver can be told to go wrong in one of an engine's workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import psutil
+import torch
+
+from rl_core.interfaces import CONTRACT_VERSION, Rendezvous, WeightBucket
+from rl_rollout.transports.files import FilesReceiver, FilesSender, FilesTransport
+from rl_rollout.vllm import fixes
+
+Fault = Literal["raises", "takes other weights", "keeps its old output layer"]
+_files = FilesTransport()
+_repack_tied_heads_on_cpu = fixes.repack_tied_heads_on_cpu
+
+
+@attrs.frozen
+class OtherTransport:
+    """As `files`, with a receiver of its own, and no attribute that names it."""
+
+    contract_version: int = CONTRACT_VERSION
+    name: str = f"{__name__}:other"
+    is_staged: bool = True
+    fault: Fault | None = None
+    """What goes wrong in the second tensor parallel rank, and in all ranks of the second data parallel engine."""
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)
+        data = {**opened.data, "fault": self.fault}
+        return attrs.evolve(opened, transport=self.name, receiver=f"{__name__}:OtherReceiver", data=data)
+
+    def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> FilesSender:
+        return _files.sender(rendezvous, rank, world_size)
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        _files.close(rendezvous)
+
+
+class OtherReceiver(FilesReceiver):
+    """In a module that no installed transport names."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__(rendezvous)
+        self._fault: Fault | None = rendezvous.data["fault"] if _is_second() else None
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        fixes.repack_tied_heads_on_cpu = _repack_tied_heads_on_cpu
+        if self._fault == "raises":
+            raise RuntimeError("this worker has no memory left")
+        if self._fault == "keeps its old output layer":
+            fixes.repack_tied_heads_on_cpu = lambda model: None
+        for bucket in super().receive(version):
+            if self._fault == "takes other weights":
+                bucket = attrs.evolve(bucket, data=torch.zeros_like(bucket.data), checksums=None)
+            yield bucket
+
+
+def _is_second() -> bool:
+    """In a worker: its tensor parallel rank, or the data parallel rank of the engine that started it, is 1."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    engine = psutil.Process().parent()
+    assert engine is not None
+    return get_tensor_model_parallel_rank() == 1 or "EngineCore_DP1" in " ".join(engine.cmdline())
+
+
+def leave_a_trace(rendezvous: Rendezvous) -> Any:
+    """Shows that it was called: no receiver at all."""
+    Path(rendezvous.data["trace"]).write_text("called")
+    return None
+
+
+other = OtherTransport()

@@ -1,0 +1,202 @@
+"""Engines of two workers, started as a run starts them: they compute what one computes, and each answers for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_core.errors import RLError, WeightSyncError
+from rl_core.interfaces import WeightTransport
+from rl_rollout.transports.broadcast import BroadcastTransport
+from rl_rollout.transports.files import FilesTransport
+from rl_rollout.transports.shared_memory import SharedMemoryTransport
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.served_engine import _fault
+from tests.rollout.vllm.other_transport import Fault, OtherTransport
+from tests.rollout.vllm.servers import (
+    RunningServer,
+    connect,
+    make_spec,
+    publish,
+    request,
+    start_servers,
+    stop_servers,
+    write_model,
+)
+from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+LIMIT = 1e-4
+"""In float32; measured 1e-5."""
+SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0]]
+ENGINES = {
+    "tensor": {"vLLM server 0"},
+    "data": {"vLLM server 0, data-parallel engine 0", "vLLM server 0, data-parallel engine 1"},
+}
+"""By how they are split: those that score."""
+_versions = itertools.count(1, 10)
+"""No version comes twice."""
+
+
+@pytest.fixture(scope="module")
+def servers(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningServer]]:
+    """Both start at the same time, with the same tiny Qwen3 in float32."""
+    directory = tmp_path_factory.mktemp("split")
+    model_path = write_model(directory / "model")
+    transport = OtherTransport().name
+    running = start_servers(
+        *(
+            make_spec(model_path, directory / name, weight_sync_backend=transport, **{f"{name}_parallel_size": 2})
+            for name in ENGINES
+        )
+    )
+    yield dict(zip(ENGINES, running, strict=True))
+    stop_servers(running)
+
+
+@pytest.fixture(params=ENGINES)
+def split(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest_asyncio.fixture
+async def client(servers: dict[str, RunningServer], split: str) -> AsyncIterator[RemoteInferenceClient]:
+    client = await connect(servers[split])
+    yield client
+    await client.close()
+
+
+class Model:
+    """The servers' model in transformers, with weights that are different in every version."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._first = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """Which are also the model's own from now on."""
+        generator = torch.Generator().manual_seed(version)
+        tensors = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in self._first.items()}
+        self._model.load_state_dict(tensors, strict=False)
+        return tensors
+
+    @torch.no_grad()
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of each token given those before it; 0.0 for the first."""
+        logprobs_TV = self._model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        return [0.0, *logprobs_TV[range(len(tokens) - 1), tokens[1:]].tolist()]
+
+    async def sync(self, client: RemoteInferenceClient, transport: WeightTransport) -> int:
+        """The next version."""
+        version = next(_versions)
+        tensors = self.tensors(version)
+        manifest = await publish(client, transport, tensors, version)
+        assert (manifest.version, manifest.tensors.keys()) == (version, tensors.keys())
+        return version
+
+    async def require_served(self, client: RemoteInferenceClient, split: str, version: int) -> None:
+        """Every engine scores, and requests are answered, with the model's weights and the version's number."""
+        scores = await client.score(SEQUENCES)
+        assert scores.keys() == ENGINES[split]
+        for found in scores.values():
+            for of_engine, tokens in zip(found, SEQUENCES, strict=True):
+                assert list(of_engine) == pytest.approx(self.logprobs(tokens), abs=LIMIT)
+        asked = [request(f"{split}-{version}-{i}", (1, 2, 3 + i), seed=i, max_tokens=12) for i in range(8)]
+        for of, (completion,) in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
+            tokens = [*of.prompt_tokens, *completion.tokens]
+            assert list(completion.logprobs) == pytest.approx(self.logprobs(tokens)[len(of.prompt_tokens) :], abs=LIMIT)
+            assert set(completion.policy_versions) == {version}
+
+
+async def tokens_by_engine(server: RunningServer) -> list[float]:
+    """That each data-parallel engine has sampled in its life, as vLLM counts them."""
+    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
+        counted = r'^vllm:generation_tokens_total\{engine="(\d)".*\} (\S+)$'
+        return [float(count) for _, count in sorted(re.findall(counted, await answer.text(), re.MULTILINE))]
+
+
+async def test_an_engine_of_two_workers_computes_what_one_computes(
+    servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str
+):
+    model = Model(servers[split].model_path)
+    assert client.num_weight_receivers() == 2
+    for transport in (FilesTransport(), SharedMemoryTransport(), BroadcastTransport(timeout_s=120.0)):
+        version = await model.sync(client, transport)
+        await model.require_served(client, split, version)
+    counts = await tokens_by_engine(servers[split])
+    assert len(counts) == len(ENGINES[split])
+    assert min(counts) > 0
+
+
+FAULTS = [
+    ("raises", r"rank 1: RuntimeError: this worker", r"rank 0 of data-parallel engine 1: RuntimeError: this worker"),
+    (
+        "takes other weights",
+        r"rank 1 received other weights than rank 0",
+        r"rank 0 of data-parallel engine 1 received other weights than rank 0 of data-parallel engine 0",
+    ),
+]
+
+
+def test_a_worker_that_does_not_answer_leaves_nothing_that_could_be_served():
+    taken = {"manifest": {"version": 3, "tensors": {}}, "error": None, "is_intact": True}
+    failed = {"manifest": None, "error": "no memory", "is_intact": True}
+    assert _fault({"rank 0": taken, "rank 1": taken}, 2) == (None, True)
+    assert _fault({"rank 0": taken}, 2) == ("1 of 2 workers answered", False)
+    assert _fault({"rank 0": failed}, 2) == ("1 of 2 workers answered", False)
+    assert _fault({"rank 0": failed, "rank 1": failed}, 2) == ("rank 0: no memory; rank 1: no memory", True)
+    assert _fault({"rank 0": failed, "rank 1": taken}, 2) == ("rank 0: no memory", False)
+    assert _fault({"rank 0": {**failed, "is_intact": False}}, 1) == ("no memory", False)
+
+
+@pytest.mark.parametrize(("fault", "by_rank", "by_engine"), FAULTS, ids=[fault for fault, *_ in FAULTS])
+async def test_an_update_counts_when_every_worker_has_answered_for_itself(
+    servers: dict[str, RunningServer],
+    client: RemoteInferenceClient,
+    split: str,
+    fault: Fault,
+    by_rank: str,
+    by_engine: str,
+):
+    model = Model(servers[split].model_path)
+    good = await model.sync(client, FilesTransport())
+    with pytest.raises(WeightSyncError, match=by_rank if split == "tensor" else by_engine):
+        await model.sync(client, OtherTransport(fault=fault))
+    await client.resume()
+    if (fault, split) == ("raises", "tensor"):
+        # Both ranks know of it before either of them loads anything.
+        model.tensors(good)
+        await model.require_served(client, split, good)
+    else:
+        with pytest.raises((RLError, TimeoutError)):
+            async with asyncio.timeout(3.0):
+                await client.generate(request(f"{split}-{fault}", max_tokens=3))
+    await model.require_served(client, split, await model.sync(client, FilesTransport()))
+
+
+async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_computes_with_old_ones(
+    servers: dict[str, RunningServer],
+):
+    client = await connect(servers["data"])
+    async with policy_of(servers["data"].model_path) as policy:
+        trainer = Trainer(policy, client, OtherTransport(fault="keeps its old output layer"))
+        trainer.version = next(_versions)
+        await trainer.train()
+        await trainer.publish()
+        with pytest.raises(WeightSyncError, match=f"data-parallel engine 1 {REFUSED}"):
+            await trainer.verification.probe(trainer.version)
+        trainer.transport = OtherTransport()
+        await trainer.publish()
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < LIMIT
+    await client.close()
