@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import re
 import sys
@@ -39,6 +40,20 @@ RIGHT = {
 
 
 # --- wrong kinds ----------------------------------------------------------------------------------------------------
+
+
+class AbstractEnvironment(idle_plugins.Environment, abc.ABC):
+    @abc.abstractmethod
+    def judge(self): ...
+
+
+class AnswersToEveryName:
+    """Any attribute is there, and none of it is right."""
+
+    contract_version = 1
+
+    def __getattr__(self, name):
+        return object()
 
 
 class TakesRow:
@@ -107,6 +122,7 @@ def scaled(scores_N, scale): ...
 def clock(): ...
 
 
+lookalike = AnswersToEveryName()
 wrong_environment = idle_plugins.Environment({}, {})
 nameless_backend, one_rank_backend = NamelessBackend(), BackendThatCreatesForOne()
 async_backend, number_backend = BackendWhoseMeshIsAsync(), MeshIsANumber()
@@ -121,6 +137,9 @@ WRONG = [
         "(spec) cannot be called as create_worker(spec, rank)",
     ),
     ("rl_core.backends", f"{HERE}:async_backend", "mesh is `async`, and is called without `await`"),
+    ("rl_core.backends", f"{HERE}:lookalike", "its name is <object object at "),
+    ("rl_core.environments", f"{HERE}:lookalike", "an object of type AnswersToEveryName, which cannot be called"),
+    ("rl_core.environments", f"{HERE}:AbstractEnvironment", "AbstractEnvironment is abstract"),
     ("rl_core.backends", f"{HERE}:number_backend", "its mesh is 3, expected a method"),
     ("rl_core.inference", "os:path", "an object of type module has no name, validate, create."),
     (
@@ -156,7 +175,7 @@ WRONG = [
     (
         "rl_core.advantage_estimators",
         "math:sqrt",
-        "it has the parameter 'x'; a training run provides scores_N",
+        "it has the parameter 'x'; an estimator reads scores_N, group_N",
     ),
     ("rl_core.advantage_estimators", f"{HERE}:scaled", "A setting must be keyword-only: put it after `*`"),
     ("rl_core.advantage_estimators", "math:pi", "it is an object of type float"),

@@ -12,7 +12,7 @@ import torch
 from rl_core.algorithms.advantages import grpo_advantages, reinforce_plus_plus_advantages
 from rl_core.algorithms.minibatch_losses import kl_cov_columns
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, NonFiniteError
+from rl_core.errors import ConfigError, NonFiniteError, PluginError
 from rl_core.interfaces import LossSpec, OptimizerStep
 from rl_core.trainer.batch_advantages import (
     load_estimator,
@@ -130,7 +130,7 @@ def test_a_token_estimator_gives_advantages_and_returns():
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
     with pytest.raises(ConfigError, match="compares with greedy answers, which this version's loop does not play yet"):
         load_estimator("rl_core.algorithms.advantages:remax_advantages", {})
-    with pytest.raises(ConfigError, match="parameter 'lengths_P'; a training run provides scores_N"):
+    with pytest.raises(PluginError, match="parameter 'lengths_P'; an estimator reads scores_N"):
         load_estimator(f"{__name__}:needs_what_nobody_makes", {})
 
 

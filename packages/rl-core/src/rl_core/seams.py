@@ -64,7 +64,7 @@ def _of_factory(group: str, call: type, made: type, found: Any, version: int | N
     """Of a seam at which a callable stands that makes objects of the contract `made`."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
-    if getattr(found, "_is_protocol", False) or inspect.isabstract(found):
+    if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
         return f"{found.__name__} is abstract, so no object can be made of it"
     if not _can_be_read(found):
         return f"the parameters of {_described(found)} cannot be read; write a function around it"
@@ -96,14 +96,13 @@ def _of_callback(found: Any, version: int | None) -> str | None:
 def _of_loss(found: Any, version: int | None) -> str | None:
     from rl_core.algorithms.objective import require_loss_parameters  # imports torch, as losses do
 
-    def check() -> str | None:
+    problem = _of_function(found)
+    if problem is None:
         try:
             require_loss_parameters(found)
         except PluginError as error:
-            return str(error)
-        return None
-
-    return _of_function(found) or check()
+            problem = str(error)
+    return problem
 
 
 def _of_estimator(found: Any, version: int | None) -> str | None:
@@ -113,7 +112,7 @@ def _of_estimator(found: Any, version: int | None) -> str | None:
     unknown = [] if problem else [name for name in positional_parameters(found) if name not in ESTIMATOR_COLUMNS]
     if unknown:
         return (
-            f"it has the parameter {unknown[0]!r}; a training run provides {', '.join(ESTIMATOR_COLUMNS)}."
+            f"it has the parameter {unknown[0]!r}; an estimator reads {', '.join(ESTIMATOR_COLUMNS)}."
             f"{nearest(unknown[0], ESTIMATOR_COLUMNS)} A setting must be keyword-only: put it after `*`"
         )
     return problem
