@@ -6,7 +6,6 @@ A function may also be named as `package.module:function`, so a user's own loss 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -14,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import ConfigError, PluginError, nearest
+from rl_core.errors import PluginError, nearest
+from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACT_VERSION, ENGINE_CONTRACT_VERSION, GENERATOR_CONTRACT_VERSION
 
 GROUPS = {
@@ -121,33 +121,17 @@ def _how_to_get(package: str) -> str:
         return f" It comes with {package}: pip install {package}"
 
 
-def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str | None = None) -> Callable[..., Any]:
-    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError."""
+def load_function(
+    group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
+) -> Callable[..., Any]:
+    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError, which ends
+    with `remedy` as `require_settings` says."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     if not callable(function):
         raise PluginError(f"{where}{name!r} is a {type(function).__name__}, not a function")
-    known = keyword_parameters(function)
-    for param in params:
-        if param not in known:
-            names = ", ".join(known) or "none"
-            raise ConfigError(f"{where}{name!r} has no parameter {param!r}; it has {names}.{nearest(param, known)}")
-    for param, default in known.items():
-        if default is inspect.Parameter.empty and param not in params:
-            raise ConfigError(f"{where}{name!r} needs the parameter {param!r}")
+    require_settings(function, params, repr(name), where=where, remedy=remedy)
     return function
-
-
-def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function's keyword-only parameters with their defaults (`inspect.Parameter.empty` where required)."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def positional_parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of what a function takes by position, in its order: the columns it reads."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
 
 
 def import_object(path: str, where: str = "") -> Any:
