@@ -75,7 +75,7 @@ def test_a_step_whose_sampled_tokens_repeat_the_text_does_not_join():
 
 
 def test_trajectories_never_merge_with_each_other():
-    batch, _ = merge_of([step(7, 0, [1], [2], last=True), step(8, 1, [1, 2], [3], last=True)])
+    batch, _ = merge_of([step(7, 0, [1], [2], last=True), step(8, 0, [1, 2], [3], last=True)])
     assert batch.num_sequences == 2
 
 
@@ -243,8 +243,9 @@ def test_ten_turns_of_equal_size_save_most_of_the_tokens():
         ),
         ([0, 1, 2], [False, True, True], r"row 1 \(trajectory 5, step 1\) is marked as last step, but a later"),
         ([0, 1, 2], [True, False, False], r"row 0 \(trajectory 5, step 0\) is marked as last step"),
-        ([1, 1, 2], [False, False, True], r"row 0 \(trajectory 5, step 1\) another row has the same step"),
+        ([1, 1, 2], [False, False, True], "trajectory 5: rows 0 and 1 both have step index 1"),
         ([2, 1, 0], [False, False, True], r"row 2 \(trajectory 5, step 0\) is marked as last step"),
+        ([0, 1, 3], [False, False, True], r"row 2 \(trajectory 5, step 3\): expected step 2, indices run from 0"),
     ],
 )
 def test_an_incomplete_trajectory_is_refused_with_the_row_named(step_index, is_last, message):

@@ -62,8 +62,8 @@ def test_no_or_two_last_steps_are_refused_with_the_row_named(is_last: list[bool]
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 3, 1, 1, 0], "row 1: step index 3, is_last_step True; expected 2 and True"),
-        ([0, 1, 1, 2, 0], "row 1: step index 1, is_last_step True; expected 1 and False"),
+        ([0, 3, 1, 1, 0], r"row 1 \(trajectory 7, step 3\): expected step 2, indices run from 0 without a gap"),
+        ([0, 1, 1, 2, 0], r"row 1 \(trajectory 7, step 1\) is marked as last step, but a later"),
         ([0, 2, 1, 2, 0], "trajectory 7: rows 1 and 3 both have step index 2"),
     ],
     ids=["gap", "last-not-largest", "repeated"],

@@ -44,7 +44,7 @@ ROOMS = listed_rooms()
 """Each imports only what stands before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Rooms that are useful without the rest: of others' modules they import only this, and of rl_core only `GROUND`."""
-GROUND = {"errors", "columns"}
+GROUND = {"errors", "columns", "function_settings", "trajectory_rows"}
 """They import no library."""
 NEVER_WITH_RL_CORE = {"transformers", "vllm", "megatron", "ray"}
 CONTRACTS = "rl_core.interfaces"
@@ -232,7 +232,8 @@ def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
         "imports rl_core.config.Config: config stands above algorithms",
         "imports rl_core.trainer: trainer stands above batch",
         "imports rl_core.config.Config: config stands above interfaces",
-        "imports rl_core.seeds.seed_of: layout stands alone and imports only columns and errors",
+        "imports rl_core.seeds.seed_of: layout stands alone and imports only columns and errors and function_settings "
+        "and trajectory_rows",
         "imports rl_core.batch.Batch: batch stands above layout",
         "imports rl_core.Batch: import the name from the module that defines it",
     ]

@@ -16,9 +16,10 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import ConfigError, PluginError, nearest
+from rl_core.errors import PluginError, nearest
+from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
-from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam, positional_parameters
+from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
 
 __all__ = [
     "GROUPS",
@@ -26,12 +27,10 @@ __all__ = [
     "fitted",
     "import_object",
     "installed",
-    "keyword_parameters",
     "load",
     "load_function",
     "load_preparation",
     "load_receiver",
-    "positional_parameters",
 ]
 GROUPS = {group: seam.plural for group, seam in SEAMS.items()} | {"rl_core.commands": "commands"}
 _PACKAGES = {
@@ -232,25 +231,15 @@ def _how_to_get(package: str) -> str:
         return f" It comes with {package}: pip install {package}"
 
 
-def load_function(group: str, name: str, params: Mapping[str, Any], *, key: str | None = None) -> Callable[..., Any]:
-    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError."""
+def load_function(
+    group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
+) -> Callable[..., Any]:
+    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError, which ends
+    with `remedy` as `require_settings` says."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
-    known = keyword_parameters(function)
-    for param in params:
-        if param not in known:
-            names = ", ".join(known) or "none"
-            raise ConfigError(f"{where}{name!r} has no parameter {param!r}; it has {names}.{nearest(param, known)}")
-    for param, default in known.items():
-        if default is inspect.Parameter.empty and param not in params:
-            raise ConfigError(f"{where}{name!r} needs the parameter {param!r}")
+    require_settings(function, params, repr(name), where=where, remedy=remedy)
     return function
-
-
-def keyword_parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function's keyword-only parameters with their defaults (`inspect.Parameter.empty` where required)."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def import_object(path: str, where: str = "") -> Any:

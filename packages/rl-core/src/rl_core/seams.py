@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from rl_core.errors import PluginError, nearest
+from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import (
     CONTRACTS,
     Backend,
@@ -278,12 +279,6 @@ def _takes_nothing(found: Any) -> bool:
     except (TypeError, ValueError):  # TypeError: no callable, or it needs one; ValueError: written in C, without names
         return False
     return True
-
-
-def positional_parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of what a function takes by position, in its order: the columns it reads."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
 
 
 def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str, Any], bool]:

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LoraConfig, RankInfo, RankPlan, Worker, WorkerSpec
-from rl_core.rank_kit.learning_rates import require_schedule
-from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
+from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_fsdp.options import FsdpOptions, replay_key
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
-
-LORA_INIT_METHODS = ("kaiming", "gaussian")
 
 
 @attrs.frozen(kw_only=True)
@@ -47,16 +44,11 @@ class FsdpBackend:
         section = SECTIONS[spec.role]
         self.mesh(spec.options, world_size)
         require_model_path(spec)
-        if spec.model.lora.rank > 0:
-            _validate_lora(spec.model.lora, f"{section}.model.lora")
+        require_training_settings(spec)
         if self.is_fsdp1:
             _validate_fsdp1(spec, section)
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
-        if spec.logprobs_chunk_size < 1:
-            raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
-        if spec.optimizer is not None:
-            require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
 
     def follows_routes(self, options: FsdpOptions) -> bool:
         """See `RouteFollowing`."""
@@ -96,21 +88,6 @@ def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
     for key, reason in refused.items():
         if reason:
             raise ConfigError(f"{section}.{key}: {reason}; set trainer.strategy=fsdp (FSDP2)")
-
-
-def _validate_lora(lora: LoraConfig, where: str) -> None:
-    if lora.dropout > 0:
-        raise ConfigError(
-            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
-            "results would depend on how the batch is split: set it to 0"
-        )
-    if lora.init_method not in LORA_INIT_METHODS:
-        raise ConfigError(
-            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}, which "
-            "leave the model's own weights as they are"
-        )
-    if lora.alpha <= 0:
-        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
 
 
 fsdp = FsdpBackend()

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.kl import estimate_kl, require_kl_estimator
-from rl_core.algorithms.token_loss import LossFunction, keyword_parameters, masked, require_tokens
+from rl_core.algorithms.token_loss import LossFunction, masked, require_tokens
 from rl_core.columns import FIELDS, ROUTE_COLUMNS
-from rl_core.errors import ConfigError, PluginError, RLError, ShapeError, nearest
+from rl_core.errors import PluginError, RLError, ShapeError, nearest
+from rl_core.function_settings import keyword_parameters, require_settings
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
 """What comes from the current model."""
@@ -54,7 +55,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
-        _require_known_settings(self.function, self.params)
+        require_settings(self.function, self.params, self.name)
         require_loss_parameters(self.function)
 
     @property
@@ -289,18 +290,6 @@ def _require_known_parameter(where: str, name: str) -> None:
             f"{where}: parameter {name!r} is neither a column nor a value of the current model "
             f"({', '.join(known)}, x_…_T).{nearest(name, known)} A setting must be keyword-only: put it after `*`"
         )
-
-
-def _require_known_settings(function: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    name, known = _name(function), keyword_parameters(function)
-    for param in params:
-        if param not in known:
-            raise ConfigError(
-                f"{name} has no setting {param!r}; it has {', '.join(known) or 'none'}.{nearest(param, known)}"
-            )
-    for param, parameter in known.items():
-        if parameter.default is parameter.empty and param not in params:
-            raise ConfigError(f"{name} needs the setting {param!r}")
 
 
 def _require_token_loss(where: str, result: Any, mask_T: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.checks import require_bool, require_same_length
+from rl_core.function_settings import keyword_parameters
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before `exp`: e^20 is about 5e8, finite in float32 and far outside any trust region.
@@ -67,12 +68,6 @@ def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFun
         return function
 
     return decorate
-
-
-def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """A function's keyword-only parameters: its settings."""
-    parameters = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:

@@ -23,6 +23,7 @@ from rl_core.algorithms.checks import (
 from rl_core.algorithms.groups import group_sum
 from rl_core.algorithms.returns import continues, reverse_scan
 from rl_core.errors import ShapeError
+from rl_core.trajectory_rows import why_incomplete
 
 
 def require_complete_trajectories(
@@ -42,17 +43,12 @@ def require_complete_trajectories(
     require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
     require_int64(trajectory_N=trajectory_N)
     require_bool(is_last_step_N=is_last_step_N)
-    last_M = group_sum(is_last_step_N, trajectory_N)
-    ids_M, index_N = torch.unique(trajectory_N, return_inverse=True)
-    for m in (last_M != 1).nonzero().flatten().tolist():
-        rows = (index_N == m).nonzero().flatten()
-        last_rows = rows[is_last_step_N[rows]].tolist()
-        found = (
-            f"rows {last_rows[0]} and {last_rows[1]} are both its last step" if last_rows else "none is its last step"
-        )
-        raise ShapeError(f"trajectory {int(ids_M[m])} (first row {int(rows[0])}, {rows.numel()} rows): {found}")
     if step_index_N is not None:
-        _require_step_indices(trajectory_N, is_last_step_N, step_index_N)
+        require_same_length(trajectory_N=trajectory_N, step_index_N=step_index_N)
+        require_int64(step_index_N=step_index_N)
+    steps = None if step_index_N is None else step_index_N.tolist()
+    if reason := why_incomplete(trajectory_N.tolist(), is_last_step_N.tolist(), steps):
+        raise ShapeError(reason)
 
 
 def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Tensor) -> Tensor:
@@ -143,22 +139,3 @@ def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor
         step = int(step_index_N[repeats[0]])
         raise ShapeError(f"trajectory {int(trajectory_N[repeats[0]])}: rows {a} and {b} both have step index {step}")
     return order_N, continues_N
-
-
-def _require_step_indices(trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor) -> None:
-    require_same_length(trajectory_N=trajectory_N, step_index_N=step_index_N)
-    require_int64(step_index_N=step_index_N)
-    order_N, continues_N = _in_time(trajectory_N, step_index_N)
-    positions_N = torch.arange(order_N.numel(), device=order_N.device)
-    starts_N = torch.ones_like(continues_N)
-    starts_N[1:] = ~continues_N[:-1]
-    expected_N = positions_N - torch.where(starts_N, positions_N, 0).cummax(0).values
-    wrong_N = (step_index_N[order_N] != expected_N) | (is_last_step_N[order_N] == continues_N)
-    if bool(wrong_N.any()):
-        position = int(wrong_N.nonzero()[0])
-        row = int(order_N[position])
-        raise ShapeError(
-            f"row {row}: step index {int(step_index_N[row])}, is_last_step {bool(is_last_step_N[row])}; expected "
-            f"{int(expected_N[position])} and {not bool(continues_N[position])} among the steps of trajectory "
-            f"{int(trajectory_N[row])}: indices run from 0 without a gap, and the last step has the largest"
-        )

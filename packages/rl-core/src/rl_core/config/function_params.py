@@ -12,6 +12,7 @@ import attrs
 from rl_core import plugins
 from rl_core.config.tree import AlgorithmConfig, Config
 from rl_core.errors import ConfigError
+from rl_core.function_settings import keyword_parameters, positional_parameters
 
 if TYPE_CHECKING:
     from rl_core.algorithms.objective import Objective
@@ -126,21 +127,17 @@ def needs_critic(config: Config) -> bool:
     """The advantage estimator reads values: it has the positional parameter `values_T`."""
     key, name = "trainer.algorithm.advantage_estimator", config.trainer.algorithm.advantage_estimator
     estimator = plugins.load_function(ESTIMATORS, name, advantage_params(config), key=key)
-    return "values_T" in plugins.positional_parameters(estimator)
+    return "values_T" in positional_parameters(estimator)
 
 
 def _params(group: str, name_field: str, params_field: str, algorithm: AlgorithmConfig) -> dict[str, Any]:
     key, name = f"trainer.algorithm.{name_field}", getattr(algorithm, name_field)
     function = plugins.load(group, name, key=key)
-    known = plugins.keyword_parameters(function)
+    known = keyword_parameters(function)
     shared = {field.name: getattr(algorithm, field.name) for field in attrs.fields(AlgorithmConfig)}
     params = {param: shared[param] for param in known if param in shared} | dict(getattr(algorithm, params_field))
-    for param, default in known.items():
-        if default is inspect.Parameter.empty and param not in params:
-            raise ConfigError(
-                f"{key}: {name!r} needs the parameter {param!r}; add e.g. trainer.algorithm.{params_field}.{param}=2"
-            )
-    plugins.load_function(group, name, params, key=key)
+    remedy = f"; add e.g. trainer.algorithm.{params_field}.{{setting}}=2"
+    plugins.load_function(group, name, params, key=key, remedy=remedy)
     return params
 
 

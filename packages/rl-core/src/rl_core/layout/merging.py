@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rl_core.errors import DataError, ShapeError
 from rl_core.layout.balancing import IntArray
+from rl_core.trajectory_rows import why_incomplete
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +88,8 @@ def require_complete_trajectories(
     """The rows sorted by trajectory, then step.
 
     Raises:
-        DataError: a trajectory has two rows of one step index, or not exactly one last step, or a step after its last;
-            the message names the row.
+        DataError: a trajectory has not the steps 0, 1, … once each, or another last step than its final one; the
+            message names the row.
         ShapeError: the columns differ in length.
     """
     trajectory_id_N, step_index_N = np.asarray(trajectory_id_N, np.int64), np.asarray(step_index_N, np.int64)
@@ -96,35 +97,9 @@ def require_complete_trajectories(
     if not trajectory_id_N.shape == step_index_N.shape == is_last_step_N.shape:
         shapes = f"{trajectory_id_N.shape}, {step_index_N.shape}, {is_last_step_N.shape}"
         raise ShapeError(f"trajectory_id_N, step_index_N, is_last_step_N: expected equal lengths, got {shapes}")
-    order = np.lexsort((np.arange(len(step_index_N)), step_index_N, trajectory_id_N))
-    trajectory, step, is_last = trajectory_id_N[order], step_index_N[order], is_last_step_N[order]
-    same_as_next = trajectory[:-1] == trajectory[1:]
-    ends = np.append(~same_as_next, True)[: len(order)]
-    _refuse(
-        order,
-        np.append(same_as_next & (step[:-1] == step[1:]), False)[: len(order)],
-        "another row has the same step",
-        trajectory,
-        step,
-    )
-    _refuse(order, is_last & ~ends, "is marked as last step, but a later or second last step follows", trajectory, step)
-    _refuse(
-        order,
-        ends & ~is_last,
-        "is the trajectory's final row, but not marked as last step: the rest is missing",
-        trajectory,
-        step,
-    )
-    return order
-
-
-def _refuse(order: IntArray, wrong: npt.NDArray[np.bool_], what: str, trajectory: IntArray, step: IntArray) -> None:
-    if wrong.any():
-        i = np.flatnonzero(wrong)[0]
-        raise DataError(
-            f"row {order[i]} (trajectory {trajectory[i]}, step {step[i]}) {what}. Every trajectory needs distinct step "
-            f"indices and exactly one last step, its final one; {wrong.sum()} rows are wrong"
-        )
+    if reason := why_incomplete(trajectory_id_N.tolist(), is_last_step_N.tolist(), step_index_N.tolist()):
+        raise DataError(reason)
+    return np.lexsort((step_index_N, trajectory_id_N))
 
 
 def _continues(

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
         unpack_bucket,
         with_checksums,
     )
-    from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
+    from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer, require_training_settings
 
 _MODULES = {
     "agree": "process_group",
@@ -90,6 +90,7 @@ _MODULES = {
     "SECTIONS": "worker_specs",
     "require_model_path": "worker_specs",
     "require_optimizer": "worker_specs",
+    "require_training_settings": "worker_specs",
     "Exporting": "publishing",
     "publish": "publishing",
     "pack_on_first": "publishing",
@@ -146,6 +147,7 @@ __all__ = [
     "SECTIONS",
     "require_model_path",
     "require_optimizer",
+    "require_training_settings",
     "Exporting",
     "publish",
     "pack_on_first",

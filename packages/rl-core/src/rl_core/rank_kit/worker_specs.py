@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TypeVar
 
 from rl_core.errors import ConfigError, WorkerError
-from rl_core.interfaces import Role, WorkerSpec
+from rl_core.interfaces import LoraConfig, Role, WorkerSpec
+from rl_core.rank_kit.learning_rates import require_schedule
 
 T = TypeVar("T")
 SECTIONS: dict[Role, str] = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
 """Where each role's configuration stands."""
+LORA_INIT_METHODS = ("kaiming", "gaussian")
+"""Those that leave the model's own weights as they are."""
 
 
 def require_model_path(spec: WorkerSpec) -> str:
@@ -19,6 +22,32 @@ def require_model_path(spec: WorkerSpec) -> str:
             f"{SECTIONS[spec.role]}.model.path: no model was given; expected a Hugging Face model directory or name"
         )
     return spec.model.path
+
+
+def require_training_settings(spec: WorkerSpec) -> None:
+    """Raises ConfigError for adapters, a chunk size or a schedule that no backend can train with."""
+    section = SECTIONS[spec.role]
+    if spec.model.lora.rank > 0:
+        _require_lora(spec.model.lora, f"{section}.model.lora")
+    if spec.logprobs_chunk_size < 1:
+        raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
+    if spec.optimizer is not None:
+        require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
+
+
+def _require_lora(lora: LoraConfig, where: str) -> None:
+    if lora.dropout > 0:
+        raise ConfigError(
+            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
+            "results would depend on how the batch is split: set it to 0"
+        )
+    if lora.init_method not in LORA_INIT_METHODS:
+        raise ConfigError(
+            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}, which "
+            "leave the model's own weights as they are"
+        )
+    if lora.alpha <= 0:
+        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
 
 
 def require_optimizer(optimizer: T | None, spec: WorkerSpec, call: str) -> T:

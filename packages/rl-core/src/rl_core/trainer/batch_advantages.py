@@ -25,6 +25,7 @@ from rl_core.algorithms.trajectories import (
 )
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
+from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import Metrics
 
 Estimator = Callable[..., Any]
@@ -42,7 +43,7 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 
 def why_not_in_a_run(estimator: Estimator) -> str | None:
     """What it needs that a training run does not make, and what to choose instead; None where nothing is missing."""
-    if "greedy_scores_N" in plugins.positional_parameters(estimator):
+    if "greedy_scores_N" in positional_parameters(estimator):
         return (
             "compares with greedy answers, which this version's loop does not play yet; rloo takes the other samples "
             "of the prompt as its baseline"
@@ -57,7 +58,7 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
     token of every step. A token estimator sees the stream.
     """
     columns = _estimator_columns(batch)
-    result = estimator(*(columns[name] for name in plugins.positional_parameters(estimator)), **params)
+    result = estimator(*(columns[name] for name in positional_parameters(estimator)), **params)
     if isinstance(result, TokenAdvantages):
         advantages_T, returns_T = result.advantages_T.float(), result.returns_T.float()
         return batch.with_columns(advantages=advantages_T, returns=returns_T)
@@ -104,7 +105,7 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
         "sequence_T": lambda: batch.sequence_index,
         "group_N": lambda: batch["group_id"],
     }
-    columns = (made[name]() for name in plugins.positional_parameters(function))
+    columns = (made[name]() for name in positional_parameters(function))
     return batch.with_columns(loss_weights=function(*columns, **params))
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LoraConfig, WorkerSpec
-from rl_core.rank_kit.learning_rates import require_schedule
-from rl_core.rank_kit.worker_specs import SECTIONS
+from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.worker_specs import SECTIONS, require_training_settings
 from rl_megatron.checks.lora_targets import bridge_layers
 from rl_megatron.options import MegatronOptions, optimizer_fields
 
-LORA_INIT_METHODS = ("kaiming", "gaussian")
 _CHOSEN_ELSEWHERE = {
     "lr": "optimizer_config.lr",
     "min_lr": "optimizer_config.scheduler",
@@ -36,12 +34,9 @@ def require_trainable(spec: WorkerSpec) -> None:
     where = f"{section}.megatron_config"
     _require_sums(spec.options, where)
     _require_optimizer_fields(spec.options, where, section)
+    require_training_settings(spec)
     if spec.model.lora.rank > 0:
-        _require_lora(spec.model.lora, spec.options.lora_config.lora_type, section)
-    if spec.logprobs_chunk_size < 1:
-        raise ConfigError(f"logprobs_chunk_size: expected at least 1 token, got {spec.logprobs_chunk_size}")
-    if spec.optimizer is not None:
-        require_schedule(spec.optimizer, spec.total_optimizer_steps, f"{section}.optimizer_config")
+        bridge_layers(spec.model.lora, spec.options.lora_config.lora_type, section)
 
 
 def _require_sums(options: MegatronOptions, where: str) -> None:
@@ -62,19 +57,3 @@ def _require_optimizer_fields(options: MegatronOptions, where: str, section: str
             raise ConfigError(f"{key}: set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
         if name in _FIXED and value != _FIXED[name][0]:
             raise ConfigError(f"{key}: {value!r} was given, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
-
-
-def _require_lora(lora: LoraConfig, lora_type: str, section: str) -> None:
-    where = f"{section}.model.lora"
-    if lora.dropout > 0:
-        raise ConfigError(
-            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
-            "results would depend on how the batch is split: set it to 0"
-        )
-    if lora.init_method not in LORA_INIT_METHODS:
-        raise ConfigError(
-            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}"
-        )
-    if lora.alpha <= 0:
-        raise ConfigError(f"{where}.alpha: expected above 0, got {lora.alpha}: adapters would have no effect")
-    bridge_layers(lora, lora_type, section)

@@ -73,7 +73,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
     """
     options, lora = spec.options, spec.lora
     if not has_gpus:
-        _require_possible_on_cpus(options)
+        _require_possible_on_cpus(spec)
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,
@@ -121,9 +121,9 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
     return arguments | dict(spec.init_kwargs)
 
 
-def _require_possible_on_cpus(options: VLLMOptions) -> None:
+def _require_possible_on_cpus(spec: EngineSpec) -> None:
     for name, reason in _NOT_ON_CPUS.items():
-        value = getattr(options, name)
+        value = getattr(spec.options, name)
         if value > 1:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
     size, path = spec.options.data_parallel_size, spec.model_path

@@ -1,0 +1,42 @@
+"""What a loss or an estimator reads and how it is set, as its signature says: positional parameters are columns,
+keyword-only ones settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.errors import ConfigError, nearest
+
+
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """A function's keyword-only parameters: its settings."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def positional_parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of what a function takes by position, in its order: the columns it reads."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
+
+
+def require_settings(
+    function: Callable[..., Any], settings: Mapping[str, Any], name: str, *, where: str = "", remedy: str = ""
+) -> None:
+    """Raises ConfigError for a setting that the function does not have, or needs and did not get.
+
+    Args:
+        name: what the function is called, for the message.
+        where: opens the message.
+        remedy: ends it where a setting is missing; `{setting}` in it is that setting.
+    """
+    known = keyword_parameters(function)
+    for setting in settings:
+        if setting not in known:
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"{where}{name} has no parameter {setting!r}; it has {names}.{nearest(setting, known)}")
+    for setting, parameter in known.items():
+        if parameter.default is parameter.empty and setting not in settings:
+            raise ConfigError(f"{where}{name} needs the parameter {setting!r}{remedy.format(setting=setting)}")
