@@ -6,9 +6,11 @@ import asyncio
 import os
 
 import pytest
+import ray
 
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_core.workers.ray_ranks import reserved
 from tests.ray.conftest import placements
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
@@ -60,6 +62,25 @@ async def test_more_ranks_than_the_cluster_holds_are_refused_before_anything_sta
         await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=64, timeout_s=60)
 
 
-async def test_a_start_waits_for_occupied_devices_until_its_deadline(four_ranks):
+def asked_for() -> int:
+    """Placement groups that have their resources or wait for them."""
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+async def test_a_start_waits_for_occupied_devices_until_its_deadline_and_asks_for_them_no_longer(four_ranks):
+    before = asked_for()
     with pytest.raises(DeadlineError, match=r"waited 1 s .* 2 CPU, 0 GPU each; free in Ray's cluster: 1\.\d+ CPU"):
         await WorkerGroup.launch(GlooBackend(), spec_of(), ranks_per_node=32, timeout_s=1)
+    assert asked_for() == before
+
+
+async def test_a_start_that_is_given_up_asks_for_devices_no_longer(four_ranks):
+    before = asked_for()
+    start = asyncio.ensure_future(reserved([{"CPU": 2.0}], "PACK", 5.0))
+    async with asyncio.timeout(30.0):
+        while asked_for() == before:
+            await asyncio.sleep(0.05)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert asked_for() == before

@@ -114,6 +114,21 @@ ray_session = _Session()
 """Also for what else runs on Ray: inference servers."""
 
 
+async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup | None:
+    """A placement group that has its resources; None where they were not free in time. Nothing stays asked for then.
+
+    Also for what else runs on Ray: inference servers.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    is_ready = False
+    try:
+        is_ready = await asyncio.to_thread(group.wait, timeout_s)
+    finally:
+        if not is_ready:
+            remove_placement_group(group)
+    return group if is_ready else None
+
+
 class _Reservation:
     """A placement group: one bundle per node. Removed when its last group leaves."""
 
@@ -131,14 +146,8 @@ class _Reservation:
         bundle = {"CPU": ranks_per_node * _CPUS} | ({"GPU": ranks_per_node} if has_gpus else {})
         _require_room(role, num_nodes, bundle)
         strategy = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
-        group = placement_group([bundle] * num_nodes, strategy=strategy)
-        try:
-            is_ready = await asyncio.to_thread(group.wait, timeout_s)
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        if not is_ready:
-            remove_placement_group(group)
+        group = await reserved([bundle] * num_nodes, strategy, timeout_s)
+        if group is None:
             raise DeadlineError(
                 f"{role}: waited {timeout_s:g} s (trainer.worker_timeout_s) for {num_nodes} nodes with "
                 f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other "

@@ -7,16 +7,16 @@ else each of its ranks is a bundle of its own and vLLM starts them through Ray.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.errors import ConfigError, DeadlineError
+from rl_core.workers.ray_ranks import reserved
 
 _CPUS = 1 / 16
 """CPU resource of an engine's rank; it only bounds how many a machine takes."""
@@ -108,14 +108,8 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
             f"many GPUs, and Ray's cluster has {sum(gpus_of_nodes)}; lower the parallel sizes, or add nodes"
         )
     bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes), shares_devices)
-    group = placement_group(bundles, strategy="PACK")
-    try:
-        is_ready = await asyncio.to_thread(group.wait, timeout_s)
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    if not is_ready:
-        remove_placement_group(group)
+    group = await reserved(bundles, "PACK", timeout_s)
+    if group is None:
         raise DeadlineError(
             f"engine {index}: waited {timeout_s:g} s for {_described(bundles)}; free in Ray's cluster: "
             f"{_described([ray.available_resources()])}. Training or other jobs hold the rest; lower "
