@@ -31,8 +31,8 @@ QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
 # Most tests leave cores idle and run side by side; those around Ray or a server take the whole machine, one after another.
 SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
-# The first one forks, which it can only before Ray is in its process.
-ONE_AFTER_ANOTHER := tests/examples/test_killed_ranks.py tests/ray tests/rollout/vllm tests/third_party_backend
+# The first one forks, which it can only before Ray is in its process; the second must publish while episodes are played.
+ONE_AFTER_ANOTHER := tests/examples/test_killed_ranks.py tests/rollout/test_many_episodes.py tests/ray tests/rollout/vllm tests/third_party_backend
 PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help

