@@ -34,7 +34,6 @@ from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.ray_ranks import _put
-from rl_core.workers.wire import to_arrays
 
 
 class NothingWorker:
@@ -115,7 +114,7 @@ async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None
             times = {
                 "memcpy": timed(memcpy),
                 "copy": timed(lambda: [values.clone() for values in batch.columns.values()]),
-                "gather": timed(lambda: [len(to_arrays(batch, part.sent)) for part in parts]),
+                "gather": timed(lambda: [len(batch.to_arrays(part.sent)) for part in parts]),
                 "put": timed(lambda: _put(batch, parts)),
             }
             start = time.perf_counter()

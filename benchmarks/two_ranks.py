@@ -113,7 +113,7 @@ def train(rank: RankInfo, checkpoint: Path, arguments: argparse.Namespace, answe
     plans = plan_micro_batches(batch.lengths.numpy(), num_data_ranks=rank.world_size, max_tokens=arguments.tokens)
     plan = [micro_batch.tolist() for micro_batch in plans[rank.rank]]
     phases: Counter[str] = Counter()
-    worker.shards.score = timed(worker.shards.score, phases, "forward")
+    worker._score = timed(worker._score, phases, "forward")
     worker.shards.backward = timed(worker.shards.backward, phases, "backward")
     worker.optim_step = timed(worker.optim_step, phases, "optimizer")
 

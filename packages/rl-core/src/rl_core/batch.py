@@ -193,6 +193,28 @@ class Batch:
             columns[name] = values
         return cls(offsets_of(mask.sum(1)), columns)
 
+    def to_arrays(self, sequences_M: np.ndarray) -> dict[str, np.ndarray]:
+        """Offsets and columns of `select(sequences_M)` as numpy arrays, the form in which a batch crosses processes.
+
+        numpy arrays lie in shared memory and are read there without a copy; torch tensors would be pickled. Whole
+        sequences are copied one after the other, which is several times faster than an index over their tokens.
+        """
+        offsets = self.offsets.numpy()
+        starts_M, ends_M = offsets[sequences_M], offsets[sequences_M + 1]
+        sequences = [slice(start, end) for start, end in zip(starts_M, ends_M, strict=True)]
+        arrays = {"offsets": np.concatenate([[0], np.cumsum(ends_M - starts_M)])}
+        for name, values in self.columns.items():
+            column = values.detach().cpu().numpy()
+            per_token = field_of(name).axes[0] == "T"
+            arrays[name] = np.concatenate([column[part] for part in sequences]) if per_token else column[sequences_M]
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
+        """The batch that `to_arrays` was given, as views of the arrays. Raises ShapeError."""
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        return cls(tensors.pop("offsets"), tensors)
+
     def save(self, path: str | Path) -> None:
         """Writes the batch as one safetensors file."""
         from safetensors.torch import save_file

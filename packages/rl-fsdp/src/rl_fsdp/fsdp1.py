@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.optim import AdamW
 
-from rl_fsdp.micro_batch import ModelInput
 from rl_fsdp.model import Scorer
 from rl_fsdp.options import FsdpOptions
 from rl_fsdp.rank_mesh import RankMesh
@@ -70,6 +69,7 @@ class Fsdp1Shards:
     def __init__(self, scorer: Scorer, root: FSDP, ranks: RankMesh):
         self.scorer = scorer
         self._root = root
+        self.module: nn.Module = root
         self._num_ranks = ranks.mesh.world_size
         self._ranks = ranks
         with _quiet():
@@ -79,10 +79,6 @@ class Fsdp1Shards:
                 ShardedStateDictConfig(),
                 ShardedOptimStateDictConfig(),
             )
-
-    def score(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, ...]:
-        """See `Shards`."""
-        return tuple(inputs.whole(values_S) for values_S in self._root(inputs, temperature=temperature))
 
     def backward(self, loss: Tensor) -> None:
         """See `Shards`."""

@@ -1,15 +1,16 @@
-"""A micro-batch as the model takes it: one packed stream, or a rectangle padded on the right."""
+"""A micro-batch as the model takes it: one packed stream, or a rectangle padded on the right; and its hidden states."""
 
 from __future__ import annotations
 
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rl_core.batch import Batch
 from rl_core.layout.slices import even_slice, inverse_index, packed_layout, padded_layout
-from rl_fsdp.attention import PackedSequences, scatter_rows
+from rl_fsdp.attention import PackedSequences, gather_rows, scatter_rows
 from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.ulysses import sum_over_ranks
 
@@ -32,9 +33,10 @@ class ModelInput:
     slice: UlyssesSlice | None
     """None: all scores of the micro-batch are made here."""
 
-    def whole(self, scores_S: Tensor) -> Tensor:
-        """The scores of the whole micro-batch, from those that this rank made."""
-        return scores_S if self.slice is None else self.slice.whole(scores_S)
+    def scored_by(self, scorer: nn.Module, *, temperature: float) -> tuple[Tensor, ...]:
+        """The scores of the whole micro-batch, also where this rank makes a slice of them."""
+        scores = scorer(self, temperature=temperature)
+        return scores if self.slice is None else tuple(self.slice.whole(values_S) for values_S in scores)
 
 
 @attrs.frozen(eq=False)
@@ -115,6 +117,21 @@ def model_input(
         routes=_routes(batch, index_BL.flatten(), device) if "routed_experts" in batch else None,
         slice=slice_,
     )
+
+
+def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype: torch.dtype) -> Tensor:
+    """[S, H] in `compute_dtype`: for every scored token the state in which it is chosen, made from those before it."""
+    packing = {}
+    if inputs.packed is not None:
+        packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
+    with autocast(model, compute_dtype):
+        hidden_BLH = model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
+    return gather_rows(hidden_BLH.flatten(0, 1), inputs.source_S).to(compute_dtype)
+
+
+def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:
+    """bfloat16 where that is computed in; else no casts."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
 
 
 def _routes(batch: Batch, index_C: Tensor, device: torch.device) -> Routes:

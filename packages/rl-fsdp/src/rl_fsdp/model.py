@@ -21,9 +21,8 @@ from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_fsdp.attention import PACKED_ATTENTION
-from rl_fsdp.hidden_states import autocast, predicting_states
 from rl_fsdp.lora import add_adapters
-from rl_fsdp.micro_batch import ModelInput, model_input, predicted_tokens
+from rl_fsdp.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
 from rl_fsdp.options import replay_key
 from rl_fsdp.rank_mesh import UlyssesGroup
 from rl_fsdp.router_replay import follow, require_followed_routes

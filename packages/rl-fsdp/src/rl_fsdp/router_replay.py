@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.expert_choices import ExpertChoices
-from rl_fsdp.hidden_states import predicting_states
-from rl_fsdp.micro_batch import ModelInput, Routes
+from rl_fsdp.micro_batch import ModelInput, Routes, predicting_states
 
 
 def follow(choices: ExpertChoices, routes: Routes | None) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
-from rl_fsdp.micro_batch import ModelInput
 from rl_fsdp.model import Scorer
 from rl_fsdp.rank_mesh import whole
 from rl_fsdp.weights import checkpoint_tensors, exported_weights
@@ -24,10 +23,8 @@ class Shards(Protocol):
     """One rank's part of a scorer. All methods are collective: every rank calls them in the same order."""
 
     scorer: Scorer
-
-    def score(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, ...]:
-        """The scores of the whole micro-batch."""
-        ...
+    module: nn.Module
+    """What is called in place of the scorer: the wrapper that gathers its parameters, or the scorer itself."""
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of the sum over all ranks of `loss`."""
@@ -72,10 +69,7 @@ class TensorShards:
 
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
-
-    def score(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, ...]:
-        """See `Shards`."""
-        return tuple(inputs.whole(values_S) for values_S in self.scorer(inputs, temperature=temperature))
+        self.module: nn.Module = scorer
 
     def backward(self, loss: Tensor) -> None:
         """FSDP2 was told to sum."""

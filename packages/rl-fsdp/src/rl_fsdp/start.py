@@ -41,7 +41,8 @@ def start_shards(spec: WorkerSpec, ranks: RankMesh, generation: Generation) -> S
         else:
             from rl_fsdp.fsdp1 import shard_fsdp1 as shard
         shards = shard(scorer, spec.options, ranks, bf16=spec.bf16)
-        found_S = shards.score(inputs(device=ranks.device, ulysses=ranks.ulysses), temperature=1.0)[0].cpu()
+        own = inputs(device=ranks.device, ulysses=ranks.ulysses)
+        found_S = own.scored_by(shards.module, temperature=1.0)[0].cpu()
         shards.let_go()
     require_close(
         found_S,

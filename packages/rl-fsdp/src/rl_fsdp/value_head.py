@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.rank_kit.model_files import read_head
-from rl_fsdp.hidden_states import predicting_states
-from rl_fsdp.micro_batch import ModelInput
+from rl_fsdp.micro_batch import ModelInput, predicting_states
 from rl_fsdp.rank_mesh import whole
 from rl_fsdp.weights import exported_weights, state_weights
 

@@ -259,7 +259,7 @@ class FsdpWorker:
             device=self.device,
             ulysses=None if self.ranks is None else self.ranks.ulysses,
         )
-        return self.shards.score(inputs, temperature=temperature)
+        return inputs.scored_by(self.shards.module, temperature=temperature)
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
         """Each micro-batch's sequences, and what is computed: without any, one sequence of which no token is trained,

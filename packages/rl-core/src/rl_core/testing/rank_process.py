@@ -93,7 +93,7 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
             faulthandler.dump_traceback_later(0.9 * setting.timeout_s, file=stack_file)
             try:
                 host = host or SuiteHost(backend, spec, rank)
-                answer = pickle.dumps(host.call(method, *args, **kwargs))
+                answer = pickle.dumps(host.bound(method)(*args, **kwargs))
             except Exception as error:
                 answer = pickle.dumps(_failure_of(error))
             faulthandler.cancel_dump_traceback_later()

@@ -103,7 +103,7 @@ class LocalRank:
         """See `Ranks.call`; errors come as they are."""
         if self._host is None:
             raise WorkerError(f"rank 0 was asked to {method.__name__} but is closed")
-        result = self._host.call(method, *args, **kwargs)
+        result = self._host.bound(method)(*args, **kwargs)
         self.last_results = [result]
         return [result]
 

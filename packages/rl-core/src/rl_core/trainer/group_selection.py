@@ -69,10 +69,14 @@ class Selection:
             seed=config.trainer.seed,
         )
 
+    @property
+    def replaces_groups(self) -> bool:
+        """Groups without a signal are replaced: `chosen` says by which."""
+        return self._min_replace_ratio is not None
+
     def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
         """The groups to train on; None when the batch has too few with a signal and another one is needed."""
-        if self._min_replace_ratio is None:
-            return groups
+        assert self._min_replace_ratio is not None
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         seed = seed_of(self._seed, groups[0].group_id)
         result = dynamic_sampling_replace(

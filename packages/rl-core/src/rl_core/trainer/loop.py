@@ -184,7 +184,6 @@ class TrainingLoop:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch, merging = self._batch(trajectories)
-        batch = self._selection.masked(batch, trajectories)
         with self._times.phase("checkpoint"):
             await self._saver.poll()
         async with self._between_versions:
@@ -193,6 +192,7 @@ class TrainingLoop:
                 await self._turns.to_models()
                 batch = await self._update.score(batch)
             agreement = rollout_agreement(batch, version=self.steps_done)
+            batch = self._selection.masked(batch, trajectories)
             batch, prepared = self._update.prepare(batch)
             self._reporter.phase("train")
             with self._times.phase("train"):
@@ -253,7 +253,9 @@ class TrainingLoop:
                     # A batch that was taken all the same is trained on: no checkpoint would list its groups.
                     if taking.cancelled():
                         return None
-                    groups = self._selection.chosen(taking.result())
+                    groups = taking.result()
+                    if self._selection.replaces_groups:
+                        groups = self._selection.chosen(groups)
                 finally:
                     for task in (taking, stopping):
                         task.cancel()

@@ -74,7 +74,7 @@ class InlineRank:
         if self._host is None:
             raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
         host = self._host
-        return [await self._run(method.__name__, lambda: host.call(method, *args, **kwargs))]
+        return [await self._run(method.__name__, lambda: host.bound(method)(*args, **kwargs))]
 
     async def call_on_parts(
         self,

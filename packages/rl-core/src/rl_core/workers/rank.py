@@ -100,10 +100,10 @@ class RankHost:
             save_in_background=isinstance(self._worker, BackgroundSaver),
         )
 
-    def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Calls the worker's method of that name, or the host's own where `method` is one of it."""
+    def bound(self, method: Callable[..., R]) -> Callable[..., R]:
+        """The worker's method of that name, or the host's own where `method` is one of it."""
         is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
-        return getattr(self if is_own else self._worker, method.__name__)(*args, **kwargs)
+        return getattr(self if is_own else self._worker, method.__name__)
 
     def is_perturbable(self) -> bool:
         """The worker is `Perturbable`."""

@@ -28,7 +28,6 @@ from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
 from rl_core.workers.rank import Abilities, RankHost
-from rl_core.workers.wire import from_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class RayRank:
 
     def call_on_batch(self, call: RankCall, arrays: Mapping[str, np.ndarray]) -> Any:
         """As `call`, of a method whose first argument is a batch: `arrays`, which Ray has fetched by now."""
-        return self._answer(call.method.__name__, lambda: self._result_of(call, from_arrays(arrays)))
+        return self._answer(call.method.__name__, lambda: self._result_of(call, Batch.from_arrays(arrays)))
 
     @ray.method(concurrency_group="status")
     def doing(self) -> str:
@@ -128,7 +127,7 @@ class RayRank:
 
     def _result_of(self, call: RankCall, *batch: Batch) -> Any:
         assert self._host is not None
-        result = self._host.call(call.method, *batch, *call.args, **call.kwargs)
+        result = self._host.bound(call.method)(*batch, *call.args, **call.kwargs)
         return _with_arrays(result) if call.returns_result else None
 
     def _answer(self, method: str, function: Any) -> Any:

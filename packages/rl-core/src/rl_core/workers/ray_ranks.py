@@ -25,7 +25,6 @@ from rl_core.errors import ConfigError, DeadlineError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers.rank import Abilities, P, Part, R
-from rl_core.workers.wire import to_arrays
 
 if "RAY_ADDRESS" not in os.environ:
     # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
@@ -406,7 +405,7 @@ class RayRanks:
 
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
-    return [ray.put(to_arrays(batch, part.sent)) for part in parts]
+    return [ray.put(batch.to_arrays(part.sent)) for part in parts]
 
 
 async def _answer_of(ref: Awaitable[Any]) -> Any:

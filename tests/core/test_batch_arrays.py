@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rl_core.batch import Batch, dtypes_of, offsets_of
 from rl_core.columns import FIELDS
-from rl_core.workers.wire import from_arrays, to_arrays
 
 
 @st.composite
@@ -32,7 +31,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batches(), st.data())
 def test_what_arrives_is_the_selected_batch(batch, data):
     sequences = data.draw(st.lists(st.integers(0, batch.num_sequences - 1), min_size=1, max_size=8))
-    received = from_arrays(to_arrays(batch, np.array(sequences)))
+    received = Batch.from_arrays(batch.to_arrays(np.array(sequences)))
     expected = batch.select(sequences)
     assert torch.equal(received.offsets, expected.offsets)
     assert list(received) == list(expected)
@@ -43,10 +42,10 @@ def test_what_arrives_is_the_selected_batch(batch, data):
 
 def test_what_arrives_is_a_view():
     batch = Batch.from_sequences([{"tokens": [1, 2, 3]}, {"tokens": [4]}])
-    arrays = to_arrays(batch, np.array([1, 0]))
+    arrays = batch.to_arrays(np.array([1, 0]))
     for values in arrays.values():
         values.flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of what cannot be written to
-        received = from_arrays(arrays)
+        received = Batch.from_arrays(arrays)
     assert received["tokens"].data_ptr() == arrays["tokens"].ctypes.data
