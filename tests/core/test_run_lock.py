@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,24 +266,46 @@ def test_the_lock_stays_when_the_directory_is_moved_away(tmp_path: Path, is_link
     require_unused(config_of(run_dir))
 
 
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no /dev/shm is mounted here")
-def test_a_mount_point_has_its_lock_inside():
+def test_a_mount_point_has_its_lock_inside(tmp_path: Path):
     """Each container has a root of its own, where nobody else would see a file."""
-    assert run_lock._lock_file(Path("/dev/shm")) == Path("/dev/shm/.rl-lock")
-    assert run_lock._directory_of(Path("/dev/shm/.rl-lock")) == Path("/dev/shm")
-    assert run_lock._lock_file(Path("/dev/shm/run")) == Path("/dev/shm/.run.rl-lock")
+    assert os.path.ismount("/dev")
+    assert run_lock._lock_file(Path("/dev")) == Path("/dev/.rl-lock")
+    assert run_lock._directory_of(Path("/dev/.rl-lock")) == Path("/dev")
+    assert run_lock._lock_file(tmp_path / "run") == tmp_path / ".run.rl-lock"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside(tmp_path: Path):
-    run_dir = tmp_path / "above" / "run"
-    run_dir.mkdir(parents=True)
-    run_dir.parent.chmod(0o555)
-    with held_directories(config_of(run_dir)):
-        assert (run_dir / ".rl-lock").exists()
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
-            held_directories(config_of(run_dir)).__enter__()
-    assert not list(run_dir.iterdir())
+LOCKS_INSIDE = """
+import os, sys
+from pathlib import Path
+from rl_core.config import from_mapping
+from rl_core.errors import ConfigError
+from rl_core.trainer.run_lock import held_directories
+
+if os.geteuid() == 0:  # who may write everywhere
+    os.setgid(65534)
+    os.setuid(65534)
+config = from_mapping({"trainer.run_dir": sys.argv[1]})
+with held_directories(config):
+    print(*(path.name for path in Path(sys.argv[1]).iterdir()))
+    try:
+        held_directories(config).__enter__()
+    except ConfigError as error:
+        print(f"process {os.getpid()} on" in str(error))
+print(len(list(Path(sys.argv[1]).iterdir())))
+"""
+"""Holds a directory as a user without rights above it: prints what is in it, that it is held, and how much is left."""
+
+
+def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside():
+    with tempfile.TemporaryDirectory() as above:  # which the other user may enter, unlike pytest's own
+        run_dir = Path(above) / "run"
+        run_dir.mkdir()
+        run_dir.chmod(0o777)
+        Path(above).chmod(0o555)
+        command = [sys.executable, "-c", LOCKS_INSIDE, str(run_dir)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+        Path(above).chmod(0o755)
+    assert result.stdout.split() == [".rl-lock", "True", "0"], result.stderr
 
 
 def test_a_lock_file_that_cannot_be_made_is_an_error_with_the_key(tmp_path: Path):

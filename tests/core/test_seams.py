@@ -200,11 +200,15 @@ def test_what_follows_the_contract_is_taken_as_it_is(group: str, name: str):
 
 @pytest.mark.parametrize(
     ("seam", "group", "name"),
-    [(seam, group, name) for seam, group in itertools.permutations(RIGHT, 2) for name in RIGHT[group]],
+    [
+        (seam, group, name)
+        for seam, group in itertools.permutations(RIGHT, 2)
+        for name in RIGHT[group]
+        # A callable without parameters may return a recipe; `load` looks at what it returned.
+        if (seam, name) != ("rl_core.recipes", "Event")
+    ],
 )
 def test_a_plug_in_of_another_seam_is_refused(seam: str, group: str, name: str):
-    if seam == "rl_core.recipes" and name == "Event":
-        pytest.skip("a callable without parameters may return a recipe; `load` looks at what it returned")
     with pytest.raises(PluginError, match=f"^some.key: '{IDLE}:{name}' is not {SEAMS[seam].singular}: "):
         plugins.load(seam, f"{IDLE}:{name}", key="some.key")
 

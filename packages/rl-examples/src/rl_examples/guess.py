@@ -22,8 +22,8 @@ MAX_GUESSES = 4
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '=' }}{% endfor %}"
 """What the game says ends with `=`, which opens the model's turn; a guess ends with `$`."""
 
-_NUMBERS = "runs/guess/numbers.parquet"
-_START_MODEL = "runs/guess/start_model_seed${trainer.seed}"
+_NUMBERS = "runs/guess_data/numbers.parquet"
+_START_MODEL = "runs/guess_data/start_model_seed${trainer.seed}"
 
 recipe = Recipe(
     summary="a small model learns to guess a number in four turns, on two CPU cores",
