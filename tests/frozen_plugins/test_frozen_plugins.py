@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_examples.arithmetic import write_data, write_model
-from tests.third_party_backend.test_plain_ddp import COMMANDS, run
+from tests.installing import COMMANDS, installed_in, run
 
 HERE = Path(__file__).parent
 DIGESTS = {
@@ -52,10 +52,7 @@ def digest(package: Path) -> str:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which all frozen packages are installed beside everything else."""
     folder = tmp_path_factory.mktemp("frozen")
-    sources = [shutil.copytree(HERE / name, folder / "source" / name) for name in DIGESTS]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder / "installed"]
-    run([*command, *sources], dict(os.environ), folder)
-    return {**os.environ, "PYTHONPATH": str(folder / "installed")}
+    return {**os.environ, **installed_in(folder, *(HERE / name for name in DIGESTS))}
 
 
 def test_nothing_of_a_frozen_package_was_changed():
@@ -74,7 +71,7 @@ def test_a_change_of_a_frozen_package_is_seen(tmp_path: Path):
 
 @pytest.mark.slow
 def test_they_are_listed_with_their_packages_and_none_is_broken(environment: dict[str, str]):
-    printed = run([COMMANDS / "rl", "plugins"], environment)
+    printed = run([COMMANDS / "rl", "plugins"], environment, HERE)
     listed = [tuple(line.split()[:3]) for line in printed.splitlines()]
     for name, package in (
         ("plain_ddp", "plain-ddp"),

@@ -18,8 +18,9 @@ import attrs
 import pytest
 
 from rl_core.reports.jsonl import read_rows
+from tests.installing import installed_in
 from tests.learn.page import Result, record
-from tests.third_party_backend.test_plain_ddp import installed_in
+from tests.workspace.imports import ROOT
 
 pytestmark = pytest.mark.learn
 
@@ -186,7 +187,7 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
     command = [Path(sys.executable).with_name("rl"), "train", "quickstart", f"trainer.run_dir={case.name}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if case.installs_backend:
-        environment |= installed_in(tmp_path)
+        environment |= installed_in(tmp_path, ROOT / "tests" / "third_party_backend")
     subprocess.run([*command, f"trainer.seed={case.seed}", *case.overrides], cwd=directory, env=environment, check=True)
     run_dir = directory / case.name
     summary = json.loads((run_dir / "summary.json").read_text())

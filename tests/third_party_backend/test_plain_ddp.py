@@ -5,41 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rl_examples.arithmetic import write_data, write_model
+from tests.installing import COMMANDS, installed_in, run
 
 HERE = Path(__file__).parent
-COMMANDS = Path(sys.executable).parent
-
-
 GUIDE = HERE.parents[1] / "docs" / "backends.md"
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the package is installed beside everything else."""
-    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"))}
-
-
-def installed_in(folder: Path, project: Path = HERE, package: str = "plain_ddp") -> dict[str, str]:
-    """Installs a copy of a project's package there; the variables with which Python finds it."""
-    source, target = folder / "source", folder / "installed"
-    shutil.copytree(project / package, source / package)
-    shutil.copy(project / "pyproject.toml", source)
-    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, source], dict(os.environ))
-    return {"PYTHONPATH": str(target)}
-
-
-def run(command: list[str | Path], environment: dict[str, str], folder: Path = HERE) -> str:
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout[-5000:]}\n{result.stderr[-5000:]}"
-    return result.stdout
+    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 
 def test_the_guide_shows_this_package():
@@ -51,7 +32,7 @@ def test_the_guide_shows_this_package():
 
 @pytest.mark.slow
 def test_it_is_listed_with_its_package(environment: dict[str, str]):
-    assert "plain_ddp  plain-ddp 1.0" in run([COMMANDS / "rl", "plugins"], environment)
+    assert "plain_ddp  plain-ddp 1.0" in run([COMMANDS / "rl", "plugins"], environment, HERE)
 
 
 @pytest.mark.slow
@@ -65,7 +46,7 @@ def test_it_passes_the_suite_on_one_rank_and_on_two(environment: dict[str, str],
         "error",
         f"--basetemp={tmp_path / 'suite'}",
     ]
-    printed = run([sys.executable, "-m", "pytest", *options, HERE / "conformance.py"], environment)
+    printed = run([sys.executable, "-m", "pytest", *options, HERE / "conformance.py"], environment, HERE)
     assert " passed" in printed
     assert "8 skipped" in printed, "the checks of abilities that it does not have, and nothing else"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_examples.arithmetic import write_data, write_model
-from tests.third_party_backend.test_plain_ddp import COMMANDS, installed_in, run
+from tests.installing import COMMANDS, installed_in, run
 
 HERE = Path(__file__).parent
 ENGINE = "generator.inference_engine"
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the package is installed beside everything else."""
-    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE, "journal_engine")}
+    return {**os.environ, **installed_in(tmp_path_factory.mktemp("package"), HERE)}
 
 
 def refusal(arguments: list[str], environment: dict[str, str]) -> str:
@@ -48,10 +48,10 @@ def test_it_imports_nothing_but_names_that_documented_modules_promise():
 
 
 def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
-    listed = " ".join(run([COMMANDS / "rl", "plugins"], environment).split())
+    listed = " ".join(run([COMMANDS / "rl", "plugins"], environment, HERE).split())
     for name in ("journal", "short"):
         assert f"{name} journal-engine 1.0 journal_engine." in listed
-    assert "journal   (of journal-engine 1.0)" in run([COMMANDS / "rl", "--help"], environment)
+    assert "journal   (of journal-engine 1.0)" in run([COMMANDS / "rl", "--help"], environment, HERE)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_a_wrong_value_is_refused_like_one_of_the_core(environment: dict[str, st
 
 def test_its_keys_are_shown_and_documented(environment: dict[str, str]):
     keys = [f"{ENGINE}.backend=journal", f"{ENGINE}.journal_every=3", "generator.type=short"]
-    shown = run([COMMANDS / "rl", "config", "quickstart", *keys], environment)
+    shown = run([COMMANDS / "rl", "config", "quickstart", *keys], environment, HERE)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines()}
     assert rows[f"{ENGINE}.journal_every"] == "3 command line"
     assert rows[f"{ENGINE}.journal"] == '"requests.jsonl" default'
     assert rows["generator.answer_tokens"] == "2 default"
-    page = run([sys.executable, "-m", "rl_core.config.reference"], environment)
+    page = run([sys.executable, "-m", "rl_core.config.reference"], environment, HERE)
     assert (
         f"### {ENGINE}, backend=journal\n\nThe local engine, with a journal of its requests. Keys of journal-" in page
     )
@@ -114,7 +114,7 @@ def test_it_trains_the_quick_starts_model(environment: dict[str, str], tmp_path:
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
     asked = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     assert (len(asked), {request["max_tokens"] for request in asked}) == (2 * 8 * 4 // 4, {3})
-    assert run([COMMANDS / "rl", "journal", tmp_path / "run"], environment) == "16 requests\n"
+    assert run([COMMANDS / "rl", "journal", tmp_path / "run"], environment, HERE) == "16 requests\n"
     assert "there is no journal" in refusal(["journal", str(tmp_path)], environment)
     written = (tmp_path / "run" / "config.yaml").read_text()
     assert "    journal_every: 4\n" in written

@@ -1,4 +1,6 @@
-"""Each package as a user gets it: its wheel, installed by plain pip into an empty environment, with what it declares.
+"""Each package as a user gets it: its wheel, installed into an empty environment, with what it declares.
+
+uv installs in `make test`, plain pip, which takes minutes to unpack torch anew each time, in `make soak`.
 
 The workspace's overrides and editable installs do not reach these environments. Other packages come from the index, or
 from where pip is told to look (PIP_FIND_LINKS). A package joins an environment that already has another only where it
@@ -18,6 +20,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from tests.installing import find_links, uv
 from tests.workspace.imports import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,14 +46,15 @@ class Environment:
 
     folder: Path
     wheels: Path
-
-    @property
-    def pip(self) -> list[str | Path]:
-        return [sys.executable, "-m", "pip", "--python", self.folder / "bin" / "python"]
+    installer: str
+    """uv or pip."""
 
     def install(self, *requirements: str) -> None:
-        run([*self.pip, "install", "--quiet", "--no-compile", "--find-links", self.wheels, *requirements], self.folder)
-        run([*self.pip, "check"], self.folder)
+        if self.installer == "uv":
+            self._pip("install", "--quiet", f"--find-links={self.wheels}", *find_links(), *requirements)
+        else:
+            self._pip("install", "--quiet", "--no-compile", f"--find-links={self.wheels}", *requirements)
+        self._pip("check")
 
     def run(self, command: str, *args: str) -> str:
         """Output of a command of this environment; fails the test with the command's output if it fails."""
@@ -63,8 +67,13 @@ class Environment:
 
     def distributions(self) -> set[str]:
         """Names of what is installed."""
-        listed = run([*self.pip, "list", "--format=json"], self.folder)
-        return {distribution["name"] for distribution in json.loads(listed)}
+        return {distribution["name"] for distribution in json.loads(self._pip("list", "--format=json"))}
+
+    def _pip(self, command: str, *arguments: str) -> str:
+        python = self.folder / "bin" / "python"
+        if self.installer == "uv":
+            return run([uv(), "--no-config", "pip", command, f"--python={python}", *arguments], self.folder)
+        return run([sys.executable, "-m", "pip", f"--python={python}", command, *arguments], self.folder)
 
 
 def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = ()) -> str:
@@ -78,17 +87,16 @@ def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = ()) 
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheels of all packages."""
     folder = tmp_path_factory.mktemp("wheels")
-    packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, *packages], folder)
+    run([uv(), "build", "--quiet", "--wheel", "--all-packages", "--out-dir", folder], ROOT)
     return folder
 
 
-@pytest.fixture
-def environment(tmp_path: Path, wheels: Path) -> Iterator[Environment]:
+@pytest.fixture(params=["uv", pytest.param("pip", marks=pytest.mark.soak)])
+def environment(request: pytest.FixtureRequest, tmp_path: Path, wheels: Path) -> Iterator[Environment]:
     """A new environment; removed after the test, since it holds a torch."""
     folder = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", folder], tmp_path)
-    yield Environment(folder, wheels)
+    yield Environment(folder, wheels, request.param)
     shutil.rmtree(folder)
 
 

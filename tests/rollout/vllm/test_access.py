@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import RLError, WeightSyncError
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.receivers import installed_receivers, receiver_of
+from rl_rollout.vllm import wire
 from rl_rollout.vllm.connection import Connection, open_session
 from tests.rollout.vllm.other_transport import other
 from tests.rollout.vllm.servers import TOKENS, RunningServer, connect, publish, request
@@ -205,3 +207,47 @@ async def test_an_error_names_no_path_but_those_of_its_request(dense_server: Run
         assert "12" not in error
     assert "DIRECTORY/missing.bucket cannot be read" in await refused(described.format("DIRECTORY/missing.bucket"))
     assert await answer_of(dense_server, "health", {}) == ""
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+async def status_and_answer(server: RunningServer, path: str, body: bytes) -> tuple[int, str]:
+    headers = {"Authorization": f"Bearer {TOKENS.control}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers) as session, session.post(server.url + path, data=body) as answer:
+        return answer.status, (await answer.read()).decode(errors="replace")
+
+
+async def test_a_body_that_a_route_does_not_take_is_refused_and_the_server_goes_on(dense_server: RunningServer):
+    """`max_tokens=2.5` once reached the engine's core, whose input thread died of it."""
+    whole = wire.decode(wire.request_body(request("never-sampled", max_tokens=3)))
+    for method, body, named in [
+        ("generate", wire.encode({**whole, "params": {**whole["params"], "max_tokens": 2.5}}), "max_tokens"),
+        ("generate", wire.encode({**whole, "num_samples": 0}), "num_samples"),
+        ("generate", wire.encode([1, 2]), "object"),
+        ("generate", b"\xc1 is no MessagePack", "malformed"),
+        ("generate", b"", "missing required field"),
+        ("pause", wire.encode({"mode": "for ever"}), "for ever"),
+        ("sleep", wire.encode({"level": 3}), "3"),
+        ("update_weights", wire.encode({"receiver": "x"}), "missing required field"),
+        ("score", wire.encode({"sequences": [b"123"], "adapter": None}), "buffer size"),
+    ]:
+        status, answer = await status_and_answer(dense_server, f"/rl/{method}", body)
+        assert status == 400, (method, answer)
+        assert named in answer, (method, answer)
+    client = await connect(dense_server)
+    (completion,) = await client.generate(request("after-wrong-bodies", max_tokens=3, ignore_eos=True))
+    assert len(completion.tokens) == 3
+    await client.close()
+
+
+async def test_what_vllm_refuses_stays_the_callers_fault(dense_server: RunningServer):
+    for asked, named in [
+        ({"model": "policy", "prompt": "12", "max_tokens": 2.5}, "max_tokens"),
+        ({"model": "policy", "prompt": "12", "max_tokens": 3, "temperature": -1}, "temperature"),
+        ({"model": "unknown", "prompt": "12", "max_tokens": 3}, "unknown"),
+        ({"model": "policy", "prompt": "1" * 1000, "max_tokens": 3}, "length"),
+    ]:
+        status, answer = await status_and_answer(dense_server, "/v1/completions", json.dumps(asked).encode())
+        assert 400 <= status < 500, (asked, answer)
+        assert named in answer, (asked, answer)

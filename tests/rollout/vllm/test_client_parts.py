@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import attrs
+import msgspec
 import numpy as np
 import pytest
 
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
 from rl_rollout.local.plugin import local
-from rl_rollout.vllm import wire
+from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.launch import cpu_environment
@@ -45,7 +47,8 @@ def test_requests_completions_and_manifests_survive_the_wire():
         routed_experts=routed,
     )
     empty = Completion(tokens=(), logprobs=(), policy_versions=(), stop_reason="abort")
-    assert wire.request_of(wire.request_body(REQUEST)) == REQUEST
+    body = msgspec.msgpack.decode(wire.request_body(REQUEST), type=bodies.GenerateBody)
+    assert body.request() == REQUEST
     first, second = wire.completions_of(wire.completions_body([whole, empty]))
     assert attrs.evolve(first, routed_experts=None) == attrs.evolve(whole, routed_experts=None)
     assert first.routed_experts is not None
@@ -54,6 +57,52 @@ def test_requests_completions_and_manifests_survive_the_wire():
     assert second == empty
     manifest = Manifest(version=3, tensors={"w": TensorRecord(shape=(2, 3), dtype="bfloat16", checksum=2**32 - 1)})
     assert wire.manifest_of(wire.decode(wire.encode(wire.manifest_record(manifest)))) == manifest
+
+
+WRONG_FIELDS = [
+    {"params": {"max_tokens": 2.5}},
+    {"params": {"max_tokens": 0}},
+    {"params": {"max_tokens": 2**31}},
+    {"params": {"max_tokens": True}},
+    {"params": {"temperature": -0.1}},
+    {"params": {"temperature": math.inf}},
+    {"params": {"temperature": math.nan}},
+    {"params": {"top_p": 0.0}},
+    {"params": {"top_k": -2}},
+    {"params": {"min_p": 1.5}},
+    {"params": {"stop": "ab"}},
+    {"params": {"stop": [""]}},
+    {"params": {"stop_token_ids": [-1]}},
+    {"params": {"unknown": 1}},
+    {"params": None},
+    {"sample_id": ""},
+    {"sample_id": 7},
+    {"prompt_tokens": [1, 2]},
+    {"prompt_tokens": b"12345"},
+    {"seed": 1.5},
+    {"num_samples": 0},
+    {"num_samples": -1},
+    {"num_samples": bodies.MAX_SAMPLES + 1},
+    {"session_id": ["user"]},
+    {"unknown": 1},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
+def test_a_request_with_a_field_of_another_type_or_range_is_refused(wrong: dict[str, Any]):
+    record = wire.decode(wire.request_body(REQUEST))
+    for name, value in wrong.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=r"at `\$|unknown field|buffer size"):
+        msgspec.msgpack.decode(wire.encode(record), type=bodies.GenerateBody).request()
+
+
+def test_a_request_that_lacks_a_field_is_refused():
+    record = wire.decode(wire.request_body(REQUEST))
+    for name in record:
+        lacking = {other: value for other, value in record.items() if other != name}
+        with pytest.raises(msgspec.ValidationError, match=f"missing required field `{name}`"):
+            msgspec.msgpack.decode(wire.encode(lacking), type=bodies.GenerateBody)
 
 
 def test_routed_experts_cost_one_byte_each():

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rl_core.errors import GenerationError, RLError, WeightSyncError
-from rl_rollout.vllm import wire
+from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.error_texts import without_other_paths
 from rl_rollout.vllm.served_engine import ServedEngine, Unavailable
 from rl_rollout.vllm.tokens import Tokens, is_for_agents
 
+_EMPTY = wire.encode({})
 STATUS_REFUSED = 400
 STATUS_BAD_WEIGHTS = 409
 STATUS_FAULT = 500
@@ -32,86 +34,105 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIAp
 
     Wrapped from outside: vLLM's `build_app` has closed the list of middleware.
     """
-    calls = Calls()
+    handlers = Handlers(engine)
     router = APIRouter(prefix="/rl")
-    boot_id = uuid.uuid4().hex
+    for name, (body_type, handle) in ROUTES.items():
+        router.add_api_route(f"/{name}", _answering(handlers, handle, body_type), methods=["POST"])
+    app.include_router(router)
+    return _RequireToken(_OnlyGoodWeights(app, engine), tokens)
 
-    def route(path: str, handle: Callable[[Any], Awaitable[Any]]) -> None:
-        async def answer(request: Request) -> Response:
-            body = await request.body()
-            try:
-                return Response(
-                    wire.encode(await handle(wire.decode(body) if body else {})), media_type=wire.MEDIA_TYPE
-                )
-            except Exception as error:
-                return _failed(error, body)
 
-        router.add_api_route(path, answer, methods=["POST"])
+class Handlers:
+    """What each route does. A result is plain data, or bytes where it was encoded once for all who ask for it."""
 
-    @router.post("/generate")
-    async def generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        body = await request.body()
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self._calls = Calls()
+        self._boot_id = uuid.uuid4().hex
+
+    async def generate(self, asked: bodies.GenerateBody) -> bytes:
+        request = asked.request()
 
         async def compute() -> bytes:
-            return wire.completions_body(await engine.generate(generate_request))
+            return wire.completions_body(await self._engine.generate(request))
 
+        return await self._calls.answer(request.sample_id, wire.request_body(request), compute)
+
+    async def score(self, asked: bodies.ScoreBody) -> list[list[bytes]]:
+        by_engine = await self._engine.score(wire.sequences_of(asked.sequences), asked.adapter)
+        return [wire.float_lists_record(logprobs) for logprobs in by_engine]
+
+    async def load_adapter(self, asked: bodies.AdapterBody) -> None:
+        await self._engine.load_adapter(asked.name, asked.path)
+
+    async def cancel(self, asked: bodies.SamplesBody) -> None:
+        self._calls.cancel(asked.sample_ids)
+
+    async def abort(self, asked: bodies.AbortBody) -> list[str]:
+        return await self._engine.abort(asked.sample_ids)
+
+    async def pause(self, asked: bodies.PauseBody) -> None:
+        await self._engine.pause(asked.mode)
+
+    async def resume(self, asked: bodies.Body) -> None:
+        await self._engine.resume()
+
+    async def update_weights(self, asked: bodies.UpdateBody) -> Any:
+        return await self._engine.update_weights(
+            asked.receiver, asked.data, asked.version, adapter=asked.adapter, timeout_s=asked.timeout_s
+        )
+
+    async def sleep(self, asked: bodies.SleepBody) -> None:
+        await self._engine.sleep(asked.level)
+
+    async def wake(self, asked: bodies.WakeBody) -> None:
+        await self._engine.wake(asked.tags)
+
+    async def health(self, asked: bodies.Body) -> dict[str, Any]:
+        await self._engine.check()
+        return {
+            "boot_id": self._boot_id,
+            "pid": os.getpid(),
+            "version": self._engine.version,
+            "quarantine": self._engine.quarantine,
+            "vocab_size": self._engine.vocab_size,
+            "num_workers": self._engine.num_workers,
+            "num_running": self._engine.num_running,
+            "num_waiting": self._engine.num_waiting,
+        }
+
+
+ROUTES: Mapping[str, tuple[type[bodies.Body], Callable[..., Awaitable[Any]]]] = {
+    "generate": (bodies.GenerateBody, Handlers.generate),
+    "score": (bodies.ScoreBody, Handlers.score),
+    "load_adapter": (bodies.AdapterBody, Handlers.load_adapter),
+    "cancel": (bodies.SamplesBody, Handlers.cancel),
+    "abort": (bodies.AbortBody, Handlers.abort),
+    "pause": (bodies.PauseBody, Handlers.pause),
+    "resume": (bodies.Body, Handlers.resume),
+    "update_weights": (bodies.UpdateBody, Handlers.update_weights),
+    "sleep": (bodies.SleepBody, Handlers.sleep),
+    "wake": (bodies.WakeBody, Handlers.wake),
+    "health": (bodies.Body, Handlers.health),
+}
+"""By path under /rl: what a request brings, and who answers it."""
+
+
+def _answering(
+    handlers: Handlers, handle: Callable[..., Awaitable[Any]], body_type: type[bodies.Body]
+) -> Callable[[Request], Awaitable[Response]]:
+    decode = msgspec.msgpack.Decoder(body_type).decode
+
+    async def answer(request: Request) -> Response:
+        body = await request.body()
         try:
-            generate_request = wire.request_of(body)
-            return Response(await calls.answer(generate_request.sample_id, body, compute), media_type=wire.MEDIA_TYPE)
+            result = await handle(handlers, decode(body or _EMPTY))
+            content = result if isinstance(result, bytes) else wire.encode(result)
+            return Response(content, media_type=wire.MEDIA_TYPE)
         except Exception as error:
             return _failed(error, body)
 
-    async def score(asked: Any) -> list[list[bytes]]:
-        by_engine = await engine.score(wire.sequences_of(asked["sequences"]), asked["adapter"])
-        return [wire.float_lists_record(logprobs) for logprobs in by_engine]
-
-    async def load_adapter(asked: Any) -> None:
-        await engine.load_adapter(asked["name"], asked["path"])
-
-    async def cancel(asked: Any) -> None:
-        calls.cancel(asked["sample_ids"])
-
-    async def abort(asked: Any) -> list[str]:
-        return await engine.abort(asked["sample_ids"])
-
-    async def pause(asked: Any) -> None:
-        await engine.pause(asked["mode"])
-
-    async def resume(asked: Any) -> None:
-        await engine.resume()
-
-    async def update_weights(asked: Any) -> Any:
-        return await engine.update_weights(
-            asked["receiver"],
-            asked["data"],
-            asked["version"],
-            adapter=asked["adapter"],
-            timeout_s=asked["timeout_s"],
-        )
-
-    async def sleep(asked: Any) -> None:
-        await engine.sleep(asked["level"])
-
-    async def wake(asked: Any) -> None:
-        await engine.wake(asked["tags"])
-
-    async def health(asked: Any) -> dict[str, Any]:
-        await engine.check()
-        return {
-            "boot_id": boot_id,
-            "pid": os.getpid(),
-            "version": engine.version,
-            "quarantine": engine.quarantine,
-            "vocab_size": engine.vocab_size,
-            "num_workers": engine.num_workers,
-            "num_running": engine.num_running,
-            "num_waiting": engine.num_waiting,
-        }
-
-    for handle in (score, load_adapter, cancel, abort, pause, resume, update_weights, sleep, wake, health):
-        route(f"/{handle.__name__}", handle)
-    app.include_router(router)
-    return _RequireToken(_OnlyGoodWeights(app, engine), tokens)
+    return answer
 
 
 def _failed(error: Exception, body: bytes) -> Response:

@@ -18,7 +18,6 @@ from rl_core.interfaces import (
     Completion,
     GenerateRequest,
     Manifest,
-    SamplingParams,
     TensorRecord,
 )
 
@@ -29,21 +28,11 @@ decode = msgspec.msgpack.Decoder().decode
 
 
 def request_body(request: GenerateRequest) -> bytes:
-    """A request as bytes; the same request always gives the same bytes."""
+    """A request as bytes, which `bodies.GenerateBody` takes."""
     record = attrs.asdict(request, recurse=False)
     record["prompt_tokens"] = np.asarray(request.prompt_tokens, dtype="<i4").tobytes()
     record["params"] = attrs.asdict(request.params)
     return encode(record)
-
-
-def request_of(body: bytes) -> GenerateRequest:
-    """The request of `request_body`."""
-    record = decode(body)
-    record["prompt_tokens"] = tuple(np.frombuffer(record["prompt_tokens"], dtype="<i4").tolist())
-    params = record["params"]
-    tuples = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
-    record["params"] = SamplingParams(**{**params, **tuples})
-    return GenerateRequest(**record)
 
 
 def completions_body(completions: Iterable[Completion]) -> bytes:

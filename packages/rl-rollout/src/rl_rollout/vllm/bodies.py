@@ -1,0 +1,120 @@
+"""What the routes under /rl take, field by field: a body of another shape, type or range is refused before it reaches
+the engine, whose input thread dies of some."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from rl_core.interfaces import GenerateRequest, SamplingParams
+
+MAX_SAMPLES = 4096
+"""Of one request."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(gt=0, le=7 * 24 * 3600)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Nothing: the body of a route without arguments."""
+
+
+class Sampling(Body):
+    """See `SamplingParams`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    temperature: Annotated[float, Meta(ge=0)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)]
+    min_p: Annotated[float, Meta(ge=0, le=1)]
+    stop: list[Name]
+    stop_token_ids: list[Count]
+    ignore_eos: bool
+
+    def __post_init__(self) -> None:
+        if math.isinf(self.temperature):
+            raise ValueError("expected a finite temperature")
+
+
+class GenerateBody(Body):
+    """See `GenerateRequest`."""
+
+    sample_id: Name
+    prompt_tokens: bytes
+    """int32, little-endian."""
+    params: Sampling
+    seed: int
+    num_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
+    session_id: Name | None
+
+    def request(self) -> GenerateRequest:
+        """As the engine takes it. Raises ValueError: bytes that are no int32."""
+        params = msgspec.structs.asdict(self.params)
+        tuples = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
+        return GenerateRequest(
+            sample_id=self.sample_id,
+            prompt_tokens=tuple(np.frombuffer(self.prompt_tokens, dtype="<i4").tolist()),
+            params=SamplingParams(**{**params, **tuples}),
+            seed=self.seed,
+            num_samples=self.num_samples,
+            session_id=self.session_id,
+        )
+
+
+class ScoreBody(Body):
+    """Sequences of int32 token ids; with the policy or with the adapter of this name."""
+
+    sequences: Annotated[list[bytes], Meta(max_length=MAX_SAMPLES)]
+    adapter: Name | None
+
+
+class AdapterBody(Body):
+    """An adapter in a directory of the server's machine."""
+
+    name: Name
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class SamplesBody(Body):
+    """Requests by id."""
+
+    sample_ids: list[Name]
+
+
+class AbortBody(Body):
+    """As `SamplesBody`; None: all."""
+
+    sample_ids: list[Name] | None
+
+
+class PauseBody(Body):
+    """See `InferenceClient.pause`."""
+
+    mode: Literal["keep", "abort", "wait"]
+
+
+class UpdateBody(Body):
+    """See `Rendezvous`."""
+
+    receiver: str
+    data: dict[str, Any]
+    adapter: dict[str, Any] | None
+    version: Count
+    timeout_s: Seconds
+
+
+class SleepBody(Body):
+    """1 keeps the weights in host memory, 2 drops them."""
+
+    level: Literal[1, 2]
+
+
+class WakeBody(Body):
+    """The memory to take; None: all."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None

@@ -1,0 +1,40 @@
+"""Packages that are no part of this environment, installed for a test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.workspace.imports import ROOT
+
+COMMANDS = Path(sys.executable).parent
+
+
+def uv() -> str | Path:
+    """The one that `make setup` used."""
+    return shutil.which("uv") or next(ROOT.glob(".tools/uv-*/bin/uv"))
+
+
+def find_links() -> list[str]:
+    """Where pip is told to look, as arguments for uv."""
+    return [f"--find-links={place}" for place in os.environ.get("PIP_FIND_LINKS", "").split()]
+
+
+def installed_in(folder: Path, *projects: Path) -> dict[str, str]:
+    """Installs copies of the projects there, beside everything else; the variables with which Python finds them."""
+    left_out = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    sources = [shutil.copytree(project, folder / "source" / project.name, ignore=left_out) for project in projects]
+    target = folder / "installed"
+    command = [uv(), "--no-config", "pip", "install", "--quiet", "--no-deps", f"--python={sys.executable}"]
+    run([*command, *find_links(), f"--target={target}", *sources], dict(os.environ), folder)
+    return {"PYTHONPATH": str(target)}
+
+
+def run(command: list[str | Path], environment: dict[str, str], folder: Path) -> str:
+    """Output of a command; fails the test with the end of all that it wrote if it fails."""
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout[-5000:]}\n{result.stderr[-5000:]}"
+    return result.stdout
