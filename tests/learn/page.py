@@ -19,8 +19,10 @@ Made by `make learn` (`tests/learn/`) from `docs/learning.jsonl`. Do not edit.
 
 Each row is the quick start (`rl train quickstart`) with the named settings, run once on two CPU cores: greedy accuracy
 on 1,000 held-out problems before and after, and the time of all steps and evaluations. Times are those of the machine
-and of whoever else used it; accuracies of one seed repeat exactly on one machine. `one_file` is
-`python -m rl_examples.one_file`: the same task, start and settings in a loop of its own.
+and of whoever else used it. Accuracies of one seed repeat exactly on one machine; on another processor the warm start
+ends elsewhere, so seed 0 begins at 0.177 in some rows and at 0.234 in others. `one_file` is
+`python -m rl_examples.one_file`: the same task, start and settings in a loop of its own. The backend of
+`third_party_2_ranks` is installed for its run from `tests/third_party_backend`.
 
 ![Held-out accuracy against the step, one curve per case](learning.png)
 

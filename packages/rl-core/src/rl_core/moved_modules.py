@@ -23,6 +23,7 @@ MOVED = {
     "rl_core.model_shape": "rl_core.rank_kit.model_shapes",
     "rl_core.routes": "rl_core.rank_kit.route_checks",
     "rl_core.state_files": "rl_core.rank_kit.state_files",
+    "rl_core.trainer.callbacks": "rl_core.interfaces.runs",
     "rl_core.weights": "rl_core.rank_kit.weight_buckets",
     "rl_core.workers.objective": "rl_core.rank_kit.objectives",
     "rl_core.workers.schedule": "rl_core.rank_kit.learning_rates",

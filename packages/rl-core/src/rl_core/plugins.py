@@ -41,8 +41,12 @@ _PACKAGES = {
     ("rl_core.inference", "vllm"): "rl-rollout",
     ("rl_core.generators", "environment"): "rl-rollout",
     ("rl_core.weight_transports", "files"): "rl-rollout",
+    ("rl_core.weight_transports", "broadcast"): "rl-rollout",
+    ("rl_core.weight_transports", "shared_memory"): "rl-rollout",
+    ("rl_core.weight_transports", "cuda_ipc"): "rl-rollout",
     ("rl_core.recipes", "quickstart"): "rl-examples",
     ("rl_core.recipes", "gsm8k"): "rl-examples",
+    ("rl_core.recipes", "guess"): "rl-examples",
 }
 
 

@@ -1,4 +1,4 @@
-"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in about two minutes.
+"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in a few minutes.
 
 What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training
 problems,

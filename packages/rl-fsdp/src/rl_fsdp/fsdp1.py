@@ -33,7 +33,7 @@ _SCORER = "model."
 
 def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: bool) -> Fsdp1Shards:
     """As `sharding.shard`."""
-    require_same_structure(scorer, ranks)
+    require_same_structure(scorer)
     is_hybrid = ranks.shards.ndim > 1
     strategy = {
         (False, True): ShardingStrategy.FULL_SHARD,

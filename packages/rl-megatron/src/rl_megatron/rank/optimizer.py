@@ -46,7 +46,8 @@ class Optimizer:
             "adam_beta2": self.config.adam_betas[1],
             "adam_eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
-            "clip_grad": self.config.max_grad_norm,
+            # `_clip` clips: Megatron would only in `step`, which is not called.
+            "clip_grad": 0.0,
             "decoupled_weight_decay": True,
             "use_distributed_optimizer": True,
             "bf16": spec.bf16,

@@ -21,7 +21,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Logits worked on at a time: the float64 sums of a whole batch over a large vocabulary would need gigabytes."""
 
-KNOBS = ("temperature", "top_k", "top_p", "min_p")
 """The per-row numbers that `draw` reads, by field of `SamplingParams`."""
 
 
@@ -49,7 +48,7 @@ def _splitmix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def knob_array(params: Sequence[SamplingParams]) -> npt.NDArray[np.float32]:
-    """[B, 4], the columns of `KNOBS`."""
+    """[B, 4]: temperature, top_k, top_p, min_p."""
     return np.array([[p.temperature, p.top_k, p.top_p, p.min_p] for p in params], dtype=np.float32).reshape(-1, 4)
 
 

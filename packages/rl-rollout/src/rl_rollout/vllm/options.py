@@ -30,7 +30,7 @@ class VLLMOptions:
     enforce_eager: bool | None = None
     """No compilation, no CUDA graphs. None: compiled on GPUs, eager on CPUs."""
     gpu_memory_utilization: float = attrs.field(default=0.8, validator=between(0, 1))
-    """Part of a GPU's memory that an engine takes."""
+    """Part of a GPU's memory that an engine takes; without a GPU it means nothing."""
     served_model_name: str | None = None
     """The model's name in the OpenAI API; None: `trainer.policy.model.path`."""
     fully_sharded_loras: bool = False

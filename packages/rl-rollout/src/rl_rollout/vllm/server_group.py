@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _remote: Any = ray.remote
 _ACTOR = _remote(max_restarts=0, max_task_retries=0)(VLLMServerActor)
-_PID_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 
 
