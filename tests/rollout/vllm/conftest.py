@@ -1,12 +1,14 @@
-"""One server per kind of model for the whole test run: it starts in about a minute."""
+"""One server per kind of model for the whole test run: they start in about a minute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
+from rl_core.interfaces import EngineSpec
 from tests.rollout.vllm.servers import RunningServer, make_spec, start_servers, stop_servers, write_model
 
 
@@ -21,32 +23,50 @@ def ray_for_servers() -> Iterator[None]:
     ray.shutdown()
 
 
+def _dense(directory: Path) -> EngineSpec:
+    transport = "tests.rollout.vllm.other_transport:other"
+    return make_spec(write_model(directory / "model"), directory, weight_sync_backend=transport)
+
+
+def _moe(directory: Path) -> EngineSpec:
+    return make_spec(write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True)
+
+
+def _adapter(directory: Path) -> EngineSpec:
+    lora = {"rank": 4, "merge_lora": False, "max_loras": 2}
+    return make_spec(write_model(directory / "model"), directory, lora=lora)
+
+
+_SPECS = {"dense_server": _dense, "moe_server": _moe, "adapter_server": _adapter}
+"""By the fixture's name."""
+
+
 @pytest.fixture(scope="session")
-def dense_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def shared_servers(
+    request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RunningServer]]:
+    """Those that this run's tests ask for, started at once: one alone leaves a core idle."""
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    names = [name for name in _SPECS if name in asked]
+    running = start_servers(*(_SPECS[name](tmp_path_factory.mktemp(name)) for name in names))
+    yield dict(zip(names, running, strict=True))
+    stop_servers(running)
+
+
+@pytest.fixture(scope="session")
+def dense_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
     """Serves a tiny Qwen3 in float32; its run's transport is no installed one. Tests may publish weights, by any
     transport; each brings its own first."""
-    directory = tmp_path_factory.mktemp("dense")
-    transport = "tests.rollout.vllm.other_transport:other"
-    running = start_servers(make_spec(write_model(directory / "model"), directory, weight_sync_backend=transport))
-    yield running[0]
-    stop_servers(running)
+    return shared_servers["dense_server"]
 
 
 @pytest.fixture(scope="session")
-def moe_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def moe_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
     """Serves a tiny Qwen3-MoE (8 experts, 2 per token) in float32 and returns routed experts."""
-    directory = tmp_path_factory.mktemp("moe")
-    spec = make_spec(write_model(directory / "model", num_experts=8), directory, enable_return_routed_experts=True)
-    running = start_servers(spec)
-    yield running[0]
-    stop_servers(running)
+    return shared_servers["moe_server"]
 
 
 @pytest.fixture(scope="session")
-def adapter_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def adapter_server(shared_servers: dict[str, RunningServer]) -> RunningServer:
     """Serves adapters, two of them in a batch, over the frozen weights of a tiny Qwen3 in float32."""
-    directory = tmp_path_factory.mktemp("adapters")
-    lora = {"rank": 4, "merge_lora": False, "max_loras": 2}
-    running = start_servers(make_spec(write_model(directory / "model"), directory, lora=lora))
-    yield running[0]
-    stop_servers(running)
+    return shared_servers["adapter_server"]
