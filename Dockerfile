@@ -10,9 +10,9 @@ RUN python3 -m venv /venv
 ENV PATH=/venv/bin:$PATH CUDA_DEVICE_MAX_CONNECTIONS=1
 
 WORKDIR /src
+# The locks first, so that a change of the code does not compile the kernels again.
+COPY requirements-cu13.lock requirements-cu13-kernels.lock ./
+RUN pip install --no-deps --require-hashes -r requirements-cu13.lock
+RUN pip install --no-deps --require-hashes --no-build-isolation -r requirements-cu13-kernels.lock
 COPY . .
-RUN pip install wheel setuptools ninja packaging pybind11
-RUN pip wheel --no-deps -w dist packages/rl-core packages/rl-fsdp packages/rl-megatron packages/rl-rollout packages/rl-examples
-RUN pip install --find-links dist -c constraints.txt 'rl-core[ray]' rl-fsdp rl-megatron 'rl-rollout[vllm]' rl-examples
-RUN pip install --no-deps megatron-bridge==0.3.1
-RUN pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]>=2.10,<2.12" flash-attn==2.8.3
+RUN pip install --no-deps --no-build-isolation packages/rl-core packages/rl-fsdp packages/rl-megatron packages/rl-rollout packages/rl-examples

@@ -37,7 +37,7 @@ PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test check learn soak bench docs public-api constraints parity clean
+.PHONY: help setup quickstart real-model test check learn soak bench docs public-api constraints release parity gpu gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,10 @@ setup: $(READY)  ## install everything into .venv
 
 quickstart: $(QUICKSTART_READY)  ## teach a small model to add, in minutes, into runs/quickstart (SEED=n, ARGS="key.path=value …")
 	$(RUN)rl train quickstart trainer.seed=$(SEED) trainer.run_dir=runs/quickstart $(ARGS)
+
+# The tests and the recipe `smollm2` make it too, where it is missing.
+real-model: $(READY)  ## make the pretrained model of tests/real_model, once, in runs/models/smollm2
+	$(RUN)python -m rl_examples.smollm2_model runs/models/smollm2
 
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
 ifeq ($(ARGS),)
@@ -87,6 +91,7 @@ bench: $(READY)  ## measure: ratios, taken within one run
 	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(RUN)python $$benchmark $(ARGS); done
 
 docs: $(READY)  ## write the generated pages of docs/ again
+	$(RUN)python -m tools.key_table
 	$(RUN)python -m rl_core.config.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(RUN)python -m tools.megatron_page > docs/megatron.md.new
@@ -94,18 +99,33 @@ docs: $(READY)  ## write the generated pages of docs/ again
 
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
 	rm -rf .parity
-	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) -m "not gpu" tests/fsdp/test_conformance.py tests/megatron/test_conformance.py
+	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) -m "not gpu" tests/fsdp/test_conformance.py tests/deepspeed/test_conformance.py \
+	  tests/megatron/test_conformance.py
+	RL_PARITY_DIR=.parity $(RUN)python -m pytest -m "not gpu" tests/real_model/test_bfloat16.py \
+	  tests/rollout/vllm/test_real_model.py tests/rollout/vllm/test_router_replay.py
 	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md
 
 public-api: $(READY)  ## write tests/workspace/public_api.txt again, after a public name changed on purpose
 	$(RUN)python -m tests.workspace.public_api
 
-# From the index alone (no site's wheels), so no version carries a local label. The environment markers say the same on every
-# line and go; a package with two versions keeps the Python version that tells them apart.
-constraints: $(READY)  ## write constraints.txt again, after a dependency changed
-	env -u UV_FIND_LINKS $(UV) pip compile --quiet packages/*/pyproject.toml --all-extras --universal --python-version 3.11 \
-	  --no-emit-index-url --no-header --no-annotate $(patsubst packages/%/,--no-emit-package %,$(wildcard packages/*/)) \
-	  | sed -E "s/ ; .*(python_full_version [<=]+ '3\.12[^']*').*/ ; \1/; t; s/ ;.*//" > constraints.txt
+constraints: $(READY)  ## write constraints.txt and the lock files again, after a dependency changed
+	$(RUN)python -m tools.locks $(shell command -v $(UV))
+
+release: $(READY)  ## build wheels and source distributions of all packages in dist/, check and try them: docs/releasing.md
+	rm -rf dist
+	$(UV) build --quiet --all-packages --out-dir dist
+	$(RUN)python -m tools.release dist
+	RL_DIST=$(CURDIR)/dist $(RUN)python -m pytest tests/workspace/test_wheels.py
+
+gpu: $(READY)  ## run the tests that need a GPU, or say that none could run: docs/first_gpu_run.md
+	@$(VENV)/bin/python -c 'import sys, torch; torch.cuda.is_available() or \
+	  sys.exit(f"no test ran: torch {torch.__version__} finds no CUDA device (make gpu runs the tests marked gpu)")'
+	$(RUN)python -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests) $(ARGS)
+
+# What only a GPU machine runs, as far as it can be checked without one.
+gpu-check: $(READY)  ## check names of vLLM and Megatron in their GPU wheels, and that the versions of the GPU locks fit each other
+	rm -rf .tools/gpu-wheels
+	$(RUN)python -m tools.gpu_check --fetch --resolve $(shell command -v $(UV)) .tools/gpu-wheels
 
 clean:  ## remove what set-up and tests made; runs/ stays
 	rm -rf $(VENV) .tools .pytest_cache .ruff_cache .hypothesis uv.lock

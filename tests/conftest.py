@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import hypothesis
 
@@ -12,6 +14,8 @@ os.environ["MPLBACKEND"] = "agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # No test reads the network: a model or data set that is not here is made here.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What was proved of a model holds for the next test, and no test writes into the home folder.
+os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "rl"))
 # Ray otherwise switches token authentication on and writes a token into the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Ray then listens on loopback alone, on Linux too.
@@ -20,3 +24,16 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("reproducible")
+
+
+def pytest_report_header() -> str:
+    """What the numbers of a run depend on."""
+    try:
+        cpu = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    except (OSError, ValueError):
+        return f"cpu: {platform.processor()}"
+    facts = {name.strip(): value.strip() for name, value in cpu.items()}
+    sets = [
+        flag for flag in facts.get("flags", "").split() if flag.startswith(("avx2", "avx512_bf16", "avx512f", "amx"))
+    ]
+    return f"cpu: {facts.get('model name', 'unknown')} × {os.cpu_count()}, {' '.join(sets)}"

@@ -5,6 +5,7 @@ A module of its own: the processes of several ranks import it by name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,61 @@ class PlainWorker(ReferenceWorker):
             write(directory)
         if dist.is_initialized():
             dist.barrier()
+
+
+@attrs.frozen(kw_only=True)
+class ProvingBackend(PlainBackend):
+    """A backend that says of itself that its model code is its own."""
+
+    def proof_basis(self, spec: WorkerSpec) -> dict[str, Any]:
+        return {"worker": repr(self.worker_class)}
+
+    def proof_obstacle(self) -> str | None:
+        return None
+
+    def proof_worker(self, spec: WorkerSpec) -> Worker:
+        return self.worker_class(spec, RankInfo())
+
+
+class TakesAnotherEps(PlainWorker):
+    """In one norm of each layer, and by as little as some models differ in it."""
+
+    def __init__(self, spec, rank):
+        super().__init__(spec, rank)
+        for name, module in self.model.named_modules():
+            if name.endswith("k_norm"):
+                module.variance_epsilon *= 2
+
+
+class RotatesSlowly(PlainWorker):
+    """The slowest of the rotary frequencies is another, which short sequences hardly show."""
+
+    def __init__(self, spec, rank):
+        super().__init__(spec, rank)
+        self.model.model.rotary_emb.inv_freq[-1] *= 0.5
+
+
+class SendsNoGradientToABias(PlainWorker):
+    """Log-probs are right."""
+
+    def gradients(self):
+        gradients = super().gradients()
+        return {name: 0 * g if name.endswith("k_norm.weight") else g for name, g in gradients.items()}
+
+
+class KnowsAWeightByAnotherName(PlainWorker):
+    def gradients(self):
+        return {name.replace("k_norm", "key_norm"): gradient for name, gradient in super().gradients().items()}
+
+
+class CannotBuildIt(PlainWorker):
+    def __init__(self, spec, rank):
+        raise KeyError("no such layer")
+
+
+class Dies(PlainWorker):
+    def __init__(self, spec, rank):
+        os._exit(7)
 
 
 class RoutedWorker(PlainWorker):

@@ -4,6 +4,7 @@ an environment that only wait and record.
 `ScriptedRun.events` lists what happened, in order, `timeline` the same with virtual seconds:
 
     start 3 at 1     group 3 is started, at policy version 1          finish 3, drop 3    it can be trained on, or not
+    greedy 3 at 1    its greedy answer is
     take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 begins to
     pause, send 2, serve 2    a weight sync of version 2              published 2         groups are started with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
@@ -46,6 +47,9 @@ class Play:
     """One per sample; None: the sample fails."""
     error: Exception | None = None
     """The generator raises it, after `seconds`."""
+    greedy: float | None = 0.5
+    """The greedy answer's reward; None: it fails."""
+    greedy_seconds: float = 4.0
 
 
 @attrs.frozen(kw_only=True)
@@ -69,9 +73,11 @@ class Script:
     """What a callback asks for at the end of a step."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of `LoopSettings`."""
+    plays_greedy: bool = False
     drop_zero_variance: bool = False
     max_dropped_groups: int = 4
     min_replace_ratio: float | None = None
+    max_failure_rate: float = 1.0
 
 
 class EventLog:
@@ -195,7 +201,12 @@ class ScriptedGenerator:
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
         play = self._play(request.group_id)
-        if self._log:
+        if request.params.temperature == 0.0:
+            assert request.num_samples == 1
+            play = attrs.evolve(play, rewards=(play.greedy,), seconds=play.greedy_seconds)
+            if self._log:
+                self._log(f"greedy {request.group_id} at {request.start_version}")
+        elif self._log:
             self._log(f"start {request.group_id} at {request.start_version}")
         self._engine.num_under_way += 1
         try:
@@ -224,6 +235,7 @@ class ScriptedGenerator:
             response_text="",
             start_version=request.start_version,
             failure="OSError: gone" if reward is None else None,
+            failure_kind="OSError",
         )
 
 
@@ -257,7 +269,8 @@ class ScriptedPolicy:
         return asyncio.get_running_loop().time() >= self._saved_at
 
     async def save_model(self, directory: Path) -> None:
-        self._log(f"export {int(directory.name.removeprefix('step_'))}")
+        directory.mkdir(parents=True)
+        self._log(f"export {int(directory.name.removeprefix('step_').removesuffix('.partial'))}")
 
     async def offload(self) -> None:
         self._log("offload")
@@ -307,12 +320,16 @@ class ScriptedTransport:
 
 
 class RecordedReports(Callback):
-    """Reporter and callback in one: `rows` by step."""
+    """Reporter and callback in one: `rows` by step, and the samples that were trained on, `groups`."""
 
     def __init__(self, log: EventLog, script: Script) -> None:
         self._log = log
         self._script = script
         self.rows: dict[int, Mapping[str, float]] = {}
+        self.groups: dict[int, tuple[Trajectory, ...]] = {}
+        self.failed: list[tuple[int, int, int]] = []
+        """Step, group and index of each sample that failed."""
+        self.failed_in_evaluation = 0
 
     def phase(self, name: str) -> None:
         if name == "evaluate":
@@ -324,7 +341,13 @@ class RecordedReports(Callback):
         self.rows[step] = metrics
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
-        pass
+        self.groups[step] = tuple(trajectories)
+
+    def failed_samples(self, step: int, trajectories: Sequence[Trajectory], *, purpose: str = "train") -> None:
+        if purpose == "eval":
+            self.failed_in_evaluation += len(trajectories)
+            return
+        self.failed += [(step, trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         self._log(f"evaluated {step}")
@@ -370,8 +393,11 @@ class ScriptedRun:
             num_samples=len(script.eval_play.rewards),
             params=SamplingParams(),
             seed=0,
+            plays_greedy=script.plays_greedy,
             drop_zero_variance=script.drop_zero_variance,
             max_dropped_groups=script.max_dropped_groups,
+            max_failure_rate=script.max_failure_rate,
+            samples_per_step=script.groups_per_step * len(script.eval_play.rewards),
         )
         parts: dict[str, Any] = {
             "models": Models(policy=ScriptedPolicy(log, script)),  # pyright: ignore[reportArgumentType]
@@ -402,7 +428,14 @@ class ScriptedRun:
         }
         shared = isinstance(self.engine, SleepingEngine)
         turns = EngineTurns(parts["client"], parts["models"].policy, are_shared=shared)
-        self.loop = loop_class(_settings(script, directory), **parts, turns=turns, steps_done=state.step)
+        self.update: ScriptedUpdate = parts["update"]
+        self.loop = loop_class(
+            _settings(script, directory),
+            **parts,
+            turns=turns,
+            steps_done=state.step,
+            unfinished_row=state.unfinished_row,
+        )
 
     def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:
         """Runs to the end; raises what the run raises. No task may be left, whichever way it ends."""

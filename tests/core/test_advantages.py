@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +29,9 @@ from rl_core.algorithms.advantages import (
     rloo_advantages,
     whiten,
 )
+from rl_core.algorithms.best_of_k import best_minus_second_advantages
+from rl_core.algorithms.groups import group_mean, group_sum
+from rl_core.algorithms.selection import zero_variance_groups
 from rl_core.errors import ConfigError, DataError, ShapeError
 from tests.core.token_streams import Stream, reordered, streams
 
@@ -140,6 +146,19 @@ def test_pass_at_k_advantages_worked_by_hand():
     torch.testing.assert_close(advantages_N, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]), **ONE_ROUNDING)
 
 
+@pytest.mark.parametrize("estimator", [maxrl_advantages, functools.partial(pass_at_k_advantages, k=2)])
+def test_success_is_the_environments_and_a_penalty_a_reward_of_its_own(estimator: Callable[..., Tensor]):
+    """A KL penalty makes the failures' scores negative and one success's too: they stay what they are."""
+    outcomes_N, group_N = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1])
+    penalty_N = torch.tensor([-1.5, -0.25, -0.5, 0.25, -3.0])
+    advantages_N = estimator(outcomes_N + penalty_N, group_N, outcomes_N)
+    mean = float(penalty_N[:4].mean())
+    own = [float(p) - mean for p in penalty_N[:4]] + [0.0]
+    expected = [a + p for a, p in zip(estimator(outcomes_N, group_N).tolist(), own, strict=True)]
+    assert advantages_N.tolist() == pytest.approx(expected, abs=1e-6)
+    assert estimator(outcomes_N, group_N, outcomes_N).tolist() == estimator(outcomes_N, group_N).tolist()
+
+
 def test_pass_at_k_estimates_without_bias():
     # 1 − C(3,2)/C(5,2) = 0.7; no failure can fill a pair: 1; nothing correct: 0.
     estimate_P = pass_at_k(torch.tensor([2, 4, 0]), torch.tensor([5, 5, 5]), k=2)
@@ -150,6 +169,38 @@ def test_pass_at_k_estimates_without_bias():
 def test_pass_at_k_refuses_counts_that_cannot_be(correct: int, samples: int):
     with pytest.raises(DataError, match=f"prompt 1 has {correct} correct of {samples}"):
         pass_at_k(torch.tensor([4, correct]), torch.tensor([4, samples]), k=4)
+
+
+def test_best_minus_second_rewards_the_best_sample_alone():
+    scores_N, group_N = torch.tensor([0.2, 5.0, 0.9, 3.0, 0.4, 7.0]), torch.tensor([0, 1, 0, 1, 0, 2])
+    assert best_minus_second_advantages(scores_N, group_N).tolist() == pytest.approx([0.0, 2.0, 0.5, 0.0, 0.0, 0.0])
+    tied = best_minus_second_advantages(torch.tensor([1.0, 1.0, 0.0]), torch.zeros(3, dtype=torch.int64))
+    assert tied.tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ConfigError, match="k: got 1; best minus second needs subsets of at least 2"):
+        best_minus_second_advantages(scores_N, group_N, k=1)
+
+
+@pytest.mark.parametrize(("num_samples", "k"), [(2, 2), (3, 3), (3, 2), (4, 2)])
+def test_best_minus_second_is_an_unbiased_gradient_of_the_expected_best_of_k(num_samples: int, k: int):
+    """Over all samples of a policy of three answers, against autograd through the exact expectation."""
+    rewards = [0.0, 0.3, 1.0]
+    logits_V = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    logprobs_V = logits_V.log_softmax(0)
+    best = sum(
+        logprobs_V[list(draw)].sum().exp() * max(rewards[v] for v in draw)
+        for draw in itertools.product(range(3), repeat=k)
+    )
+    (exact_V,) = torch.autograd.grad(best, logits_V, retain_graph=True)
+    group_N = torch.zeros(num_samples, dtype=torch.int64)
+    estimate = torch.zeros((), dtype=torch.float64)
+    for draw in itertools.product(range(3), repeat=num_samples):
+        scores_N = torch.tensor([rewards[v] for v in draw], dtype=torch.float64)
+        advantages_N = best_minus_second_advantages(scores_N, group_N, k=k)
+        chance = logprobs_V[list(draw)].sum().exp().detach()
+        # A sample is in the share k / n of the subsets over whose samples the estimator sums.
+        estimate = estimate + chance * k / num_samples * (advantages_N * logprobs_V[list(draw)]).sum()
+    (gradient_V,) = torch.autograd.grad(estimate, logits_V)
+    torch.testing.assert_close(gradient_V, exact_V, rtol=1e-10, atol=1e-12)
 
 
 # --- against the slow definitions -----------------------------------------------------------------------------------
@@ -187,11 +238,29 @@ def slow_pass_at_3(scores: list[float]) -> list[float]:
     return [statistics.fmean(x for x, t in zip(standard, triples, strict=True) if i in t) for i in range(len(scores))]
 
 
+def slow_best_minus_second(scores: list[float], k: int | None = None) -> list[float]:
+    """Over all subsets of k samples: a sample's part is the best with it less the best without it."""
+    k = k or len(scores)
+    if not 2 <= k <= len(scores):
+        return [0.0] * len(scores)
+    advantages = []
+    for i in range(len(scores)):
+        subsets = [subset for subset in itertools.combinations(range(len(scores)), k) if i in subset]
+        gains = [max(scores[j] for j in s) - max(scores[j] for j in s if j != i) for s in subsets]
+        advantages.append(statistics.fmean(gains))
+    return advantages
+
+
 BY_GROUP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[float]], list[float]]]] = {
     "grpo": (grpo_advantages, slow_grpo),
     "dr_grpo": (lambda s, g: grpo_advantages(s, g, grpo_norm_by_std=False), slow_dr_grpo),
     "rloo": (rloo_advantages, slow_rloo),
     "maxrl": (maxrl_advantages, slow_maxrl),
+    "best_minus_second": (best_minus_second_advantages, slow_best_minus_second),
+    "best_minus_second_of_3": (
+        lambda s, g: best_minus_second_advantages(s, g, k=3),
+        lambda scores: slow_best_minus_second(scores, 3),
+    ),
     "pass_at_3": (lambda s, g: pass_at_k_advantages(s, g, k=3), slow_pass_at_3),
 }
 
@@ -344,6 +413,17 @@ def test_empty_masks_and_empty_streams_give_zeros():
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(arguments: tuple[Tensor, Tensor], message: str):
     with pytest.raises(ShapeError, match=message):
         grpo_advantages(*arguments)
+
+
+@pytest.mark.parametrize("ids", [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object)])
+def test_group_ids_that_are_text_are_refused_with_what_to_do(ids: Any):
+    scores_N = torch.ones(2)
+    message = "group_N: expected a tensor, got .* of str_?; number them"
+    for function in (grpo_advantages, rloo_advantages, pass_at_k, zero_variance_groups, group_mean, group_sum):
+        settings = {"k": 2} if function is pass_at_k else {}
+        names = "num_samples_P" if function is pass_at_k else "group_N"
+        with pytest.raises(ShapeError, match=message.replace("group_N", names)):
+            function(scores_N, ids, **settings)
 
 
 def test_settings_out_of_range_are_refused():

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from rl_core.batch import Batch
+from rl_core.errors import ConfigError
 from rl_core.interfaces import OptimizerConfig, RankInfo, Worker, WorkerSpec
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.backend import BackendConformance, Variant, checks, expected_scores, open_case
+from rl_core.testing.bfloat16 import Bfloat16Worker
 from rl_core.testing.cases import LIMITS, KeptRanks
 from rl_core.testing.parity import DIRECTORY_VARIABLE
 from tests.core import plain_backend as plain
@@ -193,6 +195,38 @@ class ForgetsTheSchedule(PlainWorker):
         self.steps_done = steps_done
 
 
+class LosesItsGradientsWhenLookedAt(PlainWorker):
+    def gradients(self):
+        found = super().gradients()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return found
+
+
+class NeverTrainsOnceLookedAt(PlainWorker):
+    """As where autograd's accumulators were lost: what was there stays, and nothing is added."""
+
+    is_deaf = False
+
+    def gradients(self):
+        self.is_deaf = True
+        return super().gradients()
+
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        kept = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        metrics = super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
+        if self.is_deaf:
+            for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
+                parameter.grad = gradient
+        return metrics
+
+
+class DiesOnAForeignState(PlainWorker):
+    def load_state(self, directory):
+        assert (directory / "state.pt").exists()
+        super().load_state(directory)
+
+
 class IgnoresACutOffFile(PlainWorker):
     def load_state(self, directory):
         try:
@@ -205,6 +239,35 @@ class IgnoresACutOffFile(PlainWorker):
 class SavesNoTokenizer(PlainWorker):
     def save_model(self, directory):
         self.model.save_pretrained(directory)
+
+
+class ComputesInBfloat16(Bfloat16Worker):
+    """As precise as the suite asks for."""
+
+    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+        super().__init__(spec)
+
+
+class KeepsNoFloat32Weights(ComputesInBfloat16):
+    """Its weights are those that compute: of a small step much is rounded away."""
+
+    def optim_step(self, update=None):
+        step = super().optim_step(update)
+        with torch.no_grad():
+            for trained, computing in self._pairs():
+                trained.copy_(computing)
+        return step
+
+
+class TakesLogprobsInBfloat16(ComputesInBfloat16):
+    """Of logits that it leaves as the model returns them."""
+
+    def score(self, tokens_T, temperature, routes=None):
+        logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
+        all_logprobs_TV = logits_TV.log_softmax(-1)
+        logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]].float()
+        entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1).float()
+        return torch.cat([torch.zeros(1), logprobs_T]), torch.cat([torch.zeros(1), entropies_T])
 
 
 def with_routes(change: Callable[[Batch], Batch]) -> type[RoutedWorker]:
@@ -282,6 +345,7 @@ def _no_row_of_the_parity_table(monkeypatch: pytest.MonkeyPatch):
 
 
 ONE, TWO = Variant(), Variant(world_size=2)
+BFLOAT16 = "test_bfloat16_errs_by_little_more_than_plain_transformers"
 OTHERWISE = "test_one_step_can_be_taken_otherwise_than_the_configuration_says"
 IGNORED: tuple[dict[str, Any], ...] = (
     {"learning_rate": None},
@@ -309,6 +373,8 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (plain.CountsMetricsOnEveryRank, TWO, "test_metrics_are_averages_over_the_trained_tokens"),
     (AveragesOverMicroBatches, ONE, "test_micro_batches_and_calls_only_add_up"),
     (ReadsOutsideTheMask, ONE, "test_what_stands_outside_the_loss_mask_does_not_matter"),
+    (LosesItsGradientsWhenLookedAt, ONE, "test_looking_at_gradients_changes_neither_weights_nor_later_gradients"),
+    (NeverTrainsOnceLookedAt, ONE, "test_looking_at_gradients_changes_neither_weights_nor_later_gradients"),
     (KeepsItsGradients, ONE, "test_an_optimizer_step_clears_the_gradients"),
     *((with_update(**change), ONE, OTHERWISE) for change in IGNORED),
     (KeepsTheOtherStepsSettings, ONE, OTHERWISE),
@@ -333,6 +399,7 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (ForgetsTheOptimizer, ONE, "test_saved_state_continues_exactly"),
     (ForgetsTheSchedule, ONE, "test_saved_state_continues_exactly"),
     (SavesWhatTrainingMadeOfItsState, ONE, "test_a_state_saved_in_the_background_is_that_of_its_start"),
+    (DiesOnAForeignState, ONE, "test_a_state_that_another_backend_wrote_is_a_checkpoint_error"),
     (IgnoresACutOffFile, ONE, "test_a_state_that_is_missing_or_cut_off_is_a_checkpoint_error"),
     (KeepsItsNoise, ONE, "test_noise_changes_every_trained_weight_and_goes_bit_for_bit"),
     (IgnoresRoutes, ROUTED, "test_logprobs_and_entropies_of_the_stream"),
@@ -344,6 +411,8 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (SendsNoGradientThroughTheRouter, ROUTED, "test_loss_and_every_gradient"),
     (IgnoresRoutes, ROUTED, "test_routes_of_another_token_or_layer_give_other_logprobs"),
     (PlainWorker, ROUTED, "test_routes_that_do_not_fit_the_model_are_refused"),
+    (KeepsNoFloat32Weights, ONE, BFLOAT16),
+    (TakesLogprobsInBfloat16, ONE, BFLOAT16),
     (SavesNoTokenizer, ONE, "test_the_saved_model_is_a_hugging_face_model_with_its_tokenizer"),
 ]
 FOUND = (AssertionError, pytest.fail.Exception, OSError, ValueError, RuntimeError, IndexError)
@@ -371,6 +440,10 @@ def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: s
         run_check(worker_class, variant, check, tmp_path)
 
 
+def test_a_worker_that_computes_in_bfloat16_passes_and_misses_float32_as_far_as_it_says(tmp_path: Path):
+    run_check(ComputesInBfloat16, ONE, BFLOAT16, tmp_path)
+
+
 def test_the_suite_finds_a_worker_that_resumes_at_its_own_world_size_only(tmp_path: Path):
     suite = suite_of(plain.ReadsTheFileOfItsRank)
     for folder in ("one", "two"):
@@ -383,6 +456,46 @@ def test_the_suite_finds_a_worker_that_resumes_at_its_own_world_size_only(tmp_pa
         suite.check_resumed(case, other)
 
 
+PROOF = "test_a_small_copy_of_the_model_is_computed_as_by_transformers"
+
+
+@pytest.fixture
+def proofs(tmp_path, monkeypatch):
+    """No proof of another run holds."""
+    monkeypatch.setenv("RL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker_class", "complaint"),
+    [
+        (plain.TakesAnotherEps, "log-probs of a small copy of it differ by"),
+        (plain.RotatesSlowly, "log-probs of a small copy of it differ by"),
+        (plain.SendsNoGradientToABias, "the gradient of model.layers.0.self_attn.k_norm.weight differs"),
+        (plain.KnowsAWeightByAnotherName, "k_norm.weight differs by inf"),
+        (plain.CannotBuildIt, "plain cannot run a small copy of .* KeyError: 'no such layer'"),
+        (plain.Dies, "ended with exit code 7"),
+    ],
+)
+def test_the_suite_finds_a_backend_whose_model_is_another(worker_class, complaint, tmp_path, proofs):
+    with pytest.raises(ConfigError, match=complaint):
+        prove(worker_class, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_suite_passes_a_backend_whose_model_is_that_of_transformers(tmp_path, proofs):
+    prove(PlainWorker, tmp_path)
+
+
+def prove(worker_class: Callable[[WorkerSpec, RankInfo], Worker], folder: Path) -> None:
+    class Suite(BackendConformance):
+        backend = plain.ProvingBackend(worker_class=worker_class)
+        options = NoOptions()
+
+    with open_case(Suite.backend, Suite.options, ONE, folder) as case:
+        getattr(Suite(), PROOF)(case)
+
+
 def test_every_check_that_compares_numbers_has_a_wrong_worker():
     without = {
         "test_it_is_a_backend_of_this_contract": "isinstance proves it",
@@ -390,6 +503,7 @@ def test_every_check_that_compares_numbers_has_a_wrong_worker():
         "test_scoring_leaves_no_gradient": "no number",
         "test_a_reference_model_scores_and_does_not_train": "scores are compared as elsewhere",
         "test_state_saved_at_one_world_size_continues_at_another": "has a test of its own, above",
+        PROOF: "has tests of its own, above",
     }
     assert set(checks()) == {check for _, _, check in FAULTS} | set(without)
 

@@ -202,12 +202,17 @@ def test_a_wrong_batch_cannot_be_built(offsets, columns, message):
 
 
 def test_wrong_sequences_are_named():
-    with pytest.raises(ShapeError, match="no sequences were given"):
+    with pytest.raises(ShapeError, match="no sequences given"):
         Batch.from_sequences([])
     with pytest.raises(ShapeError, match="sequence 1 has no 'sampled', sequence 0 has"):
         Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
     with pytest.raises(ShapeError, match="sequence 0: sampled has 1 entries for 2 tokens"):
         Batch.from_sequences([{"tokens": [1, 2], "sampled": [True]}])
+
+
+def test_a_group_id_that_is_text_is_refused():
+    with pytest.raises(ShapeError, match="sequence 1: group_id is the text 'b'; expected a number"):
+        Batch.from_sequences([{"tokens": [1], "group_id": 0}, {"tokens": [1], "group_id": "b"}])
 
 
 @pytest.mark.parametrize("given", [list, np.array, torch.tensor])
@@ -230,7 +235,7 @@ def test_what_does_not_fit_together_is_named():
         batch["reward"]
     with pytest.raises(ShapeError, match=r"batch 1 differs from batch 0 in columns \['rewards'\]"):
         Batch.concat([batch, batch.without_columns("rewards")])
-    with pytest.raises(ShapeError, match="no batches were given"):
+    with pytest.raises(ShapeError, match="no batches given"):
         Batch.concat([])
     with pytest.raises(ShapeError, match="sizes sum to 3, the batch has 2"):
         batch.split([1, 2])

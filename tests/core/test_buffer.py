@@ -137,6 +137,7 @@ def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and
                 trained.append((group.group_id, step - group.start_version))
             for _ in range(rng.choice([0, 3, 10])):
                 await asyncio.sleep(0)
+            await buffer.trained()
             await buffer.published(step + 1)
         started = await generating
         assert {group for group, _ in trained} | dropped == set(range(started))

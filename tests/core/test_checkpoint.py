@@ -6,26 +6,29 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints, load_state, save_checkpoint
+from rl_core.trainer import checkpoint
+from rl_core.trainer.checkpoint import (
+    RunState,
+    delete_old_checkpoints,
+    list_checkpoints,
+    list_unfinished,
+    load_state,
+)
+from tests.core.stored_checkpoints import save_checkpoint, write_weights
 
 
 def state(step: int) -> RunState:
     return RunState(step=step, next_group=step * 4, restart_groups=(1, 2), kl_coef=0.1, nonfinite_steps=0)
 
 
-async def write_weights(directory: Path) -> None:
-    (directory / "policy").mkdir()
-    (directory / "policy" / "weights.bin").write_bytes(b"x" * 1000)
-
-
 async def test_a_checkpoint_gives_back_the_state_it_was_written_with(tmp_path: Path):
-    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    path = await save_checkpoint(tmp_path, state(3))
     assert load_state(path) == state(3)
     assert list_checkpoints(tmp_path) == [path]
 
 
 async def test_a_save_that_does_not_end_leaves_the_previous_checkpoint_the_newest(tmp_path: Path):
-    first = await save_checkpoint(tmp_path, state(9), write_weights)
+    first = await save_checkpoint(tmp_path, state(9))
 
     async def killed(directory: Path) -> None:
         await write_weights(directory)
@@ -34,13 +37,13 @@ async def test_a_save_that_does_not_end_leaves_the_previous_checkpoint_the_newes
     with pytest.raises(KeyboardInterrupt):
         await save_checkpoint(tmp_path, state(10), killed)
     assert list_checkpoints(tmp_path) == [first]
-    second = await save_checkpoint(tmp_path, state(10), write_weights)
+    second = await save_checkpoint(tmp_path, state(10))
     assert list_checkpoints(tmp_path) == [first, second]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
 async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Path, damage: str):
-    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    path = await save_checkpoint(tmp_path, state(3))
     weights = path / "policy" / "weights.bin"
     weights.write_bytes(b"x" * 10) if damage == "truncate" else weights.unlink()
     with pytest.raises(
@@ -52,7 +55,7 @@ async def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path: Pat
 @pytest.mark.parametrize("name", ["complete.json", "run.json"])
 @pytest.mark.parametrize("content", [b'{"step": 3, "rest', b"[]", b"\xff\xfe"])
 async def test_a_cut_description_is_refused_with_the_file_named(tmp_path: Path, name: str, content: bytes):
-    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    path = await save_checkpoint(tmp_path, state(3))
     listing = json.loads((path / "complete.json").read_text())
     (path / name).write_bytes(content)
     if name == "run.json":
@@ -62,7 +65,7 @@ async def test_a_cut_description_is_refused_with_the_file_named(tmp_path: Path, 
 
 
 async def test_a_state_of_another_version_is_refused(tmp_path: Path):
-    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    path = await save_checkpoint(tmp_path, state(3))
     run = (path / "run.json").read_text()
     (path / "run.json").write_text(run.replace('"next_group"', '"nxet_group"'))
     with pytest.raises(CheckpointError, match=r"run\.json: not a run's state of this version"):
@@ -70,7 +73,7 @@ async def test_a_state_of_another_version_is_refused(tmp_path: Path):
 
 
 async def test_a_directory_without_the_list_of_its_files_is_no_checkpoint(tmp_path: Path):
-    path = await save_checkpoint(tmp_path, state(3), write_weights)
+    path = await save_checkpoint(tmp_path, state(3))
     (path / "complete.json").unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         load_state(path)
@@ -78,8 +81,47 @@ async def test_a_directory_without_the_list_of_its_files_is_no_checkpoint(tmp_pa
 
 async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     for step in (8, 9, 10, 100):
-        await save_checkpoint(tmp_path, state(step), write_weights)
+        await save_checkpoint(tmp_path, state(step))
     delete_old_checkpoints(tmp_path, -1)
     assert len(list_checkpoints(tmp_path)) == 4
     delete_old_checkpoints(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000100"]
+
+
+async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
+    path = await save_checkpoint(tmp_path, state(3))
+    for file in sorted(path.rglob("*")):
+        written = file.read_bytes() if file.is_file() else b""
+        for place in {0, len(written) // 2, len(written) - 1} if written else ():
+            file.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+            with pytest.raises(CheckpointError):
+                load_state(path)
+        if written:
+            file.write_bytes(written)
+    assert load_state(path) == state(3)
+
+
+async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp_path: Path):
+    """A kill within `rmtree` leaves some of the files: the directory must not look complete then."""
+    path = await save_checkpoint(tmp_path, state(3))
+    seen: list[list[str]] = []
+
+    def record(directory: Path, *_: object, **__: object) -> None:
+        seen.append([other.name for other in list_checkpoints(tmp_path)])
+
+    remove, checkpoint.shutil.rmtree = checkpoint.shutil.rmtree, record
+    try:
+        delete_old_checkpoints(tmp_path, 0)
+    finally:
+        checkpoint.shutil.rmtree = remove
+    assert seen[-1] == []
+    assert not path.exists()
+    assert list_unfinished(tmp_path), "the next run says so and removes it"
+
+
+async def test_sizes_alone_are_compared_where_nothing_else_was_listed(tmp_path: Path):
+    path = await save_checkpoint(tmp_path, state(3))
+    listing = json.loads((path / "complete.json").read_text())
+    sizes = {name: entry["bytes"] for name, entry in listing.items()}
+    (path / "complete.json").write_text(json.dumps(sizes))
+    assert load_state(path) == state(3)

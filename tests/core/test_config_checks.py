@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
+import yaml
 
 from rl_core import plugins
 from rl_core.config import (
@@ -17,13 +19,15 @@ from rl_core.config import (
     check_plugins,
     check_values,
     correction_params,
+    dump_yaml,
     from_mapping,
     loss_params,
+    needs_greedy_answers,
 )
 from rl_core.config.loading import known_paths
 from rl_core.config.value_checks import ABOVE_ZERO, BOUNDS
 from rl_core.errors import ConfigError, ConfigErrors, PluginError
-from rl_core.trainer.batch_advantages import load_estimator
+from rl_core.function_settings import positional_parameters
 from rl_core.trainer.settings import update_settings
 from tests.core.fake_plugins import install
 
@@ -31,7 +35,7 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
 FUNCTIONS = """
 import functools
 
-from rl_core.algorithms import TokenLoss, clip_cov_loss, kl_cov_loss, prepared_by
+from rl_core.algorithms import TokenLoss, clip_cov_loss, kl_cov_loss, prepared_by, takes_corrections
 from rl_core.algorithms import maxrl_advantages, pass_at_k_advantages
 
 
@@ -56,6 +60,21 @@ def loss_of_best_tokens(logprobs_T, advantages_T, mask_T, x_best_T):
     return TokenLoss(-logprobs_T * advantages_T * x_best_T, {})
 
 
+@takes_corrections("scales")
+@prepared_by(best_tokens)
+def declared_loss_of_best_tokens(logprobs_T, advantages_T, mask_T, x_best_T):
+    return TokenLoss(-logprobs_T * advantages_T * x_best_T, {})
+
+
+@takes_corrections("refuses")
+def loss_that_refuses(logprobs_T, advantages_T, mask_T):
+    return TokenLoss(-advantages_T * logprobs_T, {})
+
+
+def loss_with_a_penalty(logprobs_T, advantages_T, mask_T):
+    return TokenLoss(-advantages_T * logprobs_T + logprobs_T.square(), {})
+
+
 def sure_tokens(old_entropies_T, mask_T):
     return {"x_sure": old_entropies_T < 1.0}
 
@@ -76,6 +95,10 @@ def watched_maxrl(*columns, **settings):
 
 
 pass_at_4 = functools.partial(pass_at_k_advantages, k=4)
+
+
+def strict_loss(logprobs_T, advantages_T, *, eps_clip_low):
+    return TokenLoss(-advantages_T * logprobs_T, {})
 
 
 def loss_with_duty(logprobs_T, mask_T, *, duty):
@@ -146,20 +169,38 @@ def test_the_defaults_pass():
             "4 does not divide .*=10; the nearest that does is 2",
         ),
         ("trainer.train_batch_size=4", "policy_mini_batch_size: 256 prompts are more than trainer.train_batch_size=4"),
-        ("trainer.train_batch_size=0", "trainer.train_batch_size: 0 is given; expected at least 1"),
-        ("trainer.max_staleness=-1", "trainer.max_staleness: -1 is given; expected at least 0"),
-        ("trainer.max_training_steps=0", "trainer.max_training_steps: 0"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: got 0; expected at least 1"),
+        ("trainer.max_staleness=-1", "trainer.max_staleness: got -1; expected at least 0"),
+        ("trainer.max_training_steps=0", "trainer.max_training_steps: got 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
-        ("trainer.policy.optimizer_config.lr=0", r"policy\.optimizer_config\.lr: 0.0 is given; expected above 0"),
-        ("trainer.critic.optimizer_config.lr=.inf", r"critic\.optimizer_config\.lr: inf .* expected a finite number"),
-        ("trainer.policy.optimizer_config.adam_betas=[1.5,2]", r"adam_betas: \[1\.5, 2\.0\] .* two numbers from 0 to"),
+        ("trainer.policy.optimizer_config.lr=0", r"policy\.optimizer_config\.lr: got 0.0; expected above 0"),
+        ("trainer.policy.optimizer_config.eps=-1", r"policy\.optimizer_config\.eps: got -1.0; expected above 0"),
+        (
+            "generator.inference_engine.weight_verification.limit=0.5",
+            r"weight_verification\.limit: got 0.5; expected at most 0.16",
+        ),
+        (
+            "generator.inference_engine.weight_verification.num_tokens=9223372036854775808",
+            r"weight_verification\.num_tokens: got 9223372036854775808; expected at most 1048576",
+        ),
+        (
+            "trainer.critic.optimizer_config.lr=.inf",
+            r"critic\.optimizer_config\.lr: got inf.* expected a finite number",
+        ),
+        (
+            "trainer.policy.optimizer_config.adam_betas=[1.5,2]",
+            r"adam_betas: got \[1\.5, 2\.0\].* two numbers from 0 to",
+        ),
         (
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
             "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave those two out, or",
         ),
         ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send: set .*lora\.rank above 0"),
-        ("trainer.policy.model.lora.rank=4 trainer.policy.model.lora.max_loras=2", "max_loras: 2 .*merge_lora=false"),
+        (
+            "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.max_loras=2",
+            "max_loras: got 2.*merge_lora=false",
+        ),
         (
             "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.merge_lora=false "
             "trainer.policy.model.lora.max_loras=3 trainer.policy.model.lora.max_cpu_loras=2",
@@ -171,7 +212,7 @@ def test_the_defaults_pass():
         ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "switch one off"),
         ("trainer.algorithm.kl_ctrl.type=adaptive", "use_kl_in_reward=true, or type=fixed"),
         ("trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=k3+", "write k3$"),
-        ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: None is given"),
+        ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: got None"),
         ("trainer.resume_mode=from_path", "from_path needs one"),
         ("trainer.resume_path=x", "a path belongs to from_path"),
         ("generator.n_samples_per_prompt=1", "advantage_estimator=grpo compares the samples .* give at least 2"),
@@ -184,7 +225,7 @@ def test_the_defaults_pass():
         ("generator.sampling_params.top_p=1.1", "at most 1"),
         (
             "generator.eval_sampling_params.top_k=0",
-            "eval_sampling_params.top_k: 0 is given; expected at least 1, or -1",
+            "eval_sampling_params.top_k: got 0; expected at least 1, or -1",
         ),
     ],
 )
@@ -269,7 +310,7 @@ def test_plug_ins_are_refused_together_and_none_because_of_another(functions: di
 )
 def test_a_run_name_that_is_no_directory_below_runs_is_refused(name: str):
     config = from_mapping({"trainer.run_name": name})
-    with pytest.raises(ConfigError, match=r"trainer\.run_name: '.*' is given; .* a path goes into trainer\.run_dir"):
+    with pytest.raises(ConfigError, match=r"trainer\.run_name: got '.*'; .* a path goes into trainer\.run_dir"):
         check_values(config)
     with pytest.raises(ConfigError, match=r"trainer\.run_name: "):
         check_values(from_mapping({"trainer.run_name": name, "trainer.run_dir": "mine"}))
@@ -292,10 +333,10 @@ def test_bounds_are_of_keys_that_exist():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data.train_data": []}, "data.train_data: no file is given"),
+        ({"data.train_data": []}, "data.train_data: no file given"),
         ({"data.train_data": ["nope.parquet"]}, "data.train_data: the file nope.parquet does not exist"),
-        ({"data.val_data": ["model"]}, "data.val_data: the file model is a directory"),
-        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: no model is given"),
+        ({"data.val_data": ["./nope"]}, "data.val_data: the file ./nope does not exist"),
+        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: no model given"),
         ({"trainer.policy.model.path": "./nowhere"}, "the directory ./nowhere does not exist"),
         ({"trainer.policy.model.path": "bare"}, "bare has no config.json"),
         ({"trainer.policy.model.path": "mute"}, "mute has no tokenizer"),
@@ -396,7 +437,11 @@ def test_every_plug_in_is_asked_before_a_run(
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [("loss_of_tokens", "weighs no advantages"), ("loss_that_corrects", "corrects by itself")],
+    [
+        ("loss_of_tokens", "weighs no advantages"),
+        ("loss_that_corrects", "corrects by itself"),
+        ("loss_that_refuses", "declares that it refuses"),
+    ],
 )
 def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict[str, Any], loss: str, message: str):
     corrected = functions | {f"{CORRECTION}.tis_ratio_type": "token"}
@@ -405,33 +450,39 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
         check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
 
 
-BY_ADVANTAGES = (
+CHOOSES, DOES_NOT_SCALE = "chooses tokens by the advantages", "does not scale with its advantages"
+UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
+"""Losses that do not say how they take weights, and why it cannot be found out."""
+BY_COVARIANCE = (
     "clip_cov",
     "kl_cov",
     "rl_core.algorithms:clip_cov_loss",
     "rl_core.algorithms.minibatch_losses:kl_cov_loss",
     "own_functions:clip_cov_loss",
     "own_functions:watched_kl_cov",
-    "own_functions:loss_of_best_tokens",
+    "own_functions:declared_loss_of_best_tokens",
 )
-"""Losses that choose tokens by the advantages, by all ways to name one."""
+"""Losses that choose tokens by advantages and say how they take weights, by all ways to name one."""
 
 
-@pytest.mark.parametrize("loss", BY_ADVANTAGES)
+@pytest.mark.parametrize("loss", UNKNOWN)
 @pytest.mark.parametrize("tis_ratio_type", ["token", "sequence"])
-def test_weights_of_a_correction_are_refused_where_the_loss_chooses_tokens_by_advantages(
+def test_weights_of_a_correction_are_refused_where_nobody_says_how_the_loss_takes_them(
     functions: dict[str, Any], loss: str, tis_ratio_type: str
 ):
     chosen = functions | {"trainer.algorithm.policy_loss_type": loss}
     config = from_mapping(chosen | {f"{CORRECTION}.tis_ratio_type": tis_ratio_type})
-    message = rf"off_policy_correction\.tis_ratio_type: '{tis_ratio_type}' is given.* loss '{loss}' chooses.*=off"
+    message = (
+        rf"off_policy_correction\.tis_ratio_type: got '{tis_ratio_type}', and the loss '{loss}' {UNKNOWN[loss]}"
+        r".*takes_corrections.*=off"
+    )
     for refuses in (check_plugins, update_settings):
         with pytest.raises(ConfigError, match=message):
             refuses(config)
     assert update_settings(from_mapping(chosen)).correction_params is None
 
 
-@pytest.mark.parametrize("loss", BY_ADVANTAGES)
+@pytest.mark.parametrize("loss", UNKNOWN)
 def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights(functions: dict[str, Any], loss: str):
     stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
     message = rf"tis_ratio_type: 'token' is the default with trainer\.max_staleness=2.*'{loss}'.*=off.*max_staleness=0"
@@ -441,6 +492,13 @@ def test_such_a_loss_wants_to_be_told_what_happens_to_samples_of_earlier_weights
     uncorrected = from_mapping(stale | {f"{CORRECTION}.tis_ratio_type": "off"})
     check_plugins(uncorrected)
     assert correction_params(uncorrected) is None
+
+
+@pytest.mark.parametrize("loss", BY_COVARIANCE)
+def test_losses_that_say_how_they_take_weights_are_corrected_by_default(functions: dict[str, Any], loss: str):
+    stale = functions | {"trainer.algorithm.policy_loss_type": loss, "trainer.max_staleness": 2}
+    check_plugins(from_mapping(stale))
+    assert (correction_params(from_mapping(stale)) or {})["tis_ratio_type"] == "token"
 
 
 @pytest.mark.parametrize(
@@ -455,9 +513,9 @@ def test_masks_of_a_correction_go_with_every_loss_that_weighs_advantages(
     functions: dict[str, Any], mask: dict[str, Any]
 ):
     masked = {f"{CORRECTION}.{name}": value for name, value in mask.items()}
-    loss = {"trainer.algorithm.policy_loss_type": "clip_cov"}
+    loss = {"trainer.algorithm.policy_loss_type": "own_functions:loss_of_best_tokens"}
     assert mask.items() <= dict(correction_params(from_mapping(functions | loss | masked)) or {}).items()
-    with pytest.raises(ConfigError, match="'clip_cov' chooses"):
+    with pytest.raises(ConfigError, match="chooses tokens by the advantages"):
         correction_params(from_mapping(functions | loss | masked | {"trainer.max_staleness": 1}))
 
 
@@ -479,16 +537,16 @@ def test_a_loss_that_chooses_tokens_by_something_else_is_corrected_by_default(fu
         "own_functions:watched_maxrl",
     ],
 )
-def test_kl_in_the_reward_is_refused_where_scores_count_as_successes(functions: dict[str, Any], estimator: str):
+def test_kl_in_the_reward_goes_with_estimators_of_successes(functions: dict[str, Any], estimator: str):
+    """By all ways to name one, the success is that of the environment's reward."""
     chosen = functions | {"trainer.algorithm.advantage_estimator": estimator}
     if "pass_at_k" in estimator:
         chosen["trainer.algorithm.advantage_params.k"] = 2
-    check_plugins(from_mapping(chosen | {"trainer.algorithm.use_kl_loss": True}))
     config = from_mapping(chosen | {"trainer.algorithm.use_kl_in_reward": True})
-    message = rf"trainer\.algorithm\.use_kl_in_reward: true is given, .*'{estimator}'.*use_kl_loss=true"
-    for refuses in (check_plugins, update_settings):
-        with pytest.raises(ConfigError, match=message):
-            refuses(config)
+    check_plugins(config)
+    settings = update_settings(config)
+    assert settings.kl_in_reward == "k3"
+    assert "environment_scores_N" in positional_parameters(settings.estimator)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++", "own_functions:advantages"])
@@ -517,6 +575,35 @@ def test_samples_of_earlier_weights_are_corrected_for_unless_the_loss_does_so(
     assert (params and params["tis_ratio_type"]) == tis_ratio_type
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}),
+        ({"eps_clip_low": 0.2}, {"eps_clip_low": 0.2, "eps_clip_high": 4e-4}),
+        ({"eps_clip_low": 0.1, "policy_loss_params.eps_clip_low": 0.05}, {"eps_clip_low": 0.05, "eps_clip_high": 4e-4}),
+    ],
+)
+def test_a_losss_own_default_wins_over_a_general_key_that_nobody_gave(
+    functions: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+):
+    """Also where 0.2, the default of other losses, is what was given; and after the file was written and read."""
+    keys = {f"trainer.algorithm.{name}": value for name, value in given.items()}
+    config = from_mapping(functions | {"trainer.algorithm.policy_loss_type": "gspo"} | keys)
+    assert loss_params(config) == expected
+    assert loss_params(from_mapping(yaml.safe_load(dump_yaml(config)))) == expected
+    ppo = attrs.evolve(config.trainer.algorithm, policy_loss_type="regular")
+    other = attrs.evolve(config, trainer=attrs.evolve(config.trainer, algorithm=ppo))
+    assert loss_params(other) == {"eps_clip_low": 0.2, "eps_clip_high": 0.2} | {
+        name: value for name, value in expected.items() if name in given or f"policy_loss_params.{name}" in given
+    }
+
+
+def test_a_function_without_a_default_of_its_own_gets_the_general_one(functions: dict[str, Any]):
+    strict = functions | {"trainer.algorithm.policy_loss_type": "own_functions:strict_loss"}
+    assert loss_params(from_mapping(strict)) == {"eps_clip_low": 0.2}
+    assert loss_params(from_mapping(strict | {"trainer.algorithm.eps_clip_low": 0.1})) == {"eps_clip_low": 0.1}
+
+
 def test_thresholds_of_a_correction_are_checked(functions: dict[str, Any]):
     key = f"{CORRECTION}.token_mask_is_threshold_low"
     with pytest.raises(ConfigError, match=r"trainer\.algorithm\.off_policy_correction: token_mask_is_threshold_low"):
@@ -543,9 +630,20 @@ def test_a_plug_in_of_an_installed_package_that_lacks_it_is_not_to_be_installed_
         plugins.load("rl_core.backends", "later")
 
 
-def test_an_estimator_of_greedy_answers_says_that_the_loop_plays_none():
-    with pytest.raises(ConfigError, match=r"'remax' compares with greedy answers, which .* does not play yet; rloo"):
-        load_estimator("remax", {})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("zero_variance_filter", True), ("dynamic_sampling.type", "filter"), ("dynamic_sampling.type", "replace")],
+)
+def test_groups_are_not_chosen_by_their_samples_alone_where_a_greedy_answer_is_the_baseline(
+    functions: dict[str, Any], key: str, value: Any
+):
+    remax = functions | {"trainer.algorithm.advantage_estimator": "remax"}
+    check_plugins(from_mapping(remax))
+    assert needs_greedy_answers(from_mapping(remax))
+    assert not needs_greedy_answers(from_mapping(functions | {f"trainer.algorithm.{key}": value}))
+    message = rf"trainer\.algorithm\.{key}: {key}=\w+ leaves out groups of equal rewards.*remax.*e\.g\. rloo"
+    with pytest.raises(ConfigError, match=message):
+        check_plugins(from_mapping(remax | {f"trainer.algorithm.{key}": value}))
 
 
 def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_the_function(functions: dict[str, Any]):
@@ -554,3 +652,18 @@ def test_parameters_come_from_params_then_from_the_key_of_that_name_then_from_th
     assert advantage_params(config) == {"gamma": 0.9, "grpo_norm_by_std": True}
     config = from_mapping(functions | {"trainer.algorithm.policy_loss_params": {"eps_clip_low": 0.3, "sharpness": 1}})
     assert loss_params(config) == {"eps_clip_low": 0.3, "sharpness": 1}
+
+
+def test_files_without_a_folder_of_all_machines_are_refused_on_several():
+    from rl_core.config.checks import check_plugins
+    from rl_rollout.transports.files import FilesTransport
+
+    nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.policy.model.path": "model"}
+    with pytest.raises(ConfigError, match=r"weight_sync_backend: files lie in this machine's own .* choose broadcast"):
+        check_plugins(from_mapping(nodes))
+    key = "generator.inference_engine.weight_sync_backend"
+    with pytest.raises(ConfigError, match="shared_memory is one machine's"):
+        check_plugins(from_mapping({**nodes, key: "shared_memory"}))
+    check_plugins(from_mapping({**nodes, key: "broadcast"}))
+    check_plugins(from_mapping({**nodes, "trainer.placement.policy_num_nodes": 1}))
+    FilesTransport(directory="/shared").validate_nodes(2)

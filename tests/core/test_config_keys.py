@@ -7,10 +7,10 @@ import warnings
 import pytest
 
 from rl_core.config import Config, ConfigWarning, from_mapping
-from rl_core.config.keys import ALIASES, RENAMED, UNSUPPORTED
+from rl_core.config.keys import ALIASES, LOSS_SECTIONS, RENAMED, SUCCESSORS, TAKEN_AS, UNSUPPORTED
 from rl_core.config.loading import known_paths
 from rl_core.config.plugin_options import installed_paths
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ConfigErrors
 
 DOCUMENTED = [
     "trainer.algorithm.advantage_estimator=grpo",
@@ -19,6 +19,12 @@ DOCUMENTED = [
     "trainer.policy.model.path=Qwen/Qwen2.5-1.5B-Instruct",
     "trainer.strategy=fsdp",
     "trainer.strategy=fsdp2",
+    "trainer.strategy=deepspeed",
+    "deepspeed_config.train.zero_optimization.offload_param.device=cpu",
+    "deepspeed_config.train.zero_optimization.offload_optimizer.device=cpu",
+    "deepspeed_config.train.zero_optimization.sub_group_size=1e8",
+    "deepspeed_config.train.zero_optimization.reduce_bucket_size=1e8",
+    "deepspeed_config.eval.zero_optimization.offload_param.device=cpu",
     "trainer.ref.fsdp_config.cpu_offload=true",
     "trainer.policy.fsdp_config.cpu_offload=false",
     "trainer.use_sample_packing=false",
@@ -50,6 +56,17 @@ def test_a_documented_key_loads_without_a_warning(override: str):
         from_mapping({}, [override])
 
 
+def test_a_backends_section_without_a_model_is_that_of_the_trained_models_or_of_the_reference():
+    keys = ["train.zero_optimization.sub_group_size=1e8", "eval.zero_optimization.offload_param.device=cpu"]
+    config = from_mapping({}, [f"deepspeed_config.{key}" for key in keys])
+    options = [model.options("deepspeed_config") for model in (config.trainer.policy, config.trainer.critic)]
+    assert [zero.zero_optimization.sub_group_size for zero in options] == [100_000_000, 100_000_000]
+    assert [zero.zero_optimization.offload_param.device for zero in options] == ["none", "none"]
+    assert config.trainer.ref.options("deepspeed_config").zero_optimization.offload_param.device == "cpu"
+    with pytest.raises(ConfigErrors, match=r"trainer\.policy\.fsdp_config\.zero: unknown key"):
+        from_mapping({}, ["fsdp_config.train.zero=1"])
+
+
 def test_other_spellings_of_values_are_accepted():
     assert from_mapping({}, ["trainer.strategy=fsdp2"]).trainer.strategy == "fsdp"
     assert from_mapping({}, ["trainer.resume_mode=null"]).trainer.resume_mode == "none"
@@ -58,19 +75,9 @@ def test_other_spellings_of_values_are_accepted():
 @pytest.mark.parametrize(
     ("override", "successor"),
     [
-        ("trainer.policy.gradient_checkpointing=true", r"write trainer\.gradient_checkpointing"),
         ("trainer.fully_async.max_staleness_steps=4", r"write trainer\.max_staleness"),
-        ("trainer.algorithm.use_tis=true", r"write trainer\.algorithm\.off_policy_correction\.tis_ratio_type=token"),
-        ("trainer.algorithm.cispo.cispo_anchor=old", r"write trainer\.algorithm\.policy_loss_params\.cispo_anchor"),
-        ("environment.skyrl_gym.search.topk=3", r"write environment\.options\.search\.topk"),
-        ("trainer.strategy=deepspeed", r"trainer\.strategy: there is no deepspeed backend yet; choose fsdp"),
-        ("deepspeed_config.train.zero_optimization.offload_param.device=cpu", r"there is no DeepSpeed backend yet"),
         ("generator.use_conversation_multi_turn=false", r"what was said is never written anew"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
-        (
-            "trainer.policy.model.lora.lora_sync_path=adapters",
-            r"with trainer\.policy\.model\.lora\.merge_lora=false, alone",
-        ),
     ],
 )
 def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, successor: str):
@@ -84,12 +91,81 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
         "generator.inference_engine.num_prefill=0",
         "generator.use_conversation_multi_turn=true",
         "trainer.flash_attn=true",
+        "trainer.flash_attn=false",
+        "generator.batched=true",
+        "trainer.algorithm.use_tis=false",
+        "trainer.algorithm.tis_imp_ratio_cap=-1.0",
+        "trainer.num_logger_train_samples=-1",
+        "trainer.policy.model.lora.lora_sync_path=adapters",
+        "trainer.policy.megatron_config.ddp_config.average_in_collective=true",
         "generator.sampling_params.logprobs=1",
     ],
 )
 def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(override: str):
     with pytest.warns(ConfigWarning, match="has no effect and can go"):
         assert from_mapping({}, [override]) == from_mapping({})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        (["trainer.policy.gradient_checkpointing=false"], ["trainer.gradient_checkpointing=false"]),
+        (
+            ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=4"],
+            [
+                "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+                "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=4",
+            ],
+        ),
+        (
+            ["trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.cispo.cispo_anchor=rollout"],
+            [
+                "trainer.algorithm.policy_loss_type=cispo",
+                "trainer.algorithm.policy_loss_params.cispo_anchor=rollout",
+            ],
+        ),
+        (["environment.skyrl_gym.search.topk=3"], ["environment.options.search.topk=3"]),
+        (
+            ["generator.backend=vllm", "generator.num_inference_engines=2", "generator.gpu_memory_utilization=0.5"],
+            [
+                "generator.inference_engine.backend=vllm",
+                "generator.inference_engine.num_engines=2",
+                "generator.inference_engine.gpu_memory_utilization=0.5",
+            ],
+        ),
+        (["trainer.num_logger_train_samples=3"], ["trainer.num_logged_samples=3"]),
+    ],
+)
+def test_a_key_under_another_name_is_taken_with_a_warning(overrides: list[str], same: list[str]):
+    with pytest.warns(ConfigWarning, match="here, and taken as that"):
+        assert from_mapping({}, overrides) == from_mapping({}, same)
+
+
+def test_an_asynchronous_run_is_one_by_its_staleness():
+    staleness = "trainer.fully_async.max_staleness_steps=2"
+    with pytest.warns(ConfigWarning) as said:
+        config = from_mapping({}, ["trainer.fully_async.enabled=true", staleness])
+    assert config.trainer.max_staleness == 2
+    assert ["no effect" in str(one.message) for one in said] == [True, False]
+    with pytest.warns(ConfigWarning) as said:
+        assert from_mapping({}, ["trainer.fully_async.enabled=false", staleness]) == from_mapping({})
+    assert "trainer.fully_async.enabled is false, and so trainer.max_staleness 0" in str(said[1].message)
+    with pytest.raises(ConfigError, match=r"trainer\.max_staleness above 0 makes a run asynchronous"):
+        from_mapping({}, ["trainer.fully_async.enabled=true"])
+
+
+def test_a_backend_of_the_weight_sync_has_other_names():
+    for name in ("nccl", "gloo"):
+        engine = from_mapping({}, [f"generator.inference_engine.weight_sync_backend={name}"]).generator.inference_engine
+        assert engine.weight_sync_backend == "broadcast"
+    with pytest.warns(ConfigWarning, match="weight_sync_backend: is called"):
+        old = from_mapping({}, ["generator.weight_sync_backend=nccl"]).generator.inference_engine
+    assert old.weight_sync_backend == "broadcast"
+
+
+def test_parameters_of_a_loss_that_is_not_chosen_are_dropped_with_a_warning():
+    with pytest.warns(ConfigWarning, match=r"cispo_anchor: has no effect.*policy_loss_type=cispo"):
+        assert from_mapping({}, ["trainer.algorithm.cispo.cispo_anchor=rollout"]) == from_mapping({})
 
 
 def test_megatrons_switch_for_adapters_is_everyones():
@@ -107,7 +183,8 @@ MODELS = ("policy", "ref", "critic")
 
 def test_the_tables_shadow_no_key_and_their_successors_exist():
     known = {*known_paths(Config), *installed_paths()}
-    assert not known & {*ALIASES, *RENAMED, *UNSUPPORTED}
-    successors = {successor.partition("=")[0] for successor in (*ALIASES.values(), *RENAMED.values())}
+    assert not known & {*ALIASES, *RENAMED, *UNSUPPORTED, *TAKEN_AS, *SUCCESSORS, *LOSS_SECTIONS}
+    named = (*ALIASES.values(), *RENAMED.values(), *TAKEN_AS.values(), *(one.key for one in SUCCESSORS.values()))
+    successors = {successor.partition("=")[0] for successor in named}
     elsewhere = ("trainer.algorithm.policy_loss_params.", *(f"trainer.{model}.fsdp_config." for model in MODELS))
     assert {key for key in successors if not key.startswith(elsewhere)} <= known

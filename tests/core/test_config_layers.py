@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rl_core import plugins
 from rl_core.config import ConfigWarning, from_mapping, load, origins
@@ -144,3 +146,24 @@ def test_a_recipe_that_is_not_there_or_is_none_is_refused():
 def test_a_key_that_is_not_text_is_refused():
     with pytest.raises(ConfigError, match=r"environment\.options: a key is text, not 1"):
         from_mapping({"environment": {"options": {1: 2}}})
+
+
+def test_the_effective_value_of_a_key_that_a_function_has_a_default_for_is_shown(tmp_path: Path):
+    key = "trainer.algorithm"
+    given = {f"{key}.policy_loss_type": "gspo", f"{key}.eps_clip_high": 0.1, "trainer.policy.model.path": "m"}
+    path = tmp_path / "run.yaml"
+
+    def shown(**more: Any) -> dict[str, tuple[Any, str]]:
+        path.write_text(yaml.safe_dump(given | more))
+        found = origins(load(str(path)))
+        return {origin.key.removeprefix(f"{key}."): (origin.value, origin.source) for origin in found}
+
+    values = shown()
+    assert values["eps_clip_low"] == (3e-4, "default of the loss gspo")
+    assert values["eps_clip_high"][0] == 0.1
+    assert values["eps_clip_high"][1].startswith(f"{path}:")
+    assert values["grpo_norm_by_std"] == (True, "default of the estimator grpo")
+    assert values["clip_ratio_c"] == (None, "default; neither loss nor estimator reads it")
+    values = shown(**{f"{key}.policy_loss_params": {"eps_clip_low": 0.01}})
+    assert values["eps_clip_low"] == (0.01, f"{key}.policy_loss_params")
+    assert shown(**{f"{key}.policy_loss_type": "mine"})["eps_clip_low"][0] is None

@@ -58,7 +58,7 @@ def test_resolving_twice_changes_nothing():
 
 
 def test_every_rule_speaks_of_a_key_and_gives_it_a_value():
-    config = from_mapping({"trainer.policy.model.path": "model"})
+    config = from_mapping({"trainer.policy.model.path": "model", "environment.reward_functions": "rewards:short"})
     for rule in RULES:
         assert rule.key in known_paths(Config)
         assert value_at(config, rule.key) is not None

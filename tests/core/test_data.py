@@ -6,8 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 
 
@@ -50,9 +51,9 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path):
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 cut off")
     with pytest.raises(DataError, match=r"cut\.parquet: not a readable parquet file"):
         read_rows([tmp_path / "cut.parquet"], key="data.train_data")
-    (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(DataError, match=r"\.csv is not a known format"):
-        read_rows([tmp_path / "x.csv"], key="data.train_data")
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(DataError, match=r"\.txt is not a known format; use \.parquet, \.jsonl, \.json or \.csv"):
+        read_rows([tmp_path / "x.txt"], key="data.train_data")
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,113 @@ def test_every_epoch_plays_each_row_once_in_an_order_that_depends_on_the_seed_al
     assert first != second
     assert order(1, range(35, 40)) == second[15:]
     assert order(2, range(20)) != first
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def test_a_whole_conversation_is_cut_before_the_last_answer(tmp_path: Path):
+    parquet = tmp_path / "a.parquet"
+    messages = [*CONVERSATION[:2], {**CONVERSATION[2], "thinking": "…"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), parquet)
+    (row,) = read_rows([parquet], key="data.train_data")
+    assert row.row["prompt"] == CONVERSATION[:2]
+    assert row.row["completion"] == messages[2:]
+    file = write_lines(tmp_path / "b.jsonl", {"messages": CONVERSATION[:2]}, {"prompt": "x", "messages": CONVERSATION})
+    open_one, own = read_rows([file], key="data.train_data")
+    assert (open_one.row["prompt"], "completion" in open_one.row) == (CONVERSATION[:2], False)
+    assert own.row["prompt"] == "x"
+
+
+def test_prompt_and_completion_columns_are_kept(tmp_path: Path):
+    row = {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]}
+    assert read_rows([write_lines(tmp_path / "a.jsonl", row)], key="data.train_data")[0].row == row
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [([], "'messages' must be"), ("hi", "'messages' must be"), (CONVERSATION[2:], "nothing before the assistant's")],
+)
+def test_a_conversation_without_a_prompt_is_named(tmp_path: Path, messages: object, message: str):
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{message}"):
+        read_rows([write_lines(tmp_path / "a.jsonl", {"messages": messages})], key="data.train_data")
+
+
+def test_the_prompts_column_may_have_another_name(tmp_path: Path):
+    file = write_lines(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "2"})
+    (row,) = read_rows([file], key="data.train_data", prompt_key="question")
+    assert row.row == {"question": "1+1=", "answer": "2", "prompt": "1+1="}
+    with pytest.raises(DataError, match=r"the column 'prompt', got question, answer; data\.prompt_key"):
+        read_rows([file], key="data.train_data")
+
+
+def test_cells_of_a_csv_file_are_text_and_json_where_columns_are_structured(tmp_path: Path):
+    text = 'prompt,answer,reward_spec\n"1+1=\n?",007,"{""ground_truth"": ""2""}"\n2+2=,4,\n'
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    first, second = read_rows([tmp_path / "a.csv"], key="data.train_data")
+    assert first.row == {"prompt": "1+1=\n?", "answer": "007", "reward_spec": {"ground_truth": "2"}}
+    assert second.row == {"prompt": "2+2=", "answer": "4"}
+    assert second.place.endswith("a.csv:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt,answer\na\n", r"a\.csv:1: has more or fewer cells"),
+        ("prompt\na,b\n", r"a\.csv:1: has more or fewer cells"),
+        ("prompt,extra_info\na,{\n", r"a\.csv:1, column extra_info: not valid JSON"),
+        ("question\na\n", r"a\.csv:1: expected a row with the column 'prompt'"),
+        ("prompt\n", r"a\.csv has no rows"),
+    ],
+)
+def test_a_bad_line_of_a_csv_file_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_rows([tmp_path / "a.csv"], key="data.train_data")
+
+
+def test_files_elsewhere_are_read_as_files_here_are(tmp_path: Path):
+    import fsspec
+
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    fsspec.filesystem("memory").pipe("/bucket/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    read = read_rows(["memory://bucket/a.parquet", f"file://{lines}"], key="data.train_data")
+    assert [row.row for row in read] == [*rows, *rows]
+    assert read[1].place == "memory://bucket/a.parquet:2"
+    with pytest.raises(DataError, match=r"data\.train_data: memory://bucket/b\.parquet cannot be read"):
+        read_rows(["memory://bucket/b.parquet"], key="data.train_data")
+    with pytest.raises(ConfigError, match="fsspec cannot reach it"):
+        read_rows(["nowhere://bucket/b.parquet"], key="data.train_data")
+
+
+def test_data_sets_are_read_by_directory_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:1])}).save_to_disk(tmp_path / "two")
+    (tmp_path / "files").mkdir()
+    write_lines(tmp_path / "files" / "train.jsonl", *rows)
+
+    def read(place: str) -> list[dict[str, object]]:
+        return [dict(row.row) for row in read_rows([place], key="data.train_data")]
+
+    assert read(f"{tmp_path}/one") == rows
+    assert read(f"{tmp_path}/two@test") == rows[:1]
+    assert read(f"{tmp_path}/files") == rows
+    with pytest.raises(DataError, match=r"two: say which split, train, test, e\.g\. .*two@train"):
+        read(f"{tmp_path}/two")
+    with pytest.raises(DataError, match="has no splits; leave out @train"):
+        read(f"{tmp_path}/one@train")
+
+
+def test_a_data_set_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"org/no-such-set@train: there is no such file .* HF_HUB_OFFLINE"):
+        read_rows(["org/no-such-set@train"], key="data.train_data")

@@ -223,12 +223,16 @@ CannotBeSent.__qualname__ = "nowhere.CannotBeSent"  # as a class that a function
 
 
 class HoldsUpTheOthers(Guess):
+    placement = "in_process"
+
     async def step(self, action):
         time.sleep(2.2)
         return await super().step(action)
 
 
 class AwaitsAsLong(Guess):
+    placement = "in_process"
+
     async def step(self, action):
         await asyncio.sleep(2.2)
         return await super().step(action)

@@ -46,9 +46,9 @@ def test_k1_and_k3_have_the_kl_as_expectation(estimator):
 
 @pytest.mark.parametrize(
     ("estimator", "is_right"),
-    [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k1", False), ("k3", False)],
+    [("k1+", True), ("k3+", True), ("abs+", True), ("k2", True), ("k3_unbiased", True), ("k1", False), ("k3", False)],
 )
-def test_only_the_straight_through_forms_and_k2_have_the_gradient_of_the_kl(estimator, is_right):
+def test_only_the_straight_through_forms_k2_and_the_unbiased_form_have_the_gradient_of_the_kl(estimator, is_right):
     """The sampled gradient E[∇ estimate] against the exact gradient of the KL with respect to the logits."""
     logits_V = LOGITS_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
@@ -61,6 +61,30 @@ def test_only_the_straight_through_forms_and_k2_have_the_gradient_of_the_kl(esti
     ).sum()
     (gradient_V,) = torch.autograd.grad(sampled, logits_V)
     assert torch.allclose(gradient_V, exact_V, atol=1e-12) == is_right
+
+
+@pytest.mark.parametrize(("estimator", "is_right"), [("k3_unbiased", True), ("k3", False), ("k3+", False)])
+def test_on_samples_of_an_older_policy_only_the_unbiased_form_has_value_and_gradient_of_the_kl(estimator, is_right):
+    """Expectations under the old policy, token by token of the vocabulary, against the exact KL and its gradient."""
+    old_logprobs_V = torch.tensor([0.9, -0.2, -0.4, 0.5], dtype=torch.float64).log_softmax(0)
+    logits_V = LOGITS_V.clone().requires_grad_()
+    logprobs_V = logits_V.log_softmax(0)
+    exact = (logprobs_V.exp() * (logprobs_V - REF_LOGPROBS_V)).sum()
+    (exact_V,) = torch.autograd.grad(exact, logits_V, retain_graph=True)
+    everywhere = torch.ones(4, dtype=torch.bool)
+    estimates_V = estimate_kl(logprobs_V, REF_LOGPROBS_V, everywhere, old_logprobs_V, estimator=estimator)
+    expected = (old_logprobs_V.exp() * estimates_V).sum()
+    (gradient_V,) = torch.autograd.grad(expected, logits_V)
+    assert (expected.item() == pytest.approx(exact.item(), rel=1e-12)) == is_right
+    assert torch.allclose(gradient_V, exact_V, atol=1e-12) == is_right
+
+
+def test_the_unbiased_form_stays_finite():
+    logprobs_T = torch.tensor([-1.0, -80.0], requires_grad=True)
+    for ref, old in ((0.0, -1.0), (-90.0, -90.0), (0.0, -90.0)):
+        values_T = estimate_kl(logprobs_T, torch.full((2,), ref), ALL, torch.full((2,), old), estimator="k3_unbiased")
+        assert values_T.isfinite().all()
+        assert torch.autograd.grad(values_T.sum(), logprobs_T)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
@@ -91,9 +115,10 @@ def test_penalty_is_the_coefficient_times_the_estimate_without_gradient():
     assert not penalty_T.requires_grad
 
 
-def test_penalty_refuses_a_form_that_differs_in_gradient_only():
-    with pytest.raises(ConfigError, match="gradient only"):
-        kl_penalty(torch.zeros(2), torch.zeros(2), ALL, kl_coef=0.1, estimator="k3+")
+@pytest.mark.parametrize("estimator", ["k3+", "k3_unbiased"])
+def test_penalty_refuses_a_form_that_differs_in_gradient_only(estimator):
+    with pytest.raises(ConfigError, match=r"differs from 'k3' in its gradient only"):
+        kl_penalty(torch.zeros(2), torch.zeros(2), ALL, kl_coef=0.1, estimator=estimator)
 
 
 def test_unknown_estimator_names_the_nearest():

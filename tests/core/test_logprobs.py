@@ -117,6 +117,31 @@ def test_extreme_logits_stay_finite():
     assert hidden_TH.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("use", [("logprobs",), ("entropies",), ("logprobs", "entropies")])
+@pytest.mark.parametrize("function", ["chunked", "full"])
+def test_a_bias_of_minus_infinity_is_a_vocabulary_without_that_token(function, use):
+    """Values and gradients are those of the smaller vocabulary, and 0 at what was taken out of it."""
+    tensors, targets_T = inputs()
+    kept_K = torch.tensor([0, 2, 3, 5, 6, 8, 10])
+    small = {"hidden_TH": tensors["hidden_TH"], **{n: tensors[n][kept_K] for n in ("weight_VH", "bias_V")}}
+    small = {name: tensor.detach().requires_grad_() for name, tensor in small.items()}
+    small_targets_T = targets_T % len(kept_K)
+    expected, expected_grads = value_and_gradients(full_logprobs, small, small_targets_T, use)
+    bias_V = torch.full_like(tensors["bias_V"], -torch.inf).index_copy(0, kept_K, small["bias_V"].detach())
+    masked = {**tensors, "bias_V": bias_V.detach().requires_grad_()}
+    settings = {"chunk_tokens": 4} if function == "chunked" else {}
+    function = {"chunked": chunked_logprobs, "full": full_logprobs}[function]
+    actual, grads = value_and_gradients(function, masked, kept_K[small_targets_T], use, **settings)
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+    for left, right in zip(grads, expected_grads, strict=True):
+        assert left.isfinite().all()
+        is_of_vocabulary = left.shape != right.shape
+        torch.testing.assert_close(left[kept_K] if is_of_vocabulary else left, right, rtol=1e-10, atol=1e-12)
+        if is_of_vocabulary:
+            assert not left[[1, 4, 7, 9]].any()
+
+
 def test_no_tokens_is_no_error():
     hidden_TH = torch.zeros(0, 3, requires_grad=True)
     logprobs_T, entropies_T = chunked_logprobs(

@@ -24,6 +24,7 @@ CASES = {
     "cispo_rollout": ("cispo_loss", {"cispo_eps_clip_low": 0.3, "cispo_anchor": "rollout"}),
     "sapo": ("sapo_loss", {"tau_pos": 1.0, "tau_neg": 2.0}),
     "importance_sampling": ("importance_sampling_loss", {}),
+    "dro": ("dro_loss", {"dro_beta": 0.3}),
     "reinforce": ("reinforce_loss", {}),
     "cross_entropy": ("cross_entropy_loss", {}),
     "rollout_is": ("rollout_is_loss", {"eps_clip_low": 0.4, "eps_clip_high": 0.5}),
@@ -297,6 +298,8 @@ def slow_loss(case: str, t: int, rows: dict[str, list], settings: dict) -> float
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
     if case == "importance_sampling":
         return -ratio * advantage
+    if case == "dro":
+        return -advantage * logprob + settings["dro_beta"] / 2 * (logprob - row["old_logprobs_T"]) ** 2
     if case == "reinforce":
         return -logprob * advantage
     if case == "cross_entropy":
@@ -354,6 +357,17 @@ def test_cispo_gradient_is_the_weighted_policy_gradient(case):
     columns = mini_batch(2, [4, 6, 3])
     loss_T, gradient_T = loss_and_gradient(case, columns)
     torch.testing.assert_close(gradient_T, loss_T / columns["logprobs_T"])
+
+
+def test_dro_has_the_gradient_of_the_papers_square_of_reward_minus_log_ratio():
+    """Richemond et al. 2024: ½ (A − beta · log(policy / old))², over beta; and no clamp stops what has gone far."""
+    columns = mini_batch(2, [4, 6, 3])
+    columns["logprobs_T"][0] = columns["old_logprobs_T"][0] - 60.0
+    _, gradient_T = loss_and_gradient("dro", columns)
+    logprobs_T = columns["logprobs_T"].clone().requires_grad_()
+    residual_T = columns["advantages_T"] - 0.3 * (logprobs_T - columns["old_logprobs_T"])
+    (0.5 * residual_T.square()[columns["mask_T"]].sum() / 0.3).backward()
+    torch.testing.assert_close(gradient_T, logprobs_T.grad)
 
 
 def test_gspo_token_has_the_gradient_of_gspo_under_equal_advantages():
@@ -419,6 +433,31 @@ def test_log_ratios_are_clamped_at_20():
     assert not gradient_T.any()
 
 
+@pytest.mark.parametrize("function", ["gspo_loss", "gspo_token_loss", "gmpo_loss"])
+@pytest.mark.parametrize(("outlier", "mean"), [(-50.0, -5.0), (150.0, 15.0), (-1000.0, -20.0), (-math.inf, -20.0)])
+def test_one_far_token_moves_its_sequences_mean_as_in_the_papers(function, outlier, mean):
+    """Ten tokens, one at −50: the papers' ratio is exp(−5) = 0.0067; with each token clamped to ±20 it was 0.135."""
+    logprobs_T = torch.zeros(10, dtype=torch.float64)
+    logprobs_T[3] = outlier
+    settings = {"eps_clip_low": 1.0, "eps_clip_high": 1e9}
+    if function == "gmpo_loss":
+        settings = {"gmpo_log_clip_low": math.inf, "gmpo_log_clip_high": math.inf}
+    columns = {
+        "logprobs_T": logprobs_T.requires_grad_(),
+        "old_logprobs_T": torch.zeros(10, dtype=torch.float64),
+        "advantages_T": torch.ones(10, dtype=torch.float64),
+        "mask_T": torch.ones(10, dtype=torch.bool),
+        "sequence_T": torch.zeros(10, dtype=torch.int64),
+    }
+    loss_T, metrics = getattr(algorithms, function)(**columns, **settings)
+    assert loss_T.tolist() == pytest.approx([-math.exp(mean)] * 10, rel=1e-12)
+    loss_T.sum().backward()
+    # d exp(mean) / d logprob_t = exp(mean) / 10, ten losses; at the clamp there is none.
+    expected = -math.exp(mean) if abs(mean) < 20 else 0.0
+    assert logprobs_T.grad.tolist() == pytest.approx([expected] * 10, rel=1e-12)
+    assert all(metric_T.isfinite().all() for metric_T in metrics.values())
+
+
 @pytest.mark.parametrize("case", CASES)
 @hypothesis_settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**20))
@@ -452,7 +491,7 @@ def test_statistics_of_a_part_would_choose_other_tokens(case):
     def differs(seed):
         columns = mini_batch(seed, [20, 20])
         whole = with_prepared(case, columns)
-        (name,) = set(whole) - set(columns)
+        (name,) = (name for name in whole if name.startswith("x_"))
         first_T = columns["sequence_T"] == 0
         part = with_prepared(case, {n: values_T[first_T] for n, values_T in columns.items()})
         return not torch.equal(part[name], whole[name][first_T])

@@ -20,7 +20,7 @@ from rl_core.algorithms import Objective, TokenLoss, estimate_kl, ppo_clip_loss,
 from rl_core.errors import ConfigError, PluginError, ShapeError
 from rl_core.interfaces import LossSpec
 from rl_core.plugins import installed, load
-from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.rank_kit.objectives import objective_from_spec, total_metrics
 
 LOSSES = [plugin.name for plugin in installed("rl_core.policy_losses") if plugin.distribution.startswith("rl-core ")]
 
@@ -206,6 +206,17 @@ def test_the_table_of_contents_is_complete():
         assert getattr(algorithms, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = algorithms.no_such_name
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_metrics_of_a_loss_may_be_yes_or_no_or_counts(dtype):
+    def loss(logprobs_T):
+        return TokenLoss(-logprobs_T, {"likely": (logprobs_T > -1.0).to(dtype)})
+
+    columns, current, sequence_T = mini_batch([5, 9])
+    _, metrics, _ = run(Objective(loss), columns, current, sequence_T)
+    likely_T = current["logprobs_T"][columns["loss_mask"]] > -1.0
+    assert total_metrics([metrics])["likely"] == (int(likely_T.sum()), len(likely_T))
 
 
 def test_metrics_of_micro_batches_without_any_are_an_empty_dict():

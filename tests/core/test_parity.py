@@ -54,6 +54,22 @@ State saved by one mesh and loaded by another:
     )
 
 
+def test_bfloat16_has_a_table_of_its_own_with_multiples_of_the_plain_error():
+    rows = [
+        measured("1 rank", "bf16 weights", 0.904, 1.5, unit=8.6e-2),
+        measured("1 rank", "bf16 logprobs", 1.117, 1.5, unit=6.1e-3),
+    ]
+    text = page([*ROWS, *rows])
+    assert "The limit of every cell is 1.5; the worst is 1.12." in " ".join(text.split())
+    assert text.endswith(
+        """
+| backend or engine | mesh | bf16 logprobs | bf16 weights |
+| --- | --- | --- | --- |
+| made_up | 1 rank | 1.12 of 6.1e-03 | 0.90 of 8.6e-02 |
+"""
+    )
+
+
 def test_of_several_measurements_the_worst_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     for difference in (1e-7, 5e-7, 2e-7):

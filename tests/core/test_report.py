@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_core.reports.curves import Series, line_chart, linear_axis, log_axis, smoothed, stacked_chart, thinned
-from rl_core.reports.report_page import write_report
+from rl_core.reports.report_page import _shown_samples, write_report
+from rl_core.reports.samples import answer_of
 from tools.quickstart_picture import curve_png
 
 ATTACK = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> & \x1b[31m"
@@ -38,7 +39,9 @@ def metric_rows(num_steps: int) -> list[dict[str, float | None]]:
             "rollout/logprob_diff_mean": 0.0 if step == 2 else 1e-7,
             "rollout/response_length": 4.0,
             "rollout/tokens": 4096,
-            "rollout/failed": 1 if step == 2 else 0,
+            "rollout/sampled_tokens": 1024,
+            "rollout/failed": 3 if step == 2 else 0,
+            **({"rollout/failed/ValueError": 1, "rollout/failed/DeadlineError": 2} if step == 2 else {}),
             "environment/digits_right": 0.5 + 0.4 * done,
             "tokens_per_second": 4000.0,
             **{f"time/{phase}": 0.2 for phase in ("generate", "score", "train", "publish", "controller")},
@@ -182,8 +185,8 @@ def test_samples_come_from_the_start_the_middle_and_the_end(tmp_path):
 
 def test_a_failed_rollout_is_shown_as_failed_not_as_a_zero(tmp_path):
     page = Page(html_of(run_directory(tmp_path / "run")))
-    assert "Failed rollouts 1 among the logged samples. step 30, training failed 1+1= ValueError: <row 7>" in page.text
-    assert "Failed rollouts 1 not trained on" in page.text
+    assert "Failed samples 1 among the logged samples. step 30, training failed 1+1= ValueError: <row 7>" in page.text
+    assert "Failed samples 3 2 DeadlineError, 1 ValueError, not trained on" in page.text
 
 
 def test_the_numbers_at_the_top_are_those_of_the_files(tmp_path):
@@ -325,3 +328,60 @@ def test_thinning_keeps_the_ends_and_every_peak(values, limit):
 def test_smoothing_is_not_bent_by_a_lone_spike_and_keeps_gaps():
     points = [(step, 1000.0 if step == 30 else None if step == 50 else 1.0) for step in range(90)]
     assert smoothed(points) == [(step, None if step == 50 else 1.0) for step in range(90)]
+
+
+def test_sampled_tokens_are_those_that_the_policy_sampled(tmp_path):
+    text = Page(html_of(run_directory(tmp_path / "run"))).text
+    assert re.search(r"Sampled tokens 30,720 1,024 per second", text), "not the prompts' too, which are 122,880"
+
+
+def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():
+    for low, high in ((6.90420, 6.90423), (690_420.0, 690_420.5), (1.00001, 1.00002), (-3.00002, -3.00001)):
+        labels = [label for _, label in linear_axis([low, high]).ticks]
+        assert len(set(labels)) == len(labels)
+        assert not any("e" in label for label in labels), labels
+        shown = [float(label.replace(",", "").replace("k", "e3").replace("M", "e6")) for label in labels]
+        assert shown == pytest.approx([value for value, _ in linear_axis([low, high]).ticks], rel=1e-9)
+    assert [label for _, label in linear_axis([2e-5, 7e-5]).ticks] == ["0", "2e-5", "4e-5", "6e-5", "8e-5"]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "expected"),
+    [
+        ([0, 6], {"Start": "held out: step 0 · training: step 1", "End": "held out: step 6 · training: step 6"}),
+        ([6], {"Start": "training: step 1", "End": "held out: step 6 · training: step 6"}),
+        ([0], {"Start": "held out: step 0 · training: step 1", "End": "training: step 6"}),
+    ],
+)
+def test_evaluations_stand_at_the_stage_of_their_step(tmp_path, evaluated: list[int], expected: dict[str, str]):
+    run_dir = run_directory(tmp_path / "run", num_steps=6)
+    rows = [sample_row(step, purpose="eval") for step in evaluated] + [sample_row(step) for step in range(1, 7)]
+    write_lines(run_dir / "samples.jsonl", rows)
+    html = html_of(run_dir)
+    stages = {stage["name"]: stage["steps"] for stage in _shown_samples(run_dir).stages}
+    assert stages == {"Start": "", "Middle": "training: step 3", "End": ""} | expected
+    assert all(steps in Page(html).text for steps in expected.values())
+
+
+def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_path):
+    run_dir = run_directory(tmp_path / "run")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    templated = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>"
+    write_lines(run_dir / "samples.jsonl", [sample_row(1, prompt=templated, messages=chat, ground_truth="two <b>")])
+    text = Page(html_of(run_dir)).text
+    assert "system: Be brief. user: 1+1?" in text
+    assert "expected two <b>" in text
+    assert "im_start" not in text
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"reward_spec": {"ground_truth": 18}, "answer": "7 + 11"}, "18"),
+        ({"ground_truth": "x", "answer": "y"}, "x"),
+        ({"answer": "280"}, "280"),
+        ({"reward_spec": None, "number": 3}, None),
+    ],
+)
+def test_the_right_answer_is_read_from_the_row(row: dict[str, object], expected: str | None):
+    assert answer_of(row) == expected

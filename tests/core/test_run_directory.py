@@ -11,8 +11,9 @@ import pytest
 
 from rl_core.config import Config, from_mapping, load
 from rl_core.errors import CheckpointError, ConfigError
-from rl_core.trainer.checkpoint import RunState, list_checkpoints, save_checkpoint
+from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
 from rl_core.trainer.run_directory import newest_config, open_run_directory, set_aside_later_steps
+from tests.core.stored_checkpoints import save_checkpoint
 
 
 def config_of(run_dir: Path, **trainer: object) -> Config:
@@ -27,11 +28,7 @@ async def write_run(run_dir: Path, *, rows: range, checkpoints: list[int]) -> No
         (run_dir / name).write_text("".join(json.dumps({"step": step, "of": str(run_dir)}) + "\n" for step in rows))
     for step in checkpoints:
         state = RunState(step=step, next_group=step * 4, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
-        await save_checkpoint(run_dir / "checkpoints", state, write_weights)
-
-
-async def write_weights(directory: Path) -> None:
-    (directory / "weights.bin").write_bytes(b"x")
+        await save_checkpoint(run_dir / "checkpoints", state)
 
 
 def steps_in(path: Path) -> list[int]:
@@ -78,12 +75,73 @@ async def test_after_going_back_latest_goes_on_with_the_new_branch(tmp_path: Pat
     assert start.checkpoint == run_dir / "checkpoints" / "step_000002"
 
 
-async def test_latest_takes_no_checkpoint_newer_than_the_last_row(tmp_path: Path):
+async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     await write_run(tmp_path / "run", rows=range(4), checkpoints=[2, 6])
     config = config_of(tmp_path / "run", resume_mode="latest")
-    assert open_run_directory(config).state.step == 2
-    set_aside_later_steps(config, 2)
-    assert saved(tmp_path / "run" / "replaced_1" / "checkpoints") == ["step_000006"]
+    assert open_run_directory(config).state.step == 6
+    assert "lacks the rows of 3 steps, 4 to 6; step_000006 is whole" in caplog.text
+    assert saved(tmp_path / "run" / "checkpoints") == ["step_000002", "step_000006"]
+
+
+async def test_a_run_moves_nothing_that_no_run_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    project = tmp_path / "project"
+    await write_run(project, rows=range(3), checkpoints=[2])
+    (project / "src").mkdir()
+    (project / "notes.txt").write_text("mine")
+    (project / "start" / "model").mkdir(parents=True)
+    open_run_directory(config_of(project, resume_mode="none"))
+    assert sorted(path.name for path in project.iterdir()) == ["config.yaml", "notes.txt", "src", "start"]
+    assert sorted(path.name for path in (tmp_path / "project.1").iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
+    assert "holds files that no run wrote: they stay there" in caplog.text
+
+
+async def test_a_run_does_not_move_the_model_that_it_starts_from(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    await write_run(run_dir, rows=range(3), checkpoints=[])
+    (run_dir / "model" / "start").mkdir(parents=True)
+    config = from_mapping(
+        {"trainer.policy.model.path": str(run_dir / "model" / "start"), "trainer.run_dir": str(run_dir)}
+    )
+    open_run_directory(config)
+    assert (run_dir / "model" / "start").is_dir()
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+    values = {"trainer.run_dir": str(run_dir), "trainer.export_path": str(run_dir / "model" / "start")}
+    with pytest.raises(ConfigError, match=r"trainer\.export_path: .* is the model that the run starts from"):
+        open_run_directory(from_mapping({"trainer.policy.model.path": str(run_dir / "model" / "start"), **values}))
+
+
+async def test_a_directory_with_files_of_such_names_that_no_run_wrote_is_refused_untouched(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 0.1}\n{"loss": 0.2}\n')
+    for mode in ("none", "latest"):
+        with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*other is no run's directory: .*line 1"):
+            open_run_directory(config_of(tmp_path / "other", resume_mode=mode))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["metrics.jsonl"]
+
+
+async def test_directories_that_are_named_like_checkpoints_are_left_alone(tmp_path: Path):
+    for name in ("step_1", "step_2"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    config = config_of(tmp_path / "run", resume_mode="none", ckpt_path=str(tmp_path / "models"))
+    open_run_directory(config)
+    delete_old_checkpoints(tmp_path / "models", 0)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["step_1", "step_2"]
+
+
+async def test_what_a_save_left_that_did_not_end_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    await write_run(tmp_path / "run", rows=range(5), checkpoints=[2])
+    (tmp_path / "run" / "checkpoints" / "step_000004.partial" / "policy").mkdir(parents=True)
+    open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+    assert "step_000004.partial was left by a run that ended while it saved" in caplog.text
 
 
 async def test_latest_takes_the_newest_checkpoint_where_the_rows_are_lost(tmp_path: Path):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -355,6 +356,76 @@ def test_a_file_system_without_locks_is_warned_of(
     assert f"trainer.run_dir: the file system of {tmp_path / 'run'} has no locks" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     assert not list(tmp_path.iterdir())
+
+
+def named_by_another_host(run_dir: Path) -> Path:
+    """A lock file as a process of another host leaves or holds it, whose lock is not seen here."""
+    path = run_dir.with_name(f".{run_dir.name}.rl-lock")
+    path.write_text('{"pid": 1, "host": "another-host", "started": "2026-01-01 00:00:00+00:00"}\n')
+    return path
+
+
+def test_a_process_of_another_host_whose_lock_is_not_seen_keeps_others_out_while_it_shows_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_lock, "_WATCH_S", 1.0)
+    path, config = named_by_another_host(tmp_path / "run"), config_of(tmp_path / "run")
+    touching = delayed(0.3, lambda: os.utime(path))
+    with pytest.raises(ConfigError, match=r"process 1 on another-host, .*; if that machine is gone for good, remove "):
+        require_unused(config)
+    touching.join()
+    touching = delayed(0.3, lambda: os.utime(path))
+    with pytest.raises(ConfigError, match="process 1 on another-host"), held_directories(config):
+        pass
+    touching.join()
+    assert path.exists()
+
+
+def test_what_a_dead_process_of_another_host_left_is_taken_over_after_one_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(run_lock, "_WATCH_S", 0.5)
+    path, config = named_by_another_host(tmp_path / "run"), config_of(tmp_path / "run")
+    started = time.monotonic()
+    require_unused(config)
+    with held_directories(config):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert time.monotonic() - started < 2.0, "watched once, not at each look"
+    assert "process 1 on another-host, started 2026-01-01 00:00:00+00:00, left" in caplog.text
+    assert not path.exists()
+
+
+def test_a_run_shows_life_while_it_holds_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_lock, "_BEAT_S", 0.05)
+    with held_directories(config_of(tmp_path / "run")):
+        (path,) = tmp_path.glob(".run.rl-lock")
+        assert run_lock._is_touched(path)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "run-lock"] == []
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_without_locks_a_run_of_this_host_is_told_by_its_process_and_signs_of_life(
+    is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def unknown_here(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown_here)
+    monkeypatch.setattr(run_lock, "_BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "_WATCH_S", 1.0)
+    config = config_of(tmp_path / "run")
+    pid = os.getppid() if is_alive else dead_process()
+    holder = {"pid": pid, "host": socket.gethostname(), "started": "now"}
+    path = named_by_another_host(tmp_path / "run")
+    path.write_text(json.dumps(holder) + "\n")
+    if is_alive:
+        touching = delayed(0.3, lambda: os.utime(path))
+        with pytest.raises(ConfigError, match=f"process {pid} on "), held_directories(config):
+            pass
+        touching.join()
+    else:
+        with held_directories(config):
+            assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def dead_process() -> int:

@@ -175,7 +175,7 @@ WRONG = [
     (
         "rl_core.advantage_estimators",
         "math:sqrt",
-        "it has the parameter 'x'; an estimator reads scores_N, group_N",
+        "it has the parameter 'x'; an estimator reads scores_N, group_N, ",
     ),
     ("rl_core.advantage_estimators", f"{HERE}:scaled", "A setting must be keyword-only: put it after `*`"),
     ("rl_core.advantage_estimators", "math:pi", "it is an object of type float"),

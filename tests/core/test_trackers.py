@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.config import from_mapping
 from rl_core.errors import DataError, PluginError
 from rl_core.interfaces import Tracker, Trajectory, TrajectoryStep
 from rl_core.reports.jsonl import StepLog, read_rows
+from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, read_samples, sample_of, with_logprobs
 from rl_core.reports.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker, WandbTracker
 from rl_core.trainer.collate import collate
@@ -146,6 +148,19 @@ def test_samples_of_steps_that_are_run_again_are_dropped(tmp_path):
     assert [sample.step for sample in read_samples(tmp_path)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
+def test_an_evaluation_that_is_done_again_leaves_the_training_samples_of_its_step(tmp_path):
+    for evaluates_again in (False, True, True):
+        writer = SamplesWriter(tmp_path / "samples.jsonl", first_step=3, evaluates_again=evaluates_again)
+        for step in (1, 2) if not evaluates_again else ():
+            writer.write([sample_of(trajectory(), step=step, purpose="train")])
+        for step in (1, 2) if not evaluates_again else (2,):
+            writer.write([sample_of(trajectory(), step=step, purpose="eval")])
+        writer.close()
+    assert [(sample.step, sample.purpose) for sample in read_samples(tmp_path)] == [
+        (1, "train"), (2, "train"), (1, "eval"), (2, "eval")
+    ]  # fmt: skip
+
+
 @given(text=st.text(st.characters(), max_size=30))
 def test_any_text_survives_also_lone_surrogates_and_odd_line_ends(tmp_path_factory, text):
     run_dir = tmp_path_factory.mktemp("run")
@@ -181,7 +196,7 @@ def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path, monkeypatc
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(PluginError, match=rf"pip install 'rl-core\[{package}\]'"):
+    with pytest.raises(PluginError, match=rf"pip install {package}"):
         tracker(None, tmp_path, total_steps=1, first_step=0)
 
 
@@ -215,3 +230,44 @@ def test_the_console_shows_the_numbers_a_reader_follows(tmp_path, capsys):
     first, last = capsys.readouterr().err.splitlines()
     assert first == "quickstart: 0/2 steps · held-out accuracy 0.250"
     assert last.startswith("quickstart: 2/2 steps · held-out accuracy 0.250 · reward 0.500 · tokens/s 3,600 · after ")
+
+
+def test_the_console_shows_how_many_samples_failed_so_far_from_the_first_one_on(tmp_path, capsys):
+    tracker = ConsoleTracker(None, tmp_path / "run", total_steps=9, first_step=0)
+    tracker.log(0, {"eval/failed": 0.0})
+    tracker.log(1, {"rollout/failed": 3.0, "rollout/failed/OSError": 3.0})
+    tracker.log(2, {"rollout/failed": 1.0, "eval/failed": 2.0})
+    tracker.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert "failed" not in first
+    assert "failed samples 6" in last
+
+
+def test_every_sample_that_failed_is_written_beside_the_few_others(tmp_path):
+    config = from_mapping({"trainer.num_logged_samples": 1, "trainer.logger": []})
+    reporter = RunReporter(config, tmp_path, total_steps=2, steps_done=None)
+    failed = [
+        trajectory(sample_index=index, steps=(), failure="rows:1: OSError: gone", failure_kind="OSError")
+        for index in range(1, 4)
+    ]
+    reporter.failed_samples(1, failed)
+    reporter.eval_samples(1, [trajectory(sample_index=0), *failed])
+    reporter.close()
+    samples = [(sample.purpose, sample.sample, sample.failure is None) for sample in read_samples(tmp_path)]
+    lost = [(index, False) for index in (1, 2, 3)]
+    assert samples == [*(("train", *each) for each in lost), ("eval", 0, True), *(("eval", *each) for each in lost)]
+
+
+def test_a_row_that_is_written_again_replaces_the_one_that_was_there(tmp_path):
+    config = from_mapping({"trainer.logger": []})
+    first = RunReporter(config, tmp_path, total_steps=3, steps_done=None)
+    for step in (1, 2):
+        first.step(step, {"reward/mean": 0.5})
+        first.failed_samples(step, [trajectory(steps=(), failure="gone")])
+    first.close()
+    resumed = RunReporter(config, tmp_path, total_steps=3, steps_done=2, writes_last_row_again=True)
+    resumed.step(2, {"reward/mean": 0.5, "eval/reward": 1.0})
+    resumed.close()
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
+    assert rows == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.5, "eval/reward": 1.0}]
+    assert [sample.step for sample in read_samples(tmp_path)] == [1, 2], "samples are not dropped"

@@ -6,17 +6,19 @@ import asyncio
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, GenerationError, WeightSyncError, WorkerError
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.callbacks import Control
-from rl_core.trainer.checkpoint import list_checkpoints
+from rl_core.trainer.checkpoint import list_checkpoints, load_state
 from rl_core.trainer.loop import TrainingLoop
 from tests.core.scripted_run import (
     Play,
@@ -345,6 +347,126 @@ def test_a_group_whose_samples_all_fail_is_dropped_and_another_one_is_played_at_
     assert sum(row["rollout/dropped_failed"] for row in run.reports.rows.values()) == 1.0
 
 
+@STALENESS
+def test_a_greedy_answer_is_part_of_its_group_and_is_not_trained_on(tmp_path: Path, max_staleness: int):
+    """It counts with the group in room, versions and order; the group waits for it where it takes longest."""
+
+    def play(group: int) -> Play:
+        return Play(greedy=group / 10, greedy_seconds=4.0 if group % 2 else 13.0)
+
+    script = Script(steps=3, max_staleness=max_staleness, play=play, plays_greedy=True)
+    run = ScriptedRun(tmp_path, script).go()
+    starts = run.events_of("start")
+    assert [event.replace("greedy", "start") for event in run.events_of("greedy")] == starts
+    assert run.time_of("finish 0") == pytest.approx(run.time_of("start 0 at 0") + 13.0)
+    assert run.time_of("finish 1") == pytest.approx(run.time_of("start 1 at 0") + 10.0)
+    require_the_bound(run)
+    for step, groups in run.taken:
+        samples = run.reports.groups[step]
+        assert [(sample.group_id, sample.greedy_reward) for sample in samples] == [
+            (group, group / 10) for group in groups for _ in range(2)
+        ]
+        assert run.reports.rows[step]["rollout/sampled_tokens"] == 4.0, "two samples of two groups, one token each"
+        assert run.reports.rows[step]["rollout/greedy_reward"] == pytest.approx(sum(groups) / 20)
+    rows = run.reports.rows.values()
+    assert sum(row["rollout/greedy_tokens"] for row in rows) == len(starts) == 6
+    assert {row["reward/mean"] for row in rows} == {0.5}
+
+
+def test_a_group_whose_greedy_answer_fails_has_no_baseline_and_is_dropped(tmp_path: Path):
+    def play(group: int) -> Play:
+        return Play(greedy=None if group == 1 else 0.5)
+
+    run = ScriptedRun(tmp_path, Script(steps=2, play=play, plays_greedy=True)).go()
+    assert run.taken == [(1, [0, 2]), (2, [3, 4])]
+    assert run.reports.rows[1]["rollout/failed"] == run.reports.rows[1]["rollout/dropped_failed"] == 1.0
+    assert run.reports.rows[1]["rollout/greedy_reward"] == 0.5
+    never = Script(play=lambda group: Play(greedy=None), plays_greedy=True, max_dropped_groups=2)
+    with pytest.raises(GenerationError, match=r"3 groups in a row gave nothing .* its greedy answer: OSError: gone"):
+        ScriptedRun(tmp_path / "never", never).go()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_resumed_run_plays_greedy_answers_of_unfinished_groups_again(tmp_path: Path, max_staleness: int):
+    script = Script(steps=4, max_staleness=max_staleness, plays_greedy=True, settings={"ckpt_interval": 1})
+    run = ScriptedRun(tmp_path, script)
+    run.log.when("train 2", run.loop.stop)
+    run.go()
+    resumed = run.resumed()
+    require_nothing_is_lost(run, resumed)
+    again = [event.replace("greedy", "start") for event in resumed.events_of("greedy")]
+    assert again == resumed.events_of("start")
+    assert all(sample.greedy_reward == 0.5 for step in (3, 4) for sample in resumed.reports.groups[step])
+
+
+@STALENESS
+def test_failed_samples_are_written_with_their_step_counted_by_kind_and_warned_of_at_once(
+    tmp_path: Path, max_staleness: int, caplog: Any
+):
+    warned_at: list[int] = []
+
+    def play(group: int) -> Play:
+        warned_at.append(caplog.text.count("a sample failed and is not used: OSError: gone (the first OSError;"))
+        return Play(seconds=10.0 + group, rewards={1: (None, None), 4: (1.0, None)}.get(group, (0.0, 1.0)))
+
+    run = ScriptedRun(tmp_path, Script(steps=4, max_staleness=max_staleness, play=play)).go()
+    assert sorted((group, sample) for _, group, sample in run.reports.failed) == [(1, 0), (1, 1), (4, 1)]
+    for step, row in run.reports.rows.items():
+        failed = sum(step == of_step for of_step, _, _ in run.reports.failed)
+        assert row["rollout/failed"] == row.get("rollout/failed/OSError", 0.0) == failed
+    assert warned_at[-1] == 1, "once, while the run goes on"
+
+
+@STALENESS
+def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_written(
+    tmp_path: Path, max_staleness: int
+):
+    """Of each step's eight samples four may fail."""
+    rewards = {0: (0.0, 1.0, None, None)}
+
+    def play(group: int) -> Play:
+        return Play(rewards=rewards.get(group % 2, (0.0, 1.0, None, None) if group < 4 else (1.0, None, None, None)))
+
+    script = Script(
+        steps=6, max_staleness=max_staleness, play=play, max_failure_rate=0.5, eval_play=Play(rewards=(0.0,) * 4)
+    )
+    run = ScriptedRun(tmp_path, script)
+    message = (
+        r"rollout: \d+ of \d+ samples failed, of 8 that belong together \(\d+ OSError\), and "
+        r"trainer\.max_failure_rate is 0\.5; the last one: OSError: gone"
+    )
+    with pytest.raises(GenerationError, match=message):
+        run.go()
+    last = run.loop.steps_done
+    assert last > 0
+    assert run.events_of("checkpoint") == [f"checkpoint {last}"]
+    assert sum(row["rollout/failed"] for row in run.reports.rows.values()) == sum(
+        s <= last for s, _, _ in run.reports.failed
+    )
+    assert {step for step, _, _ in run.reports.failed} <= set(range(1, last + 2))
+    written = Counter(group for _, group, _ in run.reports.failed)
+    assert written == {group: play(group).rewards.count(None) for group in written}
+    assert written.keys() >= {int(event.split()[1]) for event in run.events_of("finish")}
+    require_nothing_is_lost(run, run.resumed(max_failure_rate=1.0))
+
+
+def test_more_failures_in_an_evaluation_than_allowed_stop_the_run_and_it_is_evaluated_again(tmp_path: Path):
+    script = Script(
+        play=lambda group: Play(rewards=(0.0, 1.0, 0.0)),
+        eval_rows=2,
+        eval_play=Play(rewards=(None, 1.0, None)),
+        settings={"eval_interval": 1},
+        max_failure_rate=0.5,
+    )
+    run = ScriptedRun(tmp_path, script)
+    with pytest.raises(GenerationError, match=r"eval: 4 of 6 samples failed, of 6 that belong together \(4 OSError\)"):
+        run.go()
+    assert run.events_of("evaluated", "row", "checkpoint") == ["row 1", "checkpoint 1"]
+    assert run.reports.failed_in_evaluation == 4
+    resumed = run.resumed(max_failure_rate=0.7).go()
+    assert resumed.reports.rows[1]["eval/failed/OSError"] == 4.0
+
+
 def test_groups_without_a_signal_are_dropped_until_too_many_of_them_end_the_run(tmp_path: Path):
     def play(group: int) -> Play:
         return Play(rewards=(1.0, 1.0) if group >= 2 else (0.0, 1.0))
@@ -354,7 +476,7 @@ def test_groups_without_a_signal_are_dropped_until_too_many_of_them_end_the_run(
         run.go()
     assert list(run.reports.rows) == [1]
     assert len(run.events_of("drop")) == 4
-    assert run.events[-1] == "fail GenerationError"
+    assert run.events[-3:] == ["fail GenerationError", "save 1", "checkpoint 1"]
 
 
 def test_a_batch_that_is_given_up_is_taken_again_from_new_groups_of_the_same_version(tmp_path: Path):
@@ -367,11 +489,60 @@ def test_a_batch_that_is_given_up_is_taken_again_from_new_groups_of_the_same_ver
     assert list(run.reports.rows) == [1, 2, 3]
 
 
+REJECTING = {"replace": {"min_replace_ratio": 0.6}, "filter": {"drop_zero_variance": True}}
+
+
+@pytest.mark.parametrize("rule", REJECTING)
+@pytest.mark.parametrize("useless", [(4, 5), (4, 5, 6, 7), (2, 3, 5)])
+@STALENESS
+def test_a_last_batch_that_is_given_up_is_taken_again_too(
+    tmp_path: Path, max_staleness: int, useless: tuple[int, ...], rule: str
+):
+    def play(group: int) -> Play:
+        return Play(rewards=(1.0, 1.0) if group in useless else (0.0, 1.0))
+
+    run = ScriptedRun(tmp_path, Script(play=play, max_staleness=max_staleness, **REJECTING[rule])).go()
+    assert list(run.reports.rows) == [1, 2, 3]
+    assert run.events[-1] == "end 3"
+
+
+@pytest.mark.parametrize("rule", REJECTING)
+@STALENESS
+def test_a_stop_at_any_moment_loses_no_group_where_batches_are_given_up(
+    tmp_path_factory: pytest.TempPathFactory, max_staleness: int, rule: str
+):
+    """Each is trained on once, or given up: then it is played again, as in the run without the stop."""
+
+    def play(group: int) -> Play:
+        return Play(seconds=one_after_another(group).seconds, rewards=(1.0, 1.0) if group in (2, 3, 6) else (0.0, 1.0))
+
+    script = Script(steps=3, max_staleness=max_staleness, play=play, **REJECTING[rule])
+    is_over, turn = False, max_staleness
+    while not is_over:
+        run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
+        run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
+        is_over, turn = not run.loop.was_stopped, turn + 4  # the moments of one step come again in the next
+        runs = [run, run.resumed().go()] if run.loop.was_stopped and run.loop.steps_done > 0 else [run]
+        if run.loop.steps_done > 0:
+            assert [step for each in runs for step in each.trained] == [1, 2, 3]
+            require_every_group_was_trained_on_or_given_up(*runs)
+
+
+def require_every_group_was_trained_on_or_given_up(*runs: ScriptedRun) -> None:
+    known = Counter(group for run in runs for groups in run.trained.values() for group in groups)
+    assert max(known.values()) == 1
+    rejected = [groups for run in runs for _, groups in run.taken if groups not in run.trained.values()]
+    known.update(group for groups in rejected for group in groups)
+    known.update(int(event.split()[1]) for run in runs for event in run.events_of("drop"))
+    started = {int(event.split()[1]) for run in runs for event in run.events_of("start")}
+    assert started <= known.keys() | set(runs[-1].buffer.outstanding)
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @STALENESS
-def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_own_error(
+def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_own_error_and_a_checkpoint(
     tmp_path: Path, max_staleness: int
 ):
     """At staleness 0 the step waits for it; else it raises while another step is trained, which is finished first."""
@@ -383,34 +554,75 @@ def test_a_generator_that_raises_ends_the_run_after_the_step_under_way_with_its_
     with pytest.raises(OSError, match="the environment is gone"):
         run.go()
     assert run.events_of("row", "save", "fail") == (
-        ["row 1", "fail OSError"] if max_staleness == 0 else ["fail OSError", "row 1"]
+        ["row 1", "fail OSError", "save 1"] if max_staleness == 0 else ["fail OSError", "row 1", "save 1"]
     )
     assert not any(event.startswith("finish") for event in run.events[run.events.index("fail OSError") :])
+    require_nothing_is_lost(run, run.resumed(play=lambda group: Play()))
 
 
 @pytest.mark.parametrize(
-    ("event", "error", "rows", "last"),
+    ("event", "error", "after"),
     [
-        ("score", WorkerError("rank 0 died"), [], "score"),
-        ("train 2", WorkerError("rank 0 died"), [1], "train 2"),
-        ("send 2", WeightSyncError("a tensor is missing"), [1], "send 2"),
-        ("save 2", OSError("the disk is full"), [1, 2], "save 2"),
+        ("score", WorkerError("rank 0 died"), []),
+        ("train 2", WorkerError("rank 0 died"), []),
+        ("send 2", WeightSyncError("a tensor is missing"), ["row 2", "save 2", "checkpoint 2"]),
+        ("evaluated 2", OSError("no space for the samples"), ["row 2", "save 2", "checkpoint 2"]),
+        ("row 2", OSError("no space for the row"), ["save 2", "checkpoint 2"]),
+        ("save 2", OSError("the disk is full"), []),
+        ("export 2", OSError("the disk is full"), []),
     ],
 )
 @STALENESS
-def test_an_error_of_a_part_ends_the_run_where_it_happens(
-    tmp_path: Path, max_staleness: int, event: str, error: Exception, rows: list[int], last: str
+def test_an_error_of_a_part_ends_the_run_there_and_saves_the_last_step_where_its_weights_are_whole(
+    tmp_path: Path, max_staleness: int, event: str, error: Exception, after: list[str]
 ):
-    """After it nothing is trained, published, written or saved; and an engine whose sync broke stays paused."""
-    script = Script(max_staleness=max_staleness, errors={event: error}, settings={"ckpt_interval": 2})
+    """Nothing is trained, published or evaluated after it, and what failed to be written is not tried again; an engine
+    whose sync broke stays paused."""
+    settings = {"ckpt_interval": 2, "eval_interval": 2, "hf_save_interval": 2}
+    script = Script(max_staleness=max_staleness, errors={event: error}, settings=settings, eval_rows=1)
     run = ScriptedRun(tmp_path, script)
     with pytest.raises(type(error), match=str(error)):
         run.go()
-    assert list(run.reports.rows) == rows
-    after = run.events[run.events.index(last) + 1 :]
-    assert not [each for each in after if not each.startswith("finish")]
+    found = run.events[run.events.index(event) + 1 :]
+    assert [each for each in found if not each.startswith("finish")] == after
     assert run.engine.serves.is_set() == (not event.startswith("send"))
-    assert list_checkpoints(tmp_path / "checkpoints") == []
+    saved = [2] if after or event == "export 2" else []
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{step:06d}" for step in saved]
+    if saved:
+        resumed = run.resumed(errors={}).go()
+        is_complete = event == "export 2"
+        assert list(resumed.reports.rows) == ([3] if is_complete else [2, 3])
+        assert resumed.events_of("evaluated")[0] == ("evaluated 3" if is_complete else "evaluated 2")
+        assert resumed.buffer.outstanding == ()
+
+
+@STALENESS
+@pytest.mark.parametrize("num_scored", [2, 3])
+def test_groups_that_were_taken_when_the_error_came_are_played_again(
+    tmp_path: Path, max_staleness: int, num_scored: int
+):
+    run = ScriptedRun(tmp_path, Script(steps=5, max_staleness=max_staleness))
+    update: Any = run.update
+    score, scored = update.score, []
+
+    async def scored_or_raised(batch: Batch) -> Batch:
+        scored.append(batch)
+        if len(scored) == num_scored:
+            raise WorkerError("rank 0 died")
+        return await score(batch)
+
+    update.score = scored_or_raised
+    with pytest.raises(WorkerError, match="rank 0 died"):
+        run.go()
+    assert run.events_of("save") == [f"save {num_scored - 1}"]
+    require_nothing_is_lost(run, run.resumed())
+
+
+def test_an_error_after_which_nothing_can_be_saved_is_still_the_error(tmp_path: Path, caplog: Any):
+    errors = {"send 2": WorkerError("rank 0 died"), "save 2": WorkerError("the ranks have ended")}
+    with pytest.raises(WorkerError, match="rank 0 died"):
+        ScriptedRun(tmp_path, Script(errors=errors)).go()
+    assert "step 2 could not be saved after WorkerError: the ranks have ended" in caplog.text
 
 
 def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp_path: Path):
@@ -420,7 +632,11 @@ def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp
     run = ScriptedRun(tmp_path, script)
     with pytest.raises(GenerationError, match=r"evaluation: all 4 samples failed; the first: OSError: gone"):
         run.go()
-    assert not run.events_of("row", "save")
+    assert run.events_of("evaluated", "row", "save") == ["row 1", "save 1"]
+    assert "eval/reward" not in run.reports.rows[1]
+    resumed = run.resumed(eval_play=Play()).go()
+    assert resumed.events_of("evaluated", "row")[:2] == ["evaluated 1", "row 1"]
+    assert resumed.reports.rows[1]["eval/reward"] == 0.5
 
 
 def test_a_sync_that_an_engines_end_broke_is_done_again_for_those_that_are_left(tmp_path: Path):
@@ -477,7 +693,7 @@ def test_a_group_that_never_ends_is_a_deadline_that_says_what_is_missing(tmp_pat
     missing = r"step 1: 1 of 2 groups were finished in 600 s \(trainer\.generation_timeout_s\); 2 are outstanding"
     with pytest.raises(DeadlineError, match=missing):
         run.go()
-    assert run.ended_at == run.time_of("row 1") + 600.0
+    assert run.time_of("save 1") == run.time_of("row 1") + 600.0
 
 
 def test_an_evaluation_that_never_ends_is_a_deadline_and_what_it_played_ends_with_it(tmp_path: Path):
@@ -489,7 +705,7 @@ def test_an_evaluation_that_never_ends_is_a_deadline_and_what_it_played_ends_wit
         DeadlineError, match=r"evaluation of 3 rows was not finished within 90 s \(trainer\.generation_"
     ):
         run.go()
-    assert run.ended_at == run.time_of("evaluate") + 90.0
+    assert run.time_of("save 2") == run.time_of("evaluate") + 90.0
 
 
 @pytest.mark.parametrize(("ckpt_interval", "waits_from"), [(1, "row 2"), (3, "copy 3")], ids=["next save", "end"])
@@ -530,9 +746,14 @@ def test_a_stop_in_the_middle_of_a_phase_finishes_the_step_and_saves_it(tmp_path
     assert run.loop.was_stopped
     assert list(run.reports.rows) == list(range(1, last + 1))
     assert len(run.taken) == last, "no other step is begun"
-    assert run.events_of("evaluated") == ["evaluated 2"][: last - 1]
+    is_cut = phase in ("train", "publish", "evaluate")
+    assert run.events_of("evaluated") == ([] if is_cut else ["evaluated 2"][: last - 1])
     assert run.events[-2:] == [f"checkpoint {last}", f"end {last}"]
-    require_nothing_is_lost(run, run.resumed())
+    resumed = run.resumed()
+    require_nothing_is_lost(run, resumed)
+    if is_cut:
+        assert resumed.events_of("evaluated", "row", "start")[:2] == ["evaluated 2", "row 2"]
+        assert resumed.reports.rows[2].keys() >= run.reports.rows[2].keys() | {"eval/reward"}
 
 
 @STALENESS
@@ -578,7 +799,8 @@ def test_a_stop_before_the_first_step_plays_no_group(tmp_path: Path):
     run = ScriptedRun(tmp_path, EVERYTHING)
     run.log.when("evaluate", run.loop.stop, after_s=1.0)
     run.go()
-    assert run.events == ["pause", "send 0", "serve 0", "evaluate", "evaluated 0", "row 0", "end 0"]
+    assert run.events == ["pause", "send 0", "serve 0", "evaluate", "end 0"]
+    assert run.ended_at == run.time_of("evaluate") + 1.0
 
 
 @pytest.mark.parametrize(
@@ -603,6 +825,43 @@ def test_a_stop_at_any_moment_loses_no_group(
             require_nothing_is_lost(run, run.resumed())
     assert steps_done == sorted(steps_done)
     assert min(steps_done.count(step) for step in range(script.steps)) > 5
+
+
+@STALENESS
+def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
+    tmp_path_factory: pytest.TempPathFactory, max_staleness: int
+):
+    """Those of groups that the resumed run plays again too: finished, and not trained on yet."""
+
+    def play(group: int) -> Play:
+        rewards = (None, None) if group == 5 else (None, 1.0) if group % 2 else (0.0, 1.0)
+        return Play(seconds=one_after_another(group).seconds, rewards=rewards)
+
+    script = Script(steps=4, max_staleness=max_staleness, play=play)
+    is_over, turn = False, max_staleness
+    while not is_over:
+        run = ScriptedRun(tmp_path_factory.mktemp("run"), script)
+        run.go(on_turn=lambda number, run=run, turn=turn: run.loop.stop() if number == turn else None)
+        is_over, turn = not run.loop.was_stopped, turn + 4
+        runs = [run, run.resumed().go()] if run.loop.was_stopped and run.loop.steps_done > 0 else [run]
+        if run.loop.steps_done > 0:
+            failed = Counter((group, sample) for each in runs for _, group, sample in each.reports.failed)
+            assert max(failed.values()) == 1
+            rows = [row for each in runs for row in each.reports.rows.values()]
+            assert sum(row["rollout/failed"] for row in rows) == len(failed)
+            assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
+
+
+@STALENESS
+def test_a_model_that_a_kill_came_before_is_written_by_the_run_that_goes_on(tmp_path: Path, max_staleness: int):
+    settings = {"ckpt_interval": 2, "hf_save_interval": 2}
+    run = ScriptedRun(tmp_path, Script(steps=4, max_staleness=max_staleness, settings=settings)).go()
+    state = load_state(tmp_path / "checkpoints" / "step_000002")
+    models = tmp_path / "exports"
+    assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 4"]
+    (models / "step_000002").rename(models / "step_000002.partial")  # what a kill in the middle leaves
+    assert ScriptedRun(tmp_path, run.script, state=state).go().events_of("export") == ["export 2", "export 4"]
+    assert sorted(path.name for path in models.iterdir()) == ["step_000002", "step_000004"]
 
 
 @STALENESS

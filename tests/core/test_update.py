@@ -9,11 +9,17 @@ import attrs
 import pytest
 import torch
 
-from rl_core.algorithms.advantages import grpo_advantages, reinforce_plus_plus_advantages
+from rl_core.algorithms.advantages import (
+    grpo_advantages,
+    maxrl_advantages,
+    pass_at_k_advantages,
+    reinforce_plus_plus_advantages,
+)
 from rl_core.algorithms.minibatch_losses import kl_cov_columns
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, NonFiniteError, PluginError
+from rl_core.errors import NonFiniteError, PluginError
 from rl_core.interfaces import LossSpec, OptimizerStep
+from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.batch_advantages import (
     load_estimator,
     with_advantages,
@@ -128,14 +134,22 @@ def test_a_token_estimator_gives_advantages_and_returns():
 
 
 def test_an_estimator_that_needs_what_no_run_makes_is_refused_by_parameter():
-    with pytest.raises(ConfigError, match="compares with greedy answers, which this version's loop does not play yet"):
-        load_estimator("rl_core.algorithms.advantages:remax_advantages", {})
     with pytest.raises(PluginError, match="parameter 'lengths_P'; an estimator reads scores_N"):
         load_estimator(f"{__name__}:needs_what_nobody_makes", {})
 
 
 def needs_what_nobody_makes(scores_N: torch.Tensor, lengths_P: torch.Tensor) -> torch.Tensor:
     return scores_N + lengths_P
+
+
+def test_greedy_scores_are_the_baseline_of_all_steps_of_a_trajectory():
+    batch = make_batch([0.0, 1.0, 0.25], [3, 3, 4])
+    steps = {"trajectory_id": [8, 2, 8], "step_index": [1, 0, 0], "is_last_step": [True, True, False]}
+    columns = {name: torch.tensor(values) for name, values in steps.items()}
+    batch = batch.with_columns(**columns, greedy_score=torch.tensor([0.75, 0.5, 0.75]))
+    made = with_advantages(batch, load_estimator("remax", {}), {})
+    # Trajectory 8 has the rewards 0 and 0.25, trajectory 2 has 1.
+    assert made["advantages"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.5, 0.5, 0.0, -0.5, -0.5]
 
 
 def test_mini_batches_are_whole_groups_in_the_order_of_the_batch():
@@ -151,7 +165,10 @@ def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
     corrected, metrics = with_off_policy_correction(
         batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}
     )
-    assert corrected["advantages"].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0, 1.0, 1.0])
+    assert corrected["correction_weights"].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0, 1.0, 1.0])
+    assert corrected["advantages"].tolist() == [1.0] * 6
+    made = objective_from_spec(LossSpec(name="regular")).prepare(corrected.columns, corrected.sequence_index, seed=0)
+    assert made["advantages"].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0, 1.0, 1.0])
     masked, _ = with_off_policy_correction(batch, {"outlier_token_is_threshold_high": 5.0})
     assert masked["loss_mask"].tolist() == [False, False, False, False, True, True]
     assert all(name.startswith("correction/") for name in metrics)
@@ -163,7 +180,7 @@ def covariance_choice(batch: Batch) -> list[int]:
     return kl_cov_columns(*columns, kl_cov_frac=0.34)["x_cov_top"].nonzero().squeeze(1).tolist()
 
 
-def test_a_mask_leaves_covariances_those_of_the_kept_tokens_where_weights_would_change_them():
+def test_a_mask_leaves_covariances_those_of_the_kept_tokens_and_weights_leave_them_as_they_are():
     rollout_T = torch.tensor([0.0, -0.2, -1.0, 0.0, -2.0, -1.5, 0.0, -0.5, -3.0])
     old_T = torch.tensor([0.0, -0.1, -1.1, 0.0, -2.1, -3.5, 0.0, -0.4, -1.0])
     advantages_T = torch.tensor([0.0, 0.9, 0.9, 0.0, -1.0, -1.0, 0.0, 0.1, 0.1])
@@ -178,8 +195,9 @@ def test_a_mask_leaves_covariances_those_of_the_kept_tokens_where_weights_would_
     slow = {t: (float(old_T[t]) - mean_logprob) * (float(advantages_T[t]) - mean_advantage) for t in kept}
     assert covariance_choice(masked) == [max(slow, key=lambda t: slow[t])] == [4]
     weighted, _ = with_off_policy_correction(batch, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0})
-    assert covariance_choice(batch) == [1, 5]
-    assert covariance_choice(weighted) != covariance_choice(batch)
+    assert covariance_choice(batch) == covariance_choice(weighted) == [1, 5]
+    scaled = weighted.with_columns(advantages=weighted["advantages"] * weighted["correction_weights"])
+    assert covariance_choice(scaled) != covariance_choice(batch)
 
 
 async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficient():
@@ -194,6 +212,19 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
     assert batch["rewards"].tolist() == pytest.approx([0.0, -0.1, 0.9, 0.0, -0.1, -0.1])
     assert metrics["policy/kl"] == (4.0, 4.0)
     assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
+@pytest.mark.parametrize(("estimator", "params"), [(maxrl_advantages, {}), (pass_at_k_advantages, {"k": 2})])
+async def test_kl_in_the_reward_makes_no_failure_of_a_success(estimator: Any, params: dict[str, Any]):
+    """A KL of 20 nats per token, a coefficient of 0.1: every score is below 0, and the successes are the same two."""
+    changes = {"estimator": estimator, "estimator_params": params}
+    update = update_with(FakeGroup(logprob=-1.0), FakeGroup(logprob=-11.0), kl_in_reward="k1", **changes)
+    batch = await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [3, 3, 3, 3]))
+    penalised, _ = update.prepare(batch)
+    assert penalised["rewards"].view(4, 3).sum(1).tolist() == pytest.approx([-1.0, -2.0, -1.0, -2.0])
+    plain, _ = update_with(FakeGroup(logprob=-1.0), **changes).prepare(batch)
+    assert penalised["advantages"].tolist() == pytest.approx(plain["advantages"].tolist(), abs=1e-6)
+    assert plain["advantages"].view(4, 3)[:, -1].sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 
 async def test_each_mini_batch_is_weighted_over_itself_and_carries_only_what_the_loss_reads():

@@ -127,6 +127,16 @@ async def test_a_rank_that_does_not_answer_meets_its_deadline():
         await forward(RecordedWorker("hang"), timeout_s=0.1)
 
 
+async def test_no_call_waits_for_a_rank_that_missed_its_deadline():
+    worker = RecordedWorker("hang")
+    group = await WorkerGroup.launch(RecordedBackend(worker), SPEC, timeout_s=0.1, start_timeout_s=60.0)
+    with pytest.raises(DeadlineError):
+        await group.forward(BATCH, LIMITS, temperature=1.0)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="policy rank 0 was asked to optim_step, but is still busy with forward"):
+            await group.optim_step()
+
+
 async def test_a_closed_rank_says_so():
     group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC)
     await group.close()
@@ -149,4 +159,4 @@ except ConfigError as error:
 
 def test_several_ranks_without_ray_name_the_extra_that_brings_it():
     ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60)
-    assert "pip install 'rl-core[ray]'" in ran.stdout, ran.stderr
+    assert "pip install './packages/rl-core[ray]' in a clone" in ran.stdout, ran.stderr

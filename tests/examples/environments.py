@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +25,13 @@ class FirstDigit(ArithmeticEnvironment):
         return StepResult(reward=is_right, done=True, metrics={"accuracy": is_right})
 
 
+class Spelled(FirstDigit):
+    """A reward that says what the answer was: the sum of its characters' numbers."""
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(reward=float(sum(map(ord, action.text))), done=True, metrics={"accuracy": 0.0})
+
+
 class Failing(FirstDigit):
     """Raises for every problem whose first number is odd (`options.fails=odd`) or for all."""
 
@@ -30,6 +43,54 @@ class Failing(FirstDigit):
         if self._fails:
             raise ConnectionError("the judge is gone")
         return await super().step(action)
+
+
+class Exits(Failing):
+    """Leaves, as a script does."""
+
+    async def step(self, action: Action) -> StepResult:
+        if self._fails:
+            sys.exit(0)
+        return await super().step(action)
+
+
+class Cancels(Failing):
+    """Lets a cancellation through that is nobody's but its own."""
+
+    placement = "thread"
+
+    async def step(self, action: Action) -> StepResult:
+        if self._fails:
+            raise asyncio.CancelledError
+        return await super().step(action)
+
+
+class FailsLater(FirstDigit):
+    """Fails after so many episodes of the process (`options.after`)."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        super().__init__(row, options)
+        self._after: int = options["after"]
+
+    async def step(self, action: Action) -> StepResult:
+        if next(self._numbers) >= self._after:
+            raise ConnectionError("the judge is gone")
+        return await super().step(action)
+
+
+class PressesTheKey(FirstDigit):
+    """Presses Ctrl-C once, and blocks for ten minutes."""
+
+    placement = "thread"
+    _numbers = itertools.count()
+
+    async def step(self, action: Action) -> StepResult:
+        if next(self._numbers) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+        raise AssertionError
 
 
 class OddNumbers(FirstDigit):

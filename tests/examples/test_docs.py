@@ -95,7 +95,7 @@ def test_the_engine_has_keys_of_its_own(shown: dict[str, Any], monkeypatch: pyte
     assert isinstance(plugin, Configurable)
     assert (spec.options.patience, spec.options.log_file) == (3, None)
     plugin.validate(spec)
-    with pytest.raises(ConfigError, match=rf"{section}\.patience: 0 is given; expected at least 1"):
+    with pytest.raises(ConfigError, match=rf"{section}\.patience: got 0; expected at least 1"):
         from_mapping({**values, f"{section}.patience": 0})
     with pytest.raises(ConfigError, match=rf"{section}\.log_file: /no/such/file is in no directory"):
         plugin.validate(engine_spec(from_mapping({**values, f"{section}.log_file": "/no/such/file"}))[1])

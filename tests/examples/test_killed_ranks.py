@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import rl_fsdp.checkpoint
+import rl_core.rank_kit.scoring.state
 from rl_core.config import Config
 from rl_core.errors import WorkerError
 from rl_core.trainer.callbacks import Callback, Control
@@ -84,14 +84,14 @@ class SlowStorage(Callback):
     """From the second checkpoint on, writing takes for ever; the run is killed while it does."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
-        class SlowWriter(rl_fsdp.checkpoint.FileSystemWriter):
+        class SlowWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
             def write_data(self, plan, planner):
                 results = super().write_data(plan, planner)
                 if "step_000004" in str(self.path):
                     time.sleep(600)
                 return results
 
-        rl_fsdp.checkpoint.FileSystemWriter = SlowWriter  # pyright: ignore[reportPrivateImportUsage]
+        rl_core.rank_kit.scoring.state.FileSystemWriter = SlowWriter  # pyright: ignore[reportPrivateImportUsage]
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> Control | None:
         if step == 5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 
 from rl_core.config import Config, load
 from rl_core.trainer.data import read_rows
+from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_examples import quickstart
 from rl_examples.quickstart import prepare
+from rl_examples.whole_models import is_whole, make_whole
 
 TRAIN, HELD_OUT, MODEL, MOE_MODEL = (
     f"runs/arithmetic/{name}"
@@ -79,3 +82,46 @@ def test_without_held_out_data_nothing_is_evaluated(small_run: Callable[..., Con
     prepare(run)
     summary = run_training(run)
     assert (summary.steps, summary.accuracy_before, summary.accuracy_after) == (1, None, None)
+
+
+@pytest.mark.parametrize("damage", ["no weights", "cut", "no tokenizer", "zeros"])
+def test_a_part_of_a_start_model_is_made_again_and_a_whole_one_is_not(
+    damage: str, warm_started: list[Path], start: Path
+):
+    model = Path(MODEL)
+    shutil.copytree(start / "model", model)
+    prepare(config())
+    assert warm_started == []
+    weights = model / "model.safetensors"
+    match damage:
+        case "no weights":
+            weights.unlink()
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "no tokenizer":
+            for file in model.glob("tokenizer*"):
+                file.unlink()
+        case "zeros":
+            weights.write_bytes(bytes(weights.stat().st_size))
+    preflight(load("quickstart", ["trainer.seed=3", "trainer.max_training_steps=1"]))
+    prepare(config())
+    assert warm_started == [model]
+
+
+def test_what_is_made_is_in_its_place_whole_or_not_at_all(tmp_path: Path, start: Path):
+    model = tmp_path / "model"
+
+    def stops_half_way(partial: Path) -> None:
+        partial.mkdir()
+        (partial / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_whole(model, stops_half_way)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "model.partial999999999").mkdir()
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    make_whole(model, lambda partial: shutil.copytree(start / "model", partial))
+    assert is_whole(model)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what a killed process left is gone too"

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, GenerationError, NonFiniteError, PluginError
+from rl_core.interfaces import TrajectoryStep
 from rl_core.reports.samples import read_samples
 from rl_core.trainer.run import run_evaluation, run_generation, run_training
+from tests.examples.kept_samples import SAMPLES
 
 BuildConfig = Callable[..., Config]
 
@@ -108,14 +111,13 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(small_run: BuildConfig, t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer__run_name": ""}, r"trainer\.run_name: '' is given"),
+        ({"trainer__run_name": ""}, r"trainer\.run_name: got ''"),
         (
-            {"trainer__algorithm__policy_loss_type": "rl_core.algorithms:kl_cov_loss", "trainer__max_staleness": 1},
-            r"tis_ratio_type: 'token' is the default with trainer\.max_staleness=1",
-        ),
-        (
-            {"trainer__algorithm__advantage_estimator": "maxrl", "trainer__algorithm__use_kl_in_reward": True},
-            r"use_kl_in_reward: true is given",
+            {
+                "trainer__algorithm__policy_loss_type": "rl_core.algorithms:dppo_loss",
+                "trainer__algorithm__off_policy_correction__tis_ratio_type": "token",
+            },
+            r"off_policy_correction: the loss 'rl_core.algorithms:dppo_loss' corrects by itself",
         ),
     ],
 )
@@ -125,6 +127,39 @@ def test_what_would_train_on_wrong_numbers_is_refused_from_python_too_before_any
     with pytest.raises(ConfigError, match=message):
         run_training(small_run(tmp_path / "run", **changes))
     assert not list(tmp_path.iterdir())
+
+
+def test_remax_compares_every_answer_with_the_models_greedy_one(small_run: BuildConfig, tmp_path: Path):
+    """One sample per prompt. The greedy rewards are those of what transformers' own greedy search gives."""
+    changes = {
+        "trainer__algorithm__advantage_estimator": "remax",
+        "generator__n_samples_per_prompt": 1,
+        "trainer__max_training_steps": 1,
+        "trainer__callbacks": "tests.examples.kept_samples:KeptSamples",
+        "environment__env_class": "tests.examples.environments:Spelled",
+    }
+    config = small_run(tmp_path / "run", **changes)
+    SAMPLES.clear()
+    run_training(config)
+    assert len(SAMPLES) == config.trainer.train_batch_size
+    row = rows_of(tmp_path / "run")[-1]
+    greedy = [sample.greedy_reward for sample in SAMPLES]
+    assert len(set(greedy)) > 1
+    assert greedy == [greedy_reward(config, sample.steps[0]) for sample in SAMPLES]
+    assert row["rollout/greedy_reward"] == pytest.approx(sum(greedy) / len(greedy))
+    assert row["rollout/greedy_tokens"] > 0
+    assert row["rollout/sampled_tokens"] == sum(sum(sample.steps[0].sampled) for sample in SAMPLES)
+
+
+def greedy_reward(config: Config, step: TrajectoryStep) -> float:
+    """The reward (`Spelled`) of the start model's greedy answer to the prompt of this step, by transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(config.policy_model_path)
+    model = AutoModelForCausalLM.from_pretrained(config.policy_model_path, dtype=torch.float32)
+    prompt = torch.tensor([list(step.tokens[: step.sampled.index(True)])])
+    most = config.generator.sampling_params.max_generate_length
+    answer = model.generate(prompt, do_sample=False, max_new_tokens=most, attention_mask=torch.ones_like(prompt))
+    text = tokenizer.decode(answer[0, prompt.shape[1] :], skip_special_tokens=True)
+    return float(sum(map(ord, text)))
 
 
 def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_run: BuildConfig, tmp_path: Path):
@@ -140,20 +175,62 @@ def test_dynamic_sampling_trains_on_full_batches_of_groups_with_a_signal(small_r
     assert "rollout/dropped_zero_variance" in row
 
 
-def test_a_failing_environment_is_counted_and_its_samples_are_left_out(small_run: BuildConfig, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("environment", "failure"),
+    [("Failing", "ConnectionError: the judge is gone"), ("Exits", "SystemExit: 0"), ("Cancels", "CancelledError: ")],
+)
+def test_a_failing_environment_is_counted_and_its_samples_are_left_out(
+    small_run: BuildConfig, tmp_path: Path, environment: str, failure: str
+):
     changes = {
-        "environment__env_class": "tests.examples.environments:Failing",
+        "environment__env_class": f"tests.examples.environments:{environment}",
         "environment__options": {"fails": "odd"},
         "trainer__max_training_steps": 2,
+        "trainer__max_failure_rate": 1.0,
     }
     run_training(small_run(tmp_path / "run", **changes))
     rows = rows_of(tmp_path / "run")
-    assert sum(row["rollout/failed"] for row in rows[1:]) > 0
+    assert [row["step"] for row in rows] == [0, 1, 2]
     assert 0 < rows[0]["eval/failed"] < 40
     failed = [sample for sample in read_samples(tmp_path / "run") if sample.failure]
-    assert failed
-    assert all("few.parquet:" in (sample.failure or "") for sample in failed)
-    assert all("ConnectionError: the judge is gone" in (sample.failure or "") for sample in failed)
+    assert all((sample.failure or "").endswith(failure) for sample in failed)
+    for purpose, name, file in (("train", "rollout/failed", "train.parquet"), ("eval", "eval/failed", "few.parquet")):
+        found = [sample.failure or "" for sample in failed if sample.purpose == purpose]
+        assert 0 < len(found) == sum(row.get(name, 0) for row in rows), "every failure is written"
+        assert len(found) == sum(row.get(f"{name}/{failure.split(':')[0]}", 0) for row in rows)
+        assert all(file in text for text in found)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Failed samples" in page
+
+
+def test_a_run_in_which_most_samples_fail_stops_with_a_checkpoint_and_says_why(
+    small_run: BuildConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    changes = {
+        "environment__env_class": "tests.examples.environments:FailsLater",
+        "environment__options": {"after": 100},
+        "trainer__eval_before_train": False,
+        "trainer__eval_interval": -1,
+    }
+    message = r"rollout: \d+ of \d+ samples failed.*\(\d+ ConnectionError\), and trainer\.max_failure_rate is 0\.5"
+    with pytest.raises(GenerationError, match=message):
+        run_training(small_run(tmp_path / "run", **changes))
+    assert "a sample failed and is not used" in caplog.text
+    last = rows_of(tmp_path / "run")[-1]["step"]
+    assert last > 0
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:06d}").is_dir()
+    assert len([sample for sample in read_samples(tmp_path / "run") if sample.failure]) > 16
+
+
+def test_a_signal_is_answered_while_the_environments_of_an_evaluation_block(small_run: BuildConfig, tmp_path: Path):
+    """Each would for ten minutes, which is longer than a test may take."""
+    changes = {
+        "environment__env_class": "tests.examples.environments:PressesTheKey",
+        "trainer__eval_before_train": True,
+    }
+    summary = run_training(small_run(tmp_path / "run", **changes))
+    assert summary.interrupted
+    assert summary.steps == 0
 
 
 @pytest.mark.parametrize(
@@ -170,6 +247,7 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason(
         "environment__env_class": f"tests.examples.environments:{environment}",
         "environment__options": {"fails": "all"},
         "trainer__eval_before_train": False,
+        "trainer__max_failure_rate": 1.0,
     }
     with pytest.raises(GenerationError, match=message):
         run_training(small_run(tmp_path / "run", **changes))
@@ -190,6 +268,7 @@ def test_numbers_that_cannot_be_trained_on_are_failures_of_their_rollouts(
         "environment__env_class": "tests.examples.environments:OddNumbers",
         "environment__options": {"odd": odd},
         "trainer__eval_before_train": False,
+        "trainer__max_failure_rate": 1.0,
     }
     with pytest.raises(GenerationError, match=message):
         run_training(small_run(tmp_path / "run", **changes))
@@ -231,11 +310,19 @@ def test_a_row_of_an_unknown_environment_ends_the_run_as_what_it_is(
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named(small_run: BuildConfig, tmp_path: Path):
+    """`gsm8k` leaves a row's prompt to the tokenizer."""
     data = tmp_path / "train.jsonl"
-    rows = [{"prompt": "12+34=", "answer": "640"}, {"prompt": [{"role": "user", "content": None}], "answer": "1"}]
+    answer = {"ground_truth": "46"}
+    rows = [
+        {"prompt": "12+34=", "reward_spec": answer},
+        {"prompt": [{"role": "user", "content": None}], "reward_spec": answer},
+    ]
     data.write_text("\n\n".join(json.dumps(row) for row in rows))
+    config = small_run(
+        tmp_path / "run", data__train_data=[str(data)], data__val_data=[], environment__env_class="gsm8k"
+    )
     with pytest.raises(DataError, match=r"train\.jsonl:3: a prompt is text or a list of messages"):
-        run_training(small_run(tmp_path / "run", data__train_data=[str(data)]))
+        run_training(config)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "not weights"])
@@ -289,7 +376,7 @@ def test_a_prompt_longer_than_allowed_is_named_or_left_out(small_run: BuildConfi
         "trainer__policy_mini_batch_size": 1,
         "trainer__max_training_steps": 1,
     }
-    with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 18 tokens, trainer\.max_prompt_length is 10"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: the prompt has 18 tokens; trainer\.max_prompt_length is 10"):
         run_training(small_run(tmp_path / "run", **changes))
     run_training(small_run(tmp_path / "run", data__on_long_prompt="drop", **changes))
 

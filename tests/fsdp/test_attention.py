@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rl_core.errors import ConfigError
-from rl_fsdp.attention import PackedSequences, gather_rows, packed_attention, scatter_rows
+from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
+from rl_core.rank_kit.scoring.attention import PackedSequences, packed_attention
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)

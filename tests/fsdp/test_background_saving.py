@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-import rl_fsdp.checkpoint
+import rl_core.rank_kit.scoring.state
 from rl_core.errors import CheckpointError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_fsdp import FsdpWorker
@@ -34,14 +34,14 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     """What the worker's background writes to."""
     storage = Storage()
 
-    class Writer(rl_fsdp.checkpoint.FileSystemWriter):
+    class Writer(rl_core.rank_kit.scoring.state.FileSystemWriter):
         def write_data(self, plan, planner):
             assert storage.may_write.wait(WAIT_S)
             if storage.is_full:
                 raise OSError("no space left")
             return super().write_data(plan, planner)
 
-    monkeypatch.setattr(rl_fsdp.checkpoint, "FileSystemWriter", Writer)
+    monkeypatch.setattr(rl_core.rank_kit.scoring.state, "FileSystemWriter", Writer)
     yield storage
     storage.may_write.set()
 
@@ -54,7 +54,7 @@ def train(worker: FsdpWorker) -> None:
 
 
 def state_of(worker: FsdpWorker) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.shards.state(worker.optimizer).items()}
+    return {name: tensor.clone() for name, tensor in worker.shards.state(with_optimizer=True).items()}
 
 
 def wait_for(worker: FsdpWorker) -> None:

@@ -250,10 +250,10 @@ def test_convolution_style_linear_layers_are_merged_too(tmp_path: Path):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(rank=2, dropout=0.1), r"lora\.dropout: 0\.1 .* set it to 0"),
+        (LoraConfig(rank=2, dropout=0.1), r"lora\.dropout: got 0\.1; .* set it to 0"),
         (
             LoraConfig(rank=2, init_method="pissa"),
-            r"lora\.init_method: 'pissa' was given; expected kaiming or gaussian",
+            r"lora\.init_method: got 'pissa'; expected kaiming or gaussian",
         ),
         (LoraConfig(rank=2, alpha=0), r"lora\.alpha: expected above 0"),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, Worker, WorkerSpec
+from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, RankInfo, Worker, WorkerSpec
 from rl_core.testing.backend import PRELOADED
 from rl_core.testing.cases import Variant, open_case
+from rl_core.testing.models import make_checkpoint
 from rl_core.testing.rank_process import SuiteHost
-from rl_fsdp import FsdpOptions, fsdp1
+from rl_fsdp import FsdpOptions, fsdp
 from rl_fsdp.backend import FsdpBackend
+from rl_fsdp.options import MixedPrecision
 
 PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "tests.fsdp.test_plan"]))
 
@@ -33,7 +34,25 @@ class CountingBackend(FsdpBackend):
         return CountingWorker(spec, rank, "fsdp2")
 
 
+@attrs.frozen(kw_only=True)
+class CountingFlatBackend(FsdpBackend):
+    """FSDP1's ranks say how many elements their flat parameters have."""
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        from rl_fsdp.worker import FsdpWorker
+
+        class CountingWorker(FsdpWorker):
+            def num_parameters(self) -> int:
+                units = [unit for unit in self.shards.module.modules() if isinstance(unit, FSDP)]
+                return sum(unit._handle.flat_param.numel() for unit in units if unit._handle is not None)
+
+        return CountingWorker(spec, rank, "fsdp1")
+
+
 counting = CountingBackend()
+counting_flat = CountingFlatBackend(name="fsdp1", is_fsdp1=True)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +76,45 @@ def test_ranks_hold_the_parameters_that_were_planned(world_size, options, checkp
         assert all(plan.optimizer_bytes == 2 * plan.gradient_bytes == 8 * plan.num_parameters for plan in plans)
 
 
-def test_flat_parameters_are_not_planned(tmp_path):
-    with (
-        open_case(fsdp1, FsdpOptions(), Variant(), tmp_path) as case,
-        pytest.raises(ConfigError, match="plan with fsdp"),
-    ):
-        fsdp1.plan(case.spec, 1, micro_batch_tokens=64, num_micro_batches=1)
+@pytest.mark.parametrize(("world_size", "family"), [(2, "qwen2"), (3, "qwen3_moe")])
+def test_flat_parameters_are_planned_with_their_padding(world_size, family, tmp_path):
+    variant = Variant(world_size=world_size, options=FsdpOptions(), checkpoint={"family": family})
+    with open_case(counting_flat, FsdpOptions(), variant, tmp_path) as case:
+        plans = counting_flat.plan(case.spec, world_size, micro_batch_tokens=64, num_micro_batches=1)
+        assert case.start().call(SuiteHost.ask, "num_parameters") == [plan.num_parameters for plan in plans]
+
+
+def planned(tmp_path, world_size=4, *, options=None, **spec):
+    path = make_checkpoint(tmp_path / "model", num_hidden_layers=4)
+    model = ModelConfig(path=str(path), lora=spec.pop("lora", LoraConfig()))
+    told = {
+        "role": "policy",
+        "optimizer": OptimizerConfig(),
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "use_sample_packing": True,
+        "logprobs_chunk_size": 64,
+        "total_optimizer_steps": None,
+        "seed": 0,
+        **spec,
+    }
+    built = WorkerSpec(model=model, options=options or FsdpOptions(), **told)
+    return fsdp.plan(built, world_size, micro_batch_tokens=256, num_micro_batches=1)[0]
+
+
+def test_what_is_whole_for_a_moment_follows_the_options(tmp_path):
+    usual = planned(tmp_path)
+    assert planned(tmp_path, options=FsdpOptions(reshard_after_forward=False)).gathered_bytes > usual.gathered_bytes
+    in_bf16 = FsdpOptions(mixed_precision=MixedPrecision(reduce_dtype="bf16"))
+    assert planned(tmp_path, options=in_bf16).gathered_bytes < usual.gathered_bytes
+    assert planned(tmp_path, optimizer=None).gathered_bytes < usual.gathered_bytes
+    assert usual.on_host == ()
+    assert planned(tmp_path, options=FsdpOptions(cpu_offload=True)).on_host == ("parameters", "gradients", "optimizer")
+
+
+def test_adapters_alone_have_gradients_and_moments(tmp_path):
+    usual, adapted = planned(tmp_path), planned(tmp_path, lora=LoraConfig(rank=2))
+    assert 0 < adapted.gradient_bytes < usual.gradient_bytes / 4
+    assert adapted.parameter_bytes < 0.7 * usual.parameter_bytes, "the frozen weights are bfloat16"
+    assert adapted.optimizer_bytes == 2 * adapted.gradient_bytes
+    assert adapted.gathered_bytes < usual.gathered_bytes

@@ -1,9 +1,11 @@
-"""Routes of a batch in models whose routers choose in different ways; what `test_conformance` proves for Qwen3-MoE."""
+"""Routes of a batch in models whose routers choose in different ways, over ranks that split sequences, and with
+adapters. Every comparison with forced experts is made with broken routes too, and must fail."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,13 +17,24 @@ from rl_core.config.checks import check_plugins
 from rl_core.errors import ConfigError, ShapeError
 from rl_core.interfaces import LossSpec, RankInfo
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
-from rl_core.testing.cases import make_batch
+from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
+from rl_core.testing.backend import PRELOADED
+from rl_core.testing.cases import Variant, make_batch, open_case
 from rl_core.testing.models import MOE_FAMILIES, Family, make_checkpoint
 from rl_core.testing.reference_worker import ReferenceWorker
 from rl_fsdp import FsdpOptions, FsdpWorker
 from rl_fsdp.backend import fsdp
-from rl_fsdp.micro_batch import model_input, predicted_tokens
+from tests.forced_numbers import (
+    ATTENTION_ADAPTERS,
+    ForcedNumbers,
+    require_adapters_trained_along_routes,
+    require_breaks_found,
+    require_replayed,
+)
+from tests.fsdp.changed import ChangedFsdp
 from tests.fsdp.conftest import StartWorker, spec_of
+
+PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "rl_fsdp.sharding", "tests.fsdp.changed"]))
 
 FOLLOWING = FsdpOptions(moe_enable_routing_replay=True)
 LOSS = LossSpec(name="ppo_clip", kl_coef=0.1, entropy_coef=0.05)
@@ -80,6 +93,60 @@ def test_two_models_in_one_process_do_not_share_routes(tmp_path: Path):
     before = free.forward(without, PLAN, temperature=1.0)["logprobs"]
     following.forward(batch, PLAN, temperature=1.0)
     assert torch.equal(free.forward(without, PLAN, temperature=1.0)["logprobs"], before)
+
+
+# --- several ranks, adapters ----------------------------------------------------------------------------------------
+
+RECOMPUTED, PADDED = {"gradient_checkpointing": True}, {"use_sample_packing": False}
+DENSE_FIRST = {"family": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0], "tie_word_embeddings": False}
+ULYSSES = {"sequence_parallel_size": 2}
+
+
+def ranks(world_size: int, spec: dict[str, Any], **options: Any) -> Variant:
+    return Variant(
+        world_size=world_size,
+        options=attrs.evolve(FOLLOWING, **options),
+        spec=spec,
+        checkpoint=DENSE_FIRST,
+        forced_routes=True,
+    )
+
+
+SPLIT = {
+    "packed": ranks(2, {}, **ULYSSES),
+    "padded, recomputed": ranks(2, PADDED | RECOMPUTED, **ULYSSES),
+    "and sharded, recomputed": ranks(4, RECOMPUTED, fsdp_size=2, **ULYSSES),
+}
+ADAPTED = {"one rank": ranks(1, {}), "ulysses, recomputed": ranks(2, RECOMPUTED, **ULYSSES)}
+
+
+@pytest.mark.parametrize("variant", SPLIT.values(), ids=SPLIT)
+def test_ranks_that_split_sequences_follow_the_routes_of_their_parts(variant: Variant, tmp_path: Path):
+    with open_case(fsdp, FsdpOptions(), variant, tmp_path) as case:
+        group, expected = case.start(), ForcedNumbers.of(case.reference, case.batch)
+        require_replayed(group, case.batch, expected)
+        require_breaks_found(group, case, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "variant", "complaint"),
+    [
+        ("take_the_first_ranks_routes", SPLIT["packed"], "log-probs differ"),
+        ("recompute_by_own_choice", SPLIT["and sharded, recomputed"], "gradients differ"),
+    ],
+)
+def test_ranks_that_follow_other_routes_are_found(change: str, variant: Variant, complaint: str, tmp_path: Path):
+    with open_case(ChangedFsdp(change=change), FsdpOptions(), variant, tmp_path) as case:
+        expected = ForcedNumbers.of(case.reference, case.batch)
+        with pytest.raises(AssertionError, match=complaint):
+            require_replayed(case.start(), case.batch, expected)
+
+
+@pytest.mark.parametrize("variant", ADAPTED.values(), ids=ADAPTED)
+def test_adapters_are_trained_along_the_routes(variant: Variant, tmp_path: Path):
+    with open_case(fsdp, FsdpOptions(), variant, tmp_path) as case:
+        model = attrs.evolve(case.spec.model, lora=ATTENTION_ADAPTERS)
+        require_adapters_trained_along_routes(case.start(attrs.evolve(case.spec, model=model)), case)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ on 1,000 held-out problems before and after, and the time of all steps and evalu
 and of whoever else used it. Accuracies of one seed repeat exactly on one machine; on another processor the warm start
 ends elsewhere, so seed 0 begins at 0.177 in some rows and at 0.234 in others. `one_file` is
 `python -m rl_examples.one_file`: the same task, start and settings in a loop of its own. The backend of
-`third_party_2_ranks` is installed for its run from `tests/third_party_backend`.
+`third_party_2_ranks` is installed for its run from `tests/third_party_backend`. `smollm2` is another recipe, with a
+pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
+of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
 
 ![Held-out accuracy against the step, one curve per case](learning.png)
 
@@ -46,6 +48,7 @@ class Result:
     """Date and machine."""
     curve: tuple[tuple[int, float], ...]
     """Step, held-out accuracy."""
+    recipe: str = "quickstart"
 
     @classmethod
     def of_run(
@@ -55,6 +58,8 @@ class Result:
         overrides: Sequence[str],
         summary: Mapping[str, Any],
         curve: Sequence[tuple[int, float]],
+        *,
+        recipe: str = "quickstart",
     ) -> Self:
         """From a run's `summary.json` and its evaluations."""
         kept = ("accuracy_before", "accuracy_after", "steps", "rl_seconds")
@@ -65,6 +70,7 @@ class Result:
             overrides=tuple(overrides),
             measured=measured,
             curve=tuple(curve),
+            recipe=recipe,
             **{name: summary[name] for name in kept},
         )
 
@@ -93,7 +99,7 @@ def write_page() -> None:
         for r in results
     ]
     settings = [
-        f"\n`{r.case}`:\n\n```sh\nrl train quickstart {' '.join(_quoted(o) for o in r.overrides)}\n```\n"
+        f"\n`{r.case}`:\n\n```sh\nrl train {r.recipe} {' '.join(_quoted(o) for o in r.overrides)}\n```\n"
         for r in results
         if r.overrides
     ]

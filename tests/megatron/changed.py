@@ -21,16 +21,26 @@ class ChangedBackend(MegatronBackend):
 
 @attrs.frozen(kw_only=True)
 class UncheckedBackend(MegatronBackend):
-    """`MegatronBackend` that takes any model."""
+    """`MegatronBackend` that takes any model; its ranks may call a function of this module first."""
+
+    change: str = "_nothing"
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
         pass
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        self._prepare()
+        return super().create_worker(spec, rank)
+
+    def proof_worker(self, spec: WorkerSpec) -> Worker:
+        self._prepare()
+        return super().proof_worker(spec)
+
+    def _prepare(self) -> None:
         from rl_megatron.model import chunks as model
 
         model.refuse = lambda *_: None
-        return super().create_worker(spec, rank)
+        globals()[self.change]()
 
 
 def _nothing() -> None:
@@ -73,17 +83,181 @@ def leave_out_loading_of_torch_adam() -> None:
     fixes_megatron.fix_loading_of_torch_adam = _nothing
 
 
+def leave_out_gradient_kernel_check() -> None:
+    """What Bridge switches on for DeepSeek, whatever is installed."""
+    from rl_megatron.model import chunks as model
+
+    fields = model._provider_fields
+
+    def without_it(*args):
+        return {name: value for name, value in fields(*args).items() if name != "gradient_accumulation_fusion"}
+
+    model._provider_fields = without_it
+
+
+def use_transformer_engines_attention() -> None:
+    """Layers as where Transformer Engine is installed, with an attention that has no kernel on this machine."""
+    from rl_megatron.model import layers
+
+    block_spec, local = layers.get_gpt_decoder_block_spec, layers._local
+
+    class WithoutKernel(layers.CoreAttention):
+        def forward(self, *args, **kwargs):
+            raise RuntimeError("no kernel of Transformer Engine")
+
+    def engines(config, use_transformer_engine, vp_stage):
+        assert use_transformer_engine
+        block = block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+        specs = [local(spec) for spec in block.layer_specs]
+        for spec in specs:
+            spec.submodules.self_attention.submodules.core_attention = WithoutKernel
+        return type(block)(layer_specs=specs, layer_norm=layers.RmsNorm)
+
+    layers.get_gpt_decoder_block_spec = engines
+    layers.HAS_TRANSFORMER_ENGINE = True
+
+
+def use_fused_adam() -> None:
+    """Megatron with an optimizer that is none of torch's: where Transformer Engine is installed."""
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import distrib_optimizer
+
+    from tests.megatron.fused_adam import FusedAdam
+
+    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def use_fused_adam_without_steps() -> None:
+    use_fused_adam()
+    leave_out_steps()
+
+
+def use_fused_adam_without_states() -> None:
+    from rl_megatron.rank.optimizer import Optimizer
+
+    use_fused_adam()
+    Optimizer._make_states = lambda self: None
+
+
 def leave_out_steps() -> None:
-    """Moments keep the one step tensor that Megatron loads for all parameters."""
+    """Nobody says how many steps the moments have seen."""
     from rl_megatron.rank.optimizer import Optimizer
 
     Optimizer.set_steps = lambda self, steps_done: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def mark_as_transformer_engine() -> None:
+    """Weights marked as by Transformer Engine and what Megatron tells it: experts are no shards, copies are."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from rl_megatron.model.linear import ReplicatedLinear
+    from rl_megatron.rank import worker
+
+    build = worker.build_chunks
+
+    def marked(*args):
+        chunks = build(*args)
+        for module in [module for chunk in chunks for module in chunk.modules()]:
+            if isinstance(module, ReplicatedLinear):
+                module.parallel_mode, module.weight.tensor_model_parallel = None, True  # pyright: ignore
+            if isinstance(module, MoELayer):
+                for parameter in module.experts.parameters():
+                    parameter.tensor_model_parallel = False  # pyright: ignore
+        return chunks
+
+    worker.build_chunks = marked
+
+
+def keep_transformer_engines_marks() -> None:
+    from rl_megatron.rank import worker
+
+    mark_as_transformer_engine()
+    worker.mark_shards = lambda *_: None
+
+
 def leave_out_rotary_base() -> None:
     from rl_megatron.model import chunks as model
 
-    model._rotary_fields = lambda config, is_latent: {}
+    model.rotary_fields = lambda config, is_latent: {}
+
+
+def leave_out_frequencies() -> None:
+    from rl_megatron.model import chunks as model
+
+    model.set_frequencies = lambda models, config: None
+
+
+def leave_out_rotary() -> None:
+    """What Bridge and Megatron make of the rotary embedding, but for its base."""
+    from rl_megatron.model import chunks as model
+
+    model.rotary_fields = lambda config, is_latent: {"rotary_base": config.rope_parameters["rope_theta"]}
+    leave_out_frequencies()
+
+
+def leave_out_group_scores() -> None:
+    """Megatron's own choice of experts."""
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk
+
+    from rl_megatron.routes import router_replay
+
+    def megatrons(scores_SE, count, *, num_groups, best_groups, summed_per_group):
+        if not best_groups:
+            return scores_SE.topk(count, dim=1).indices
+        return group_limited_topk(scores_SE, count, *scores_SE.shape, num_groups, best_groups)[1]
+
+    router_replay.best_experts = megatrons
+
+
+def recompute_by_own_choice() -> None:
+    """In backward a router chooses by itself again, whatever was chosen in the forward pass."""
+    from rl_megatron.routes.router_replay import RouterChoices
+
+    choose = RouterChoices.get_replay_topk
+
+    def choose_again(self, scores, topk, *groups, **settings):
+        if not self.in_schedule or self.current is not None:
+            return choose(self, scores, topk, *groups, **settings)
+        self.kept.popleft()
+        return scores.topk(topk, dim=1)
+
+    RouterChoices.get_replay_topk = choose_again
+
+
+def count_layers_within_chunks() -> None:
+    """A router reads the routes of the layer that has its number within its chunk of the model."""
+    _count_layers(lambda chunks, choices: next(of.index(choices) for of in chunks if choices in of))
+
+
+def count_layers_with_experts() -> None:
+    """A router reads the routes as if dense layers had none."""
+    _count_layers(lambda chunks, choices: choices.layer - 1)
+
+
+def _count_layers(layer_of) -> None:
+    from rl_megatron.routes.router_replay import RoutedChunks
+
+    make = RoutedChunks.__init__
+
+    def miscounted(self, *args, **settings) -> None:
+        make(self, *args, **settings)
+        self.layers = [layer_of(list(self._by_chunk.values()), choices) for choices in self._all]
+
+    RoutedChunks.__init__ = miscounted
+
+
+def leave_out_latent_norm() -> None:
+    from rl_megatron.model import layers
+
+    layers.LatentNorm = layers.RmsNorm
+
+
+def leave_out_model_fields() -> None:
+    from rl_megatron.model import chunks as model
+
+    model._model_fields = lambda config: {}
 
 
 def leave_out_initialisation() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.batch import Batch
@@ -29,10 +31,14 @@ probed = ProbedBackend()
 
 def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
     """Megatron is imported in the rank's process only."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     from rl_megatron.model.chunks import build_chunks
+    from rl_megatron.model.export import WeightExport
+    from rl_megatron.rank.checkpoint import _sharded_state
     from rl_megatron.rank.worker import MegatronWorker
     from rl_megatron.routes.routing import Routing
 
@@ -61,6 +67,45 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
                         found[module.layer_number] = module.local_tokens_per_expert.clone()
             return found
 
+        def give_back_optimizer(self) -> None:
+            """What `offload(optimizer)` does on an accelerator."""
+            self.give_back(parameters=False, optimizer=True)
+
+        def bytes_of_parameters_and_optimizer(self) -> tuple[int, int]:
+            """That this rank holds: of parameters, and of moments."""
+            assert self.optimizer is not None
+            own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._parameter_memory()}
+            states = [t.untyped_storage() for t in self.optimizer.state_tensors()]
+            return sum(own.values()), sum(s.nbytes() for s in states if s.data_ptr() not in own)
+
+        def gathered_optimizer_bytes(self) -> int:
+            """Of main parameters and moments, that this rank gathers when it saves a state."""
+            state = _sharded_state(self.chunks, self.optimizer, is_loading=False)["optimizer"]
+            parts = [p for p in nested_values(state) if isinstance(p, ShardedTensor | ShardedTensorFactory)]
+            return sum(part.data.nbytes for part in parts)
+
+        def object_collectives_of_exports(self, count: int) -> list[int]:
+            """How often ranks exchange Python objects in each of so many exports of the weights."""
+            names = ("all_gather_object", "broadcast_object_list")
+            kept, calls, found = [getattr(dist, name) for name in names], [], []
+            try:
+                for name, function in zip(names, kept, strict=True):
+                    setattr(dist, name, partial(_counted, calls, function))
+                for _ in range(count):
+                    list(self._exported(self.export))
+                    found.append(len(calls))
+                    calls.clear()
+            finally:
+                for name, function in zip(names, kept, strict=True):
+                    setattr(dist, name, function)
+            return found
+
+        def tensors_that_a_new_export_has_otherwise(self) -> list[str]:
+            """Names of those in which the kept export differs from one that is made now."""
+            kept = {name: tensor.clone() for name, tensor in self._exported(self.export)}
+            new = dict(self._exported(WeightExport(self.bridge, self.chunks)))
+            return sorted(name for name in kept.keys() | new.keys() if not torch.equal(kept[name], new[name]))
+
         def kept_choices(self) -> int:
             """Choices that wait to be computed again; and routers that Megatron's own list would share."""
             chunks = self.routing._chunks
@@ -85,6 +130,11 @@ def probed_worker(spec: WorkerSpec, rank: RankInfo) -> Any:
             )
 
     return ProbedWorker(spec, rank)
+
+
+def _counted(calls: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    calls.append(function)
+    return function(*args, **kwargs)
 
 
 def _peak_of_kept_bytes(run: Any, parameters: set[int]) -> int:

@@ -29,13 +29,6 @@ def test_the_image_is_built_by_the_steps_of_the_readme():
     readme, dockerfile, install = (
         pip_steps((ROOT / name).read_text()) for name in ("README.md", "Dockerfile", "docs/install_gpu.md")
     )
-    assert len(dockerfile) == 5
+    assert len(dockerfile) == 3
     assert readme[-len(dockerfile) :] == dockerfile
     assert install == dockerfile
-
-
-def test_the_versions_of_the_steps_are_those_that_the_packages_declare():
-    steps = " ".join(pip_steps((ROOT / "Dockerfile").read_text()))
-    project = (ROOT / "packages/rl-megatron/pyproject.toml").read_text()
-    (bridge,) = re.findall(r"megatron-bridge==[0-9.]+", steps)
-    assert bridge in project

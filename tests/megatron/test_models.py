@@ -47,8 +47,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "qwen3, yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attention_factor": 1.3,
+        }
+    },
+    "qwen3, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "qwen3_moe": {"family": "qwen3_moe", "tie_word_embeddings": False},
     "deepseek_v3": {"family": "deepseek_v3", "tie_word_embeddings": False},
+    "deepseek_v3, groups by their best two, latent eps": {
+        "family": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "n_group": 4,
+        "topk_group": 2,
+        "rms_norm_eps": 1e-4,
+    },
     "deepseek_v3, yarn": {
         "family": "deepseek_v3",
         "tie_word_embeddings": False,
@@ -101,18 +118,34 @@ def test_bfloat16_keeps_float32_sums_and_scores_as_transformers_does(tmp_path: P
             group.optim_step()
         assert losses[-1] < losses[0]
         assert {tensor.dtype for tensor in group.weights().values()} == {torch.bfloat16}
-        assert {tensor.dtype for tensor in group.gradients().values()} == {torch.float32}
+        for _ in range(2):
+            # Looking at gradients leaves the parameters alone, so that the next ones count as well.
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            gradients = group.gradients()
+            assert {tensor.dtype for tensor in gradients.values()} == {torch.float32}
+            assert all(bool(tensor.any()) for tensor in gradients.values())
+            group.optim_step()
         group.call(Worker.save_model, tmp_path / "saved")
         saved = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(tmp_path / "saved"))))
         assert all(weight.bfloat16().equal(group.weights()[name]) for name, weight in weights(saved).items())
 
 
-def test_rotary_scaling_that_megatron_computes_otherwise_is_refused(tmp_path: Path):
-    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+@pytest.mark.parametrize("name", ["qwen3, yarn", "deepseek_v3, yarn"])
+def test_scaled_rotary_embeddings_are_those_of_transformers_where_context_ranks_split_a_sequence(name, tmp_path: Path):
+    options = MegatronOptions(context_parallel_size=2)
+    variant = Variant(world_size=2, checkpoint=CHECKPOINTS[name])
+    with open_case(megatron, options, variant, tmp_path, timeout_s=120) as case:
+        found = case.start().forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        expected = expected_scores(case.reference, case.batch)["logprobs"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_rank_proves_what_the_controller_could_not(tmp_path: Path):
     with open_case(megatron, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
-        path = make_checkpoint(tmp_path / "linear", rope_parameters=scaled)
-        with pytest.raises(ConfigError, match="linear"):
-            case.start(attrs.evolve(case.spec, model=ModelConfig(path=str(path))))
+        path = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
+        spec = attrs.evolve(case.spec, model=ModelConfig(path=str(path)), is_proved=False)
+        with pytest.raises(ConfigError, match="as transformers does: log-probs of a small copy"):
+            case.start(spec)
 
 
 @pytest.mark.parametrize("missing", ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.mlp.down_proj.weight"])

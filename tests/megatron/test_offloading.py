@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import attrs
+import pytest
 import torch
 
+from rl_core.interfaces import Offloadable, Worker
+from rl_core.testing.backend import PRELOADED, require_equal
+from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
+from rl_core.testing.rank_process import SuiteHost
+from rl_megatron import MegatronOptions
 from rl_megatron.rank.offloading import HostCopy
+from tests.megatron.probes import probed
+
+PRELOADED["rl_megatron.rank.worker"] = None
 
 
 def test_views_of_one_memory_are_copied_once_and_stay_valid():
@@ -28,3 +40,26 @@ def test_coming_back_twice_does_nothing():
     tensor += 1
     copy.bring_back()
     assert tensor.equal(torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_an_optimizer_that_leaves_takes_no_parameter_along(tmp_path: Path, bf16: bool):
+    """In float32 the optimizer's parameters are pieces of the model's, which is used meanwhile; in bfloat16 they are
+    copies, which leave."""
+    weights = []
+    with open_case(probed, MegatronOptions(), Variant(), tmp_path, timeout_s=120) as case:
+        for leaves in (False, True):
+            group = case.start(attrs.evolve(case.spec, bf16=bf16))
+            before = group.weights()
+            ((parameter_bytes, optimizer_bytes),) = group.call(SuiteHost.ask, "bytes_of_parameters_and_optimizer")
+            assert optimizer_bytes > 0
+            if leaves:
+                group.call(SuiteHost.ask, "give_back_optimizer")
+                assert group.call(SuiteHost.ask, "bytes_of_parameters_and_optimizer") == [(parameter_bytes, 0)]
+                require_equal(group.weights(), before, "while the optimizer is out")
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            group.call(Offloadable.onload, parameters=False, optimizer=True)
+            group.call(Worker.optim_step)
+            weights.append(group.weights())
+            group.close()
+    require_equal(weights[1], weights[0], "after a step whose gradient was taken while the optimizer was out")

@@ -163,8 +163,15 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (DENSE, 1, {}, {"sequence_parallel": True}, "sequence_parallel: true needs"),
         (DENSE, 2, {PP: 2, VPP: 2}, {"batch_p2p_comm": True}, "mixes up what the stages send"),
         (DENSE, 2, {PP: 2, VPP: 2}, {"overlap_p2p_comm": False}, "mixes up what the stages send"),
-        (DENSE, 1, {}, {"calculate_per_token_loss": False}, "calculate_per_token_loss: False"),
-        (DENSE, 1, {}, {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        (DENSE, 1, {}, {"calculate_per_token_loss": False}, "calculate_per_token_loss: got False"),
+        (DENSE, 1, {}, {"attention_dropout": 0.1}, "attention_dropout: got 0.1"),
+        (DENSE, 1, {}, {"cuda_graph_impl": "local"}, "cuda_graph_impl: got 'local', only 'none' can be used"),
+        (DENSE, 1, {}, {"softmax_type": "learnable"}, "softmax_type: got 'learnable', only 'vanilla' can be used"),
+        (DENSE, 1, {}, {"mtp_num_layers": 1}, "multi-token prediction is not trained here. Leave it out"),
+        (DENSE, 1, {}, {"enable_cuda_graph": True}, "micro-batches have different lengths. Leave it out"),
+        (DENSE, 2, {TP: 2}, {"tp_comm_overlap": True}, "tp_comm_overlap: got True, only False can be used"),
+        (MOE, 2, {EP: 2}, {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm: got True"),
+        (DENSE, 1, {}, {"gradient_accumulation_fusion": True}, "needs Apex's kernel fused_weight_gradient_mlp_cuda"),
         (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes at random"),
         (
             MOE,
@@ -195,7 +202,7 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
         (MOE, 1, {}, {"num_layers": 2}, "it is the model's own"),
         (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
-        ({**MOE, "norm_topk_prob": False}, 1, {}, {}, "moe_router_pre_softmax=true"),
+        ({**MOE, "norm_topk_prob": False}, 1, {}, {"moe_router_pre_softmax": False}, "the model normalises before"),
         (MOE, 1, {}, {"moe_router_pre_softmax": True}, "moe_router_pre_softmax: true, but the model normalises after"),
     ],
 )
@@ -203,6 +210,30 @@ def test_wrong_numbers_are_refused_whichever_section_set_the_value(
     spec_of, model, world_size, options, passed, complaint
 ):
     assert complaint in refusal(spec_of(model, options, **passed), world_size)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("optimizer_cpu_offload", True, "expected False: .* use trainer.strategy=fsdp with fsdp_config.cpu_offload"),
+        ("use_precision_aware_optimizer", True, "expected False: .* split the optimizer's state over more"),
+        ("optimizer_offload_fraction", 1.0, "got 1.0, but nothing here reads it; leave it out"),
+        ("decoupled_lr", 1e-3, "nothing here reads it; leave it out"),
+        ("exp_avg_dtype", "bf16", "nothing here reads it; leave it out"),
+        ("lr", 1e-3, "set trainer.policy.optimizer_config.lr instead"),
+    ],
+)
+def test_an_optimizers_field_that_is_not_wired_is_refused(spec_of, field, value, complaint):
+    spec = spec_of(DENSE, {"optimizer_config_kwargs": {field: value}})
+    where = rf"^trainer\.policy\.megatron_config\.optimizer_config_kwargs\.{field}: "
+    with pytest.raises(ConfigError, match=where) as error:
+        megatron.validate(spec, 1)
+    assert re.search(complaint, str(error.value))
+
+
+def test_an_optimizers_field_with_the_value_that_is_trained_with_is_let_through(spec_of):
+    fields = {"optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False}
+    megatron.validate(spec_of(DENSE, {"optimizer_config_kwargs": fields}), 1)
 
 
 def test_a_value_of_the_pass_through_section_is_named_there(spec_of):

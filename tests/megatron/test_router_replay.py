@@ -1,17 +1,36 @@
 """Forced routes under every kind of mesh: the numbers of plain transformers with the same routes, and the same routes
-read back."""
+read back. Every comparison is made with broken routes too, and must fail."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 import torch
 
-from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores
+from rl_core.config import from_mapping
+from rl_core.config.checks import check_plugins
+from rl_core.errors import ConfigError, WorkerError
+from rl_core.interfaces import LoraConfig, ModelConfig, Worker
+from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, other_routes
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.rank_process import SuiteHost
-from rl_megatron import MegatronOptions
+from rl_core.testing.reference_worker import ReferenceWorker
+from rl_megatron import LoraOptions, MegatronOptions
+from tests.forced_numbers import (
+    ATTENTION_ADAPTERS,
+    LOGPROB_TOLERANCE,
+    LOSS_TOLERANCE,
+    ForcedNumbers,
+    require_adapters_trained_along_routes,
+    require_breaks_found,
+    require_replayed,
+    step_of_ranks,
+)
+from tests.megatron.changed import ChangedBackend
 from tests.megatron.probes import probed
 
 PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.probes"]))
@@ -22,21 +41,24 @@ QWEN = {"family": "qwen3_moe", "num_hidden_layers": 4}
 DEEPSEEK = {"family": "deepseek_v3", "num_hidden_layers": 4}
 RECOMPUTED = {"gradient_checkpointing": True}
 UNPACKED = {"use_sample_packing": False}
-MESHES = {
+PASSED = {"moe_enable_routing_replay": False, "transformer_config_kwargs": {"moe_enable_routing_replay": True}}
+MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "1": (1, {}, {}, QWEN),
+    "1, switched on in transformer_config_kwargs": (1, PASSED, {}, QWEN),
     "1 unpacked recomputed": (1, {}, {**UNPACKED, **RECOMPUTED}, QWEN),
     "dp2 ep2": (2, {EP: 2}, {}, QWEN),
     "tp2": (2, {TP: 2}, {}, QWEN),
     "cp2 unpacked": (2, {CP: 2}, UNPACKED, QWEN),
     "pp2 first 1 recomputed": (2, {PP: 2, FIRST: 1}, RECOMPUTED, QWEN),
     "pp2 vpp2 recomputed": (2, {PP: 2, VPP: 2}, RECOMPUTED, QWEN),
+    "pp2 vpp2, first chunk dense, recomputed": (2, {PP: 2, VPP: 2}, RECOMPUTED, DEEPSEEK),
+    "pp2 first 1, which is dense": (2, {PP: 2, FIRST: 1}, {}, DEEPSEEK),
+    "pp2 first 3, dense and experts, recomputed": (2, {PP: 2, FIRST: 3}, RECOMPUTED, DEEPSEEK),
     "pp4, first stage dense": (4, {PP: 4}, {}, DEEPSEEK),
     "tp2 cp2 ep4 etp1 unpacked": (4, {TP: 2, CP: 2, EP: 4, ETP: 1}, UNPACKED, QWEN),
     "tp2 pp2 cp2 ep2": (8, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 1}, RECOMPUTED, QWEN),
     "tp2 pp2 cp2 ep2 etp2": (16, {TP: 2, PP: 2, CP: 2, EP: 2, ETP: 2}, {}, DEEPSEEK),
 }
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
-"""Relative, in float32: sums of other order. A loss near 0 is a difference of large parts and is measured against 1."""
 
 
 def options_of(sizes, **others):
@@ -68,33 +90,44 @@ def open_forced(tmp_path, checkpoint_of):
     return open_
 
 
-def relative_gradient_error(found, expected):
-    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    errors = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()])
-    return float(errors.norm() / whole)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forced):
     world_size, sizes, spec, checkpoint = MESHES[mesh]
     with open_forced(world_size, options_of(sizes), spec, checkpoint, forced_routes=True) as case:
         group, batch = case.start(), case.batch
-        scores = group.forward(batch, LIMITS, temperature=TEMPERATURE)
-        expected = expected_scores(case.reference, batch)
-        assert (scores["logprobs"] - expected["logprobs"]).abs().max() < 1e-5
-
+        expected = ForcedNumbers.of(case.reference, batch)
+        scores = require_replayed(group, batch, expected)
         layers, routed_T = sorted(routers(case.reference.model)), batch["routed"]
         taken_RMK = scores["routed_experts"][routed_T][:, layers].long()
         assert torch.equal(taken_RMK, batch["routed_experts"][routed_T][:, layers].long())
         assert bool(scores["routed"].all())
-
-        loss = group.forward_backward(batch, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0]
-        reference = case.new_reference()
-        expected_loss = backward(reference, batch, LOSS)
-        assert abs(loss - expected_loss) <= LOSS_TOLERANCE * max(1.0, abs(expected_loss))
-        assert relative_gradient_error(group.gradients(), reference.gradients()) <= GRADIENT_TOLERANCE
         assert group.call(SuiteHost.ask, "kept_choices") == [0] * world_size
+        require_breaks_found(group, case, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "mesh", "complaint"),
+    [
+        ("recompute_by_own_choice", "1 unpacked recomputed", "gradients differ"),
+        ("recompute_by_own_choice", "pp2 vpp2 recomputed", "gradients differ"),
+        ("count_layers_within_chunks", "pp2 vpp2 recomputed", "log-probs differ"),
+        ("count_layers_within_chunks", "pp2 first 1 recomputed", "log-probs differ"),
+        ("count_layers_with_experts", "pp2 first 1, which is dense", "index|out of bounds|log-probs differ"),
+    ],
+)
+def test_ranks_that_follow_other_routes_are_found(change, mesh, complaint, tmp_path, checkpoint_of):
+    world_size, sizes, spec, checkpoint = MESHES[mesh]
+    variant = Variant(
+        world_size=world_size, options=options_of(sizes), spec=spec, checkpoint=checkpoint, forced_routes=True
+    )
+    path = checkpoint_of(checkpoint)
+    backend = ChangedBackend(change=change)
+    with open_case(backend, MegatronOptions(), variant, tmp_path, checkpoint=path, timeout_s=240.0) as case:
+        expected = ForcedNumbers.of(case.reference, case.batch)
+        with pytest.raises((AssertionError, WorkerError), match=complaint):
+            require_replayed(case.start(), case.batch, expected)
 
 
 def test_a_second_model_of_the_process_chooses_by_itself(open_forced):
@@ -142,3 +175,75 @@ def test_padding_is_kept_out_of_the_experts_statistics(mesh, open_forced):
             unknown = case.batch.num_tokens - int(case.batch["routed"].sum())
             assert bool((counts_E >= known_E).all())
             assert int((counts_E - known_E).sum()) == 2 * unknown
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+ADAPTED_MESHES = {
+    "1 recomputed": (1, {}, RECOMPUTED, QWEN),
+    "pp2 vpp2 recomputed": (2, {PP: 2, VPP: 2}, RECOMPUTED, QWEN),
+    "tp2 ep2": (2, {TP: 2, EP: 2, ETP: 1}, {}, QWEN),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ADAPTED_MESHES)
+def test_adapters_are_trained_along_the_routes(mesh, open_forced):
+    world_size, sizes, spec, checkpoint = ADAPTED_MESHES[mesh]
+    # With one adapter for a fused matrix, query, key and value would share an A, which peft has for each.
+    options = options_of(sizes, lora_config=LoraOptions(lora_type="canonical_lora"))
+    with open_forced(world_size, options, spec, checkpoint, forced_routes=True) as case:
+        model = attrs.evolve(case.spec.model, lora=ATTENTION_ADAPTERS)
+        require_adapters_trained_along_routes(case.start(attrs.evolve(case.spec, model=model)), case)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_are_trained_along_the_routes(open_forced):
+    """What is saved, adapters merged, computes in transformers with the experts forced what the ranks compute."""
+    options = options_of({PP: 2, FIRST: 1}, moe_grouped_gemm=False)
+    with open_forced(2, options, RECOMPUTED, QWEN, forced_routes=True) as case:
+        model = attrs.evolve(case.spec.model, lora=LoraConfig(rank=4, alpha=8))
+        group = case.start(attrs.evolve(case.spec, model=model))
+        before_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        for _ in range(3):
+            step_of_ranks(group, case.batch)
+        group.call(Worker.save_model, case.directory / "merged")
+        merged = ReferenceWorker(attrs.evolve(case.spec, model=ModelConfig(path=str(case.directory / "merged"))))
+        found_T = group.forward(case.batch, LIMITS, temperature=TEMPERATURE)["logprobs"]
+        assert (found_T - before_T).abs().max() > 1e-2
+        assert (found_T - expected_scores(merged, case.batch)["logprobs"]).abs().max() <= LOGPROB_TOLERANCE
+        for broken in other_routes(case):
+            assert (found_T - expected_scores(merged, broken)["logprobs"]).abs().max() > 1e-2
+
+
+# --- the switch -----------------------------------------------------------------------------------------------------
+
+KEY = "trainer.policy.megatron_config.moe_enable_routing_replay"
+KWARGS_KEY = "trainer.policy.megatron_config.transformer_config_kwargs.moe_enable_routing_replay"
+ENGINE_KEY = "generator.inference_engine.enable_return_routed_experts"
+
+
+@pytest.mark.parametrize("key", [KEY, KWARGS_KEY])
+def test_wherever_replay_is_switched_on_the_engine_must_return_routes(key: str):
+    plain = {"trainer.strategy": "megatron", "trainer.policy.model.path": "model"}
+    check_plugins(from_mapping({**plain, key: True, ENGINE_KEY: True}))
+    with pytest.raises(ConfigError, match="returns no routes to follow; set both"):
+        check_plugins(from_mapping({**plain, key: True}))
+    with pytest.raises(ConfigError, match="returns routes that the policy does not follow"):
+        check_plugins(from_mapping({**plain, key: False, ENGINE_KEY: True}))
+    with pytest.raises(ConfigError, match=r"trainer\.ref.*routes are the policy's"):
+        check_plugins(from_mapping({**plain, key.replace("policy", "ref"): True}))
+
+
+@pytest.mark.parametrize(("switch", "key"), [({}, KEY), (PASSED, KWARGS_KEY)])
+def test_ranks_name_the_switch_where_it_stands(switch, key, open_forced):
+    with open_forced(1, options_of(switch), {}, QWEN, forced_routes=True) as case:
+        without = case.batch.without_columns("routed_experts", "routed")
+        with pytest.raises(ConfigError, match=f"^{key}: router replay is on, and the batch carries no routes.*{key}=f"):
+            case.start().forward(without, LIMITS, temperature=TEMPERATURE)
+        with pytest.raises(
+            ConfigError, match=r"^trainer\.policy\.megatron_config\.moe_enable_routing_replay: .* is off"
+        ):
+            case.start(attrs.evolve(case.spec, options=MegatronOptions())).forward(
+                case.batch, LIMITS, temperature=TEMPERATURE
+            )

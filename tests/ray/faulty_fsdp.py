@@ -54,8 +54,8 @@ class FaultyFsdp(FsdpBackend):
 def _install(worker: Any, options: FaultyOptions) -> None:
     import torch
 
-    import rl_fsdp.checkpoint
-    from rl_fsdp.sharding import decoder_layers
+    import rl_core.rank_kit.scoring.state
+    from rl_core.rank_kit.scoring.distributing import decoder_layers
 
     passed = count()
 
@@ -63,7 +63,7 @@ def _install(worker: Any, options: FaultyOptions) -> None:
         if next(passed) == options.fault_time:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class DyingWriter(rl_fsdp.checkpoint.FileSystemWriter):
+    class DyingWriter(rl_core.rank_kit.scoring.state.FileSystemWriter):
         """This rank's file is written, and the others wait to hear of it."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -73,12 +73,12 @@ def _install(worker: Any, options: FaultyOptions) -> None:
             return results
 
     def write_and_die(method: str) -> None:
-        write, writer = getattr(worker, method), rl_fsdp.checkpoint.FileSystemWriter
+        write, writer = getattr(worker, method), rl_core.rank_kit.scoring.state.FileSystemWriter
 
         def call(*args: Any) -> None:
-            rl_fsdp.checkpoint.FileSystemWriter = DyingWriter
+            rl_core.rank_kit.scoring.state.FileSystemWriter = DyingWriter
             write(*args)
-            rl_fsdp.checkpoint.FileSystemWriter = writer
+            rl_core.rank_kit.scoring.state.FileSystemWriter = writer
 
         setattr(worker, method, call)
 

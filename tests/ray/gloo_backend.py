@@ -53,7 +53,7 @@ class GlooOptions:
     rank: int = 0
     """The rank that fails; -1: all of them."""
     fault: str = ""
-    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit."""
+    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, compute (10 s in which Python has no thread that answers)."""
     children: str = ""
     """Each rank starts `sleep` for so many seconds: a child process with an argument that tests find again."""
     delay_s: float = 0.0
@@ -223,6 +223,10 @@ class GlooWorker:
             raise CheckpointError(f"told to fail in {phase}")
         elif options.fault == "hang":
             time.sleep(600)
+        elif options.fault == "compute":
+            end = time.monotonic() + 10
+            while time.monotonic() < end:
+                sum(range(30_000_000))  # one call in C, between whose steps no other thread gets the interpreter
         elif options.fault == "exit":
             os._exit(3)
 

@@ -28,13 +28,13 @@ METHOD = {"backward": "forward_backward"}
 LIMITS = MicroBatchLimits(max_sequences=1)
 
 
-async def step(directory: Path, *, timeout_s: float = 60, **options: Any) -> None:
+async def step(directory: Path, *, timeout_s: float = 60, silence_s: float = 300.0, **options: Any) -> None:
     """One step with everything in it."""
     spec = spec_of(children=SLEEP_S, **options)
 
     def calls(group: WorkerGroup) -> Iterator[Callable[[], Awaitable[Any]]]:
         # A start takes long on a busy machine, so only the calls after it have the short deadline.
-        group._ranks._timeout_s = timeout_s
+        group._ranks._timeout_s, group._ranks._silence_s = timeout_s, silence_s
         batch = batch_of([3, 4, 5])
         yield lambda: group.forward(batch, LIMITS, temperature=1.0)
         yield lambda: group.forward_backward(batch, LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)
@@ -86,6 +86,26 @@ async def test_a_rank_that_hangs_ends_the_call_soon_after_the_deadline_and_says_
     assert "in all_reduce" in message, "rank 0 waits for rank 1"
     assert ("in _fail_in (gloo_backend.py" if fault == "hang" else "does not say") in message
     assert 3 <= raised.value.seconds < 13  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("stop", "1 of 2 ranks showed no sign of work in optim_step for 4 s (trainer.worker_silence_s), and all were"),
+        ("hang", "2 of 2 ranks showed no sign of work in optim_step for 4 s"),
+    ],
+)
+async def test_a_frozen_rank_and_a_deadlock_are_found_long_before_the_deadline(tmp_path, fault, message):
+    with pytest.raises(WorkerError) as raised:
+        await step(tmp_path, phase="optim_step", rank=1, fault=fault, timeout_s=600, silence_s=4.0)
+    assert message in str(raised.value)
+    assert "policy rank 1 of 2 (node 127.0.0.1, pid " in str(raised.value)
+    assert "in all_reduce" in str(raised.value), "what rank 0 waits in"
+    assert raised.value.seconds < 100  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def test_a_long_computation_that_answers_nobody_is_waited_for(tmp_path):
+    await step(tmp_path, phase="optim_step", rank=1, fault="compute", timeout_s=120, silence_s=4.0)
 
 
 @pytest.mark.soak

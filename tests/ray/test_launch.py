@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import ray
 
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers import MicroBatchLimits, WorkerGroup
-from rl_core.workers.ray_ranks import reserved
+from rl_core.workers.ray_cluster import reserved
 from tests.ray.conftest import placements
 from tests.ray.gloo_backend import GlooBackend, GlooWorker, spec_of
 from tests.ray.test_dispatch import batch_of
@@ -84,3 +87,16 @@ async def test_a_start_that_is_given_up_asks_for_devices_no_longer(four_ranks):
     with pytest.raises(asyncio.CancelledError):
         await start
     assert asked_for() == before
+
+
+def test_a_temporary_directory_that_is_too_deep_for_rays_sockets_is_named(tmp_path: Path):
+    """In a process of its own: this one's Ray runs."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    code = "from rl_core.workers.ray_cluster import ray_session; ray_session.enter()"
+    environment = {**os.environ, "RAY_TMPDIR": str(deep)}
+    environment.pop("RAY_ADDRESS", None)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0
+    assert "ConfigError: Ray cannot start: the path of its temporary directory is too long for sockets" in ran.stderr
+    assert ran.stderr.rstrip().endswith("Set RAY_TMPDIR to a short one")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -144,6 +146,61 @@ def test_an_engine_that_is_killed_half_way_ends_the_sender():
         engine.join(60)
         transport.close(rendezvous)
     assert engine.exitcode == -signal.SIGKILL
+
+
+def fails_after_a_bucket(rendezvous, failed):
+    with closing(BroadcastReceiver(rendezvous).receive(0)) as buckets:
+        next(buckets)
+        failed.set()
+        raise ValueError("this engine cannot load it")
+
+
+def test_a_receiver_that_fails_ends_the_others_at_once_though_its_error_is_kept(threads):
+    transport = BroadcastTransport(timeout_s=250.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=2)
+    failed, kept = threading.Event(), []
+
+    def loads_slowly():
+        for bucket in BroadcastReceiver(rendezvous).receive(0):
+            failed.wait(60)
+            yield bucket
+
+    failing = threads.submit(fails_after_a_bucket, rendezvous, failed)
+    healthy = threads.submit(lambda: [bucket.names for bucket in loads_slowly()])
+    sending = threads.submit(send, transport, rendezvous, {str(i): torch.zeros(1 << 20) for i in range(20)})
+    for future, kind in [(failing, ValueError), (sending, WeightSyncError), (healthy, WeightSyncError)]:
+        with pytest.raises(kind) as error:
+            future.result(60)
+        kept.append(error)
+    transport.close(rendezvous)
+
+
+def test_closing_the_sync_ends_a_broadcast_under_way(threads):
+    transport = BroadcastTransport(timeout_s=250.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    is_told, may_go_on = threading.Event(), threading.Event()
+
+    class StandsStill(broadcast_ends.BroadcastSender):
+        """Announces a bucket, opens its group, and sends nothing."""
+
+        def _open_group(self, channel, data, version):
+            group = super()._open_group(channel, data, version)
+            channel.append(broadcast_ends.description(next(pack_buckets(WEIGHTS.items(), ONE_EACH)), 0))
+            is_told.set()
+            may_go_on.wait(120)
+            return group
+
+    sending = threads.submit(StandsStill(rendezvous, 0).send, pack_buckets(WEIGHTS.items(), ONE_EACH), 0)
+    receiving = threads.submit(receive, rendezvous)
+    assert is_told.wait(60)
+    with pytest.raises(TimeoutError):
+        receiving.result(0.5)
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match="the sync was closed, or its controller is gone"):
+        receiving.result(60)
+    may_go_on.set()
+    with pytest.raises(WeightSyncError):
+        sending.result(60)
 
 
 def test_a_world_of_another_size_is_refused(sync):

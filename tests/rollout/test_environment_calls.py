@@ -1,54 +1,32 @@
-"""Where an environment's code runs: beside the other episodes, or in a thread of the episode's own."""
+"""Where an environment's code runs: in a thread or process of the episode's own, or beside the other episodes; and what
+becomes of an environment that hangs, or raises whatever it likes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_core.config import from_mapping, generator_spec
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GroupRequest, SamplingParams, StepResult
+from rl_core.interfaces import Action, GroupRequest, SamplingParams, StepResult
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import ScriptedClient
+from rl_rollout import environment_pool
 from rl_rollout.chat import TokenCodec
-from rl_rollout.environment_calls import placement_of
+from rl_rollout.environment_pool import HangingThreads, placement_of
+from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
+from tests.rollout.odd_environments import RAISED, Blocks, EndsItsLoop, InItsOwnProcess, Throws
 
 TOKENIZER = character_tokenizer()
-
-
-class Blocks:
-    """Needs `row["blocks_s"]` for a step without awaiting anything. Notes thread and loop of everything it does."""
-
-    placement = "thread"
-
-    def __init__(self, row: Any, options: Any) -> None:
-        self._row = row
-        self._note("made", None)
-
-    async def reset(self) -> Any:
-        self._note("reset", asyncio.get_running_loop())
-        return self._row["prompt"]
-
-    async def tools(self) -> list[Any]:
-        self._note("tools", asyncio.get_running_loop())
-        return []
-
-    async def step(self, action: Any) -> StepResult:
-        self._note("step", asyncio.get_running_loop())
-        time.sleep(self._row.get("blocks_s", 0.0))
-        return StepResult(reward=0.25, done=True)
-
-    async def close(self) -> None:
-        self._note("close", asyncio.get_running_loop())
-
-    def _note(self, what: str, loop: Any) -> None:
-        self._row["notes"].append((what, threading.get_ident(), loop))
 
 
 class AwaitsForever(Blocks):
@@ -75,25 +53,41 @@ class CannotBeMade(Blocks):
         raise OSError("no such container")
 
 
-async def play(
-    environment: Any, *, num_samples: int = 1, timeout_s: float = 300.0, **row: Any
-) -> tuple[Any, list[Any]]:
-    row = {"prompt": "2+2=", "notes": [], **row}
-    generator = EnvironmentGenerator(
+def generator_of(environment: Any, *, timeout_s: float = 300.0, placement: Any = None) -> EnvironmentGenerator:
+    return EnvironmentGenerator(
         ScriptedClient(lambda request: [5, TOKENIZER.eos_token_id], end_tokens=[TOKENIZER.eos_token_id]),
         TokenCodec(TOKENIZER, chat_template_kwargs={}),
-        Episodes(environment_of=lambda row: environment, limits=Limits(environment_timeout_s=timeout_s)),
+        Episodes(
+            environment_of=lambda row: environment,
+            limits=Limits(environment_timeout_s=timeout_s),
+            environment_placement=placement,
+        ),
     )
-    request = GroupRequest(
+
+
+def request_of(*, num_samples: int = 1, **row: Any) -> GroupRequest:
+    return GroupRequest(
         group_id=0,
-        row=row,
+        row={"prompt": "2+2=", "notes": [], **row},
         row_place="rows:1",
         num_samples=num_samples,
         params=SamplingParams(max_tokens=4),
         seed=0,
         start_version=0,
     )
-    return await generator.generate(request), row["notes"]
+
+
+async def play(
+    environment: Any, *, num_samples: int = 1, timeout_s: float = 300.0, placement: Any = None, **row: Any
+) -> tuple[Any, list[Any]]:
+    generator, request = (
+        generator_of(environment, timeout_s=timeout_s, placement=placement),
+        request_of(num_samples=num_samples, **row),
+    )
+    try:
+        return await generator.generate(request), request.row["notes"]
+    finally:
+        await generator.aclose()
 
 
 def environment_threads() -> list[threading.Thread]:
@@ -128,8 +122,11 @@ async def test_a_threaded_episode_has_one_thread_and_one_loop_of_its_own_from_ma
     until_threads_end()
 
 
-async def test_environments_run_beside_the_loop_unless_they_say_otherwise():
-    _, notes = await play(InPlace)
+@pytest.mark.parametrize(("environment", "placement"), [(InPlace, None), (Blocks, "in_process")])
+async def test_environments_run_beside_the_loop_where_they_or_the_configuration_say_so(
+    environment: Any, placement: Any
+):
+    _, notes = await play(environment, placement=placement)
     assert {thread for _, thread, _ in notes} == {threading.get_ident()}
     assert {loop for _, _, loop in notes[1:]} == {asyncio.get_running_loop()}
 
@@ -188,11 +185,146 @@ async def test_a_cancelled_group_closes_its_threaded_environments():
     until_threads_end()
 
 
+# --- whatever an environment raises ---------------------------------------------------------------------------------
+
+
+PLACES = ("thread", "process", "in_process")
+
+
+@pytest.mark.parametrize("placement", PLACES)
+async def test_whatever_an_environment_raises_is_its_samples_failure(placement: str):
+    generator = generator_of(Throws, placement=placement)
+    for kind, error in RAISED.items():
+        for where in ("made", "reset", "tools", "step", "close"):
+            if kind != "KeyboardInterrupt":
+                (trajectory,) = await generator.generate(request_of(where=where, raises=kind))
+                assert trajectory.failure_kind == kind
+                assert trajectory.failure == f"rows:1: {kind}: {error}"
+    await generator.aclose()
+    until_threads_end()
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_a_keyboard_interrupt_out_of_an_environment_ends_the_run(placement: str):
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(play(Throws, placement=placement, where="step", raises="KeyboardInterrupt"))
+    until_threads_end()
+
+
+@pytest.mark.parametrize(("placement", "kind"), [("thread", "CancelledError"), ("process", "EnvironmentEnded")])
+async def test_a_task_of_an_environment_that_exits_ends_its_own_episode_alone(placement: str, kind: str):
+    (trajectory, other), _ = await play(EndsItsLoop, placement=placement, num_samples=2, timeout_s=100.0)
+    assert trajectory.failure_kind == other.failure_kind == kind
+    until_threads_end()
+
+
+async def test_an_environment_whose_loop_ends_just_before_it_is_closed_counts_as_closed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    environment = ThreadedEnvironment(lambda: EndsItsLoop({"prompt": "1+1=", "notes": []}, {}), LeftThreads())
+    await environment.reset()
+    with pytest.raises(asyncio.CancelledError):
+        await environment.step(Action(text="", tokens=(), stop_reason="stop"))
+    environment._thread.join(10)
+    with monkeypatch.context() as context:
+        context.setattr(environment._loop, "is_closed", lambda: False)  # as it was a moment before
+        await environment.close()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_an_episode_in_a_process_is_played_there_and_the_process_is_used_again_and_ends_with_the_generator():
+    trajectories, _ = await play(InItsOwnProcess, num_samples=40, does="nothing")
+    assert [trajectory.failure for trajectory in trajectories] == [None] * 40
+    pids = {int(trajectory.reward) for trajectory in trajectories}
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= 4 * (os.cpu_count() or 1)
+    assert {trajectory.metrics["turns"] for trajectory in trajectories} == {1.0}, "each episode has an environment"
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "failure"),
+    [
+        ("blocks", "DeadlineError", "waited 3 s (environment.timeout_s) for the environment's `step`"),
+        ("dies", "EnvironmentEnded", "the environment's process ended with code 7"),
+        ("does not pickle", "AttributeError", "its answer does not pickle: "),
+    ],
+)
+async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: str, kind: str, failure: str):
+    before = processes()
+    (trajectory,), _ = await play(InItsOwnProcess, timeout_s=3.0, does=does)
+    assert trajectory.failure_kind == kind
+    assert trajectory.failure.startswith(f"rows:1: {kind}: {failure}")
+    assert processes() == before
+
+
+def processes() -> set[str]:
+    """Those that this one started."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    found: set[str] = set()
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found.update((task / "children").read_text().split())
+    return found
+
+
+async def test_a_group_that_is_cancelled_ends_its_processes():
+    before = processes()
+    task = asyncio.ensure_future(play(InItsOwnProcess, num_samples=2, does="blocks"))
+    while len(processes() - before) < 2:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(30.0):
+        while processes() != before:
+            await asyncio.sleep(0.05)
+
+
+# --- threads that hang ------------------------------------------------------------------------------------------------
+
+
+async def test_threads_that_hang_are_counted_and_too_many_of_them_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_pool, "MOST_LEFT_THREADS", 2)
+    generator = generator_of(Blocks, timeout_s=0.5)
+    hung = await generator.generate(request_of(num_samples=2, blocks_s=12.0))
+    assert [trajectory.failure_kind for trajectory in hung] == ["DeadlineError"] * 2
+    with pytest.raises(HangingThreads, match=r"rows:1: 2 threads of environments hang.*environment\.placement=process"):
+        await generator.generate(request_of(num_samples=2))
+    until_threads_end()
+    again = await generator.generate(request_of(num_samples=2))
+    assert [trajectory.failure for trajectory in again] == [None, None], "threads that came back count no more"
+    until_threads_end()
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-class InItsOwnProcess(Blocks):
+class OnlyHere:
+    """A factory that no other process can find."""
+
     placement = "process"
+    __name__ = "OnlyHere"
+
+    def __call__(self, row: Any, options: Any) -> Any:
+        raise AssertionError
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds a connection")
+
+
+only_here = OnlyHere()
 
 
 class Elsewhere(Blocks):
@@ -209,8 +341,8 @@ class SaysItTooLate(Blocks):
     ("environment", "message"),
     [
         (
-            InItsOwnProcess,
-            r"InItsOwnProcess\.placement is 'process', and the generator `environment` starts no",
+            only_here,
+            r"OnlyHere is to run in a process of its own, and cannot be sent there: it holds a connection",
         ),
         (Elsewhere, r"Elsewhere\.placement is 'elsewhere'; expected one of in_process, thread, process"),
         (SaysItTooLate, r"SaysItTooLate\.placement is <property object.*it is read before an episode starts"),
@@ -219,7 +351,7 @@ class SaysItTooLate(Blocks):
 async def test_a_placement_that_cannot_be_done_is_refused_before_anything_starts(environment: Any, message: str):
     from rl_rollout.generator_plugin import environment as plugin
 
-    name = f"{__name__}:{environment.__name__}"
+    name = f"{__name__}:{'only_here' if environment is only_here else environment.__name__}"
     _, spec = generator_spec(from_mapping({"environment.env_class": name, "trainer.policy.model.path": "model"}))
     with pytest.raises(ConfigError, match=rf"environment\.env_class: {message}"):
         plugin.validate(spec)
@@ -232,6 +364,7 @@ def test_a_functions_placement_is_its_attribute():
     def factory(row: Any, options: Any) -> Any:
         return Blocks(row, options)
 
-    assert placement_of(factory) == "in_process"
-    factory.placement = "thread"  # pyright: ignore[reportFunctionMemberAccess]
     assert placement_of(factory) == "thread"
+    factory.placement = "in_process"  # pyright: ignore[reportFunctionMemberAccess]
+    assert placement_of(factory) == "in_process"
+    assert placement_of(factory, "thread") == "thread"

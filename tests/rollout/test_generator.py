@@ -104,11 +104,12 @@ async def test_a_trajectory_holds_the_prompt_and_exactly_what_the_engine_returne
 
 
 async def test_every_sample_has_its_own_seed_and_id(tokenizer):
+    """Environments run in threads, so a group's requests come in any order."""
     client = EchoClient(tokenizer)
     generator = generator_of(tokenizer, client)
     await generator.generate(request_of())
     await generator.generate(request_of())
-    assert [r.seed for r in client.requests] == [sample_seed(1, 5, i) for i in range(3)] * 2
+    assert sorted(r.seed for r in client.requests) == sorted(2 * [sample_seed(1, 5, i) for i in range(3)])
     assert len({r.sample_id for r in client.requests}) == 6
 
 
@@ -175,6 +176,8 @@ async def test_a_broken_environment_is_a_failure_on_the_trajectory_and_is_closed
 
 async def test_one_failing_sample_leaves_the_others_alone(tokenizer):
     class FailsOnce(Sums):
+        placement = "in_process"  # one sample after another
+
         async def step(self, action):
             if self.calls["step"] == 1:
                 self.calls["step"] += 1
@@ -195,12 +198,17 @@ async def test_a_refused_prompt_is_a_failure(tokenizer):
 
 
 async def test_a_cancelled_group_is_cancelled_and_its_environments_are_closed(tokenizer):
+    all_asked = asyncio.Event()
+
     class Hangs(EchoClient):
         async def generate(self, request):
+            self.requests.append(request)
+            if len(self.requests) == 3:
+                all_asked.set()
             await asyncio.sleep(1000)
 
     task = asyncio.ensure_future(generator_of(tokenizer, Hangs(tokenizer)).generate(request_of()))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(all_asked.wait(), 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from rl_core.errors import WeightSyncError
+from rl_core.interfaces import LoraConfig
 from rl_core.trainer import verification
 from rl_core.trainer.verification import verification_of
 from rl_rollout.local.engine import LocalEngine
@@ -115,7 +116,7 @@ async def test_each_engine_is_compared(trainer, monkeypatch):
 
 
 async def test_a_proof_that_noise_cannot_give_is_none(trainer, monkeypatch):
-    monkeypatch.setattr(verification, "NOISE_SCALE", 1e-9)
+    monkeypatch.setattr(verification, "LEAST_NOISE", 1e-12)
     with pytest.raises(WeightSyncError, match="too little to prove that weights arrive"):
         await trainer.verification.prove()
 
@@ -125,6 +126,29 @@ async def test_probes_come_at_the_interval(trainer):
     await trainer.publish()
     probed = [bool(await trainer.verification.after_sync(version)) for version in range(4)]
     assert probed == [True, False, True, False]
+
+
+async def test_a_resumed_run_probes_after_its_first_sync_and_then_at_the_versions_of_the_uninterrupted_one(trainer):
+    trainer.verification._settings = attrs.evolve(trainer.verification._settings, interval=2)
+    await trainer.publish()
+    probed = [version for version in range(3, 9) if await trainer.verification.after_sync(version)]
+    assert probed == [3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["v_proj"]], ids=str)
+async def test_noise_fits_small_adapters(model_path, targets, caplog):
+    """With the noise of whole weights the run stopped here: adapters of rank 1 move such a model too little."""
+    engine = await local_engine(model_path)
+    async with policy_of(model_path, LoraConfig(rank=1, alpha=1, target_modules=targets)) as policy:
+        trainer = Trainer(policy, engine, "files")
+        # The limits of bfloat16, ten times and more those of this model's float32.
+        trainer.verification._settings = attrs.evolve(
+            trainer.verification._settings, limit=verification.LIMITS["bfloat16"]
+        )
+        before = weights_of(trainer)
+        await trainer.verification.prove()
+        assert all(before[name].equal(tensor) for name, tensor in weights_of(trainer).items())
+    await engine.close()
 
 
 async def test_an_engine_that_cannot_score_is_said_to_be_unverified(trainer, caplog):

@@ -27,9 +27,10 @@ from tests.workspace.imports import PACKAGES, ROOT, Import, imports_of, module_n
 MAY_IMPORT = {
     "rl_core": set(),
     "rl_fsdp": {"rl_core"},
+    "rl_deepspeed": {"rl_core"},
     "rl_megatron": {"rl_core"},
     "rl_rollout": {"rl_core"},
-    "rl_examples": {"rl_core", "rl_fsdp", "rl_megatron", "rl_rollout"},
+    "rl_examples": {"rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout"},
 }
 
 
@@ -51,8 +52,10 @@ CONTRACTS = "rl_core.interfaces"
 """Its names are imported from the package, not from the module that defines them."""
 BEHIND_AN_EXTRA = {
     "rl_core.workers.ray_rank": {"ray"},
+    "rl_core.workers.ray_cluster": {"ray"},
     "rl_core.workers.ray_ranks": {"ray"},
     "rl_core.testing": {"transformers"},
+    "rl_core.rank_kit.scoring": {"transformers"},
 }
 """The modules that an extra's package is imported in; nothing else of rl_core imports them when it is loaded."""
 WITHOUT_TORCH = (
@@ -63,6 +66,8 @@ WITHOUT_TORCH = (
     "rl_core.seams",
     "rl_fsdp",
     "rl_fsdp.backend",
+    "rl_deepspeed",
+    "rl_deepspeed.backend",
     "rl_megatron",
     "rl_rollout",
     "rl_rollout.local.plugin",

@@ -1,6 +1,7 @@
 """Each package as a user gets it: its wheel, installed into an empty environment, with what it declares.
 
-uv installs in `make test`, plain pip, which takes minutes to unpack torch anew each time, in `make soak`.
+uv installs in `make test`, plain pip, which takes minutes to unpack torch anew each time, in `make soak`. `make
+release` runs this with the folder that is to be published (RL_DIST).
 
 The workspace's overrides and editable installs do not reach these environments. Other packages come from the index, or
 from where pip is told to look (PIP_FIND_LINKS). A package joins an environment that already has another only where it
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +22,17 @@ from pathlib import Path
 import attrs
 import pytest
 
+from rl_core.testing.models import make_checkpoint
 from tests.installing import find_links, uv
 from tests.workspace.imports import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ON_RAY = "rl_core.workers.ray_rank rl_core.workers.ray_ranks"
-BEHIND_EXTRAS = f"rl_core.testing {ON_RAY} rl_rollout.vllm"
+ON_RAY = "rl_core.workers.ray_cluster rl_core.workers.ray_rank rl_core.workers.ray_ranks"
+BEHIND_EXTRAS = f"rl_core.testing rl_core.rank_kit.scoring {ON_RAY} rl_rollout.vllm"
+
+MEGATRON_RANK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/single_packages.md").read_text(), flags=re.DOTALL)[-1]
+"""A script that trains the model in the folder `model`."""
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -56,10 +62,15 @@ class Environment:
             self._pip("install", "--quiet", "--no-compile", f"--find-links={self.wheels}", *requirements)
         self._pip("check")
 
-    def run(self, command: str, *args: str) -> str:
-        """Output of a command of this environment; fails the test with the command's output if it fails."""
+    def run(self, command: str, *args: str, fails: bool = False) -> str:
+        """Output of a command of this environment; fails the test with the command's output if it fails, or if it
+        ought to fail and does not."""
         foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-        return run([self.folder / "bin" / command, *args], self.folder, without=foreign)
+        return run([self.folder / "bin" / command, *args], self.folder, without=foreign, code=int(fails))
+
+    def install_as_told(self, arguments: str) -> None:
+        """What a message says after `pip install`. It may leave contradictions that `pip check` would report."""
+        self._pip("install", "--quiet", *arguments.split())
 
     def import_all(self, *packages: str, left_out: str = BEHIND_EXTRAS) -> None:
         """Imports every module of `packages`, but those that stand behind an extra."""
@@ -76,27 +87,19 @@ class Environment:
         return run([sys.executable, "-m", "pip", f"--python={python}", command, *arguments], self.folder)
 
 
-def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = ()) -> str:
+def run(command: list[str | Path], folder: Path, without: tuple[str, ...] = (), code: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in without}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == code, f"{' '.join(map(str, command))}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheels of all packages."""
-    folder = tmp_path_factory.mktemp("wheels")
-    run([uv(), "build", "--quiet", "--wheel", "--all-packages", "--out-dir", folder], ROOT)
-    return folder
-
-
 @pytest.fixture(params=["uv", pytest.param("pip", marks=pytest.mark.soak)])
-def environment(request: pytest.FixtureRequest, tmp_path: Path, wheels: Path) -> Iterator[Environment]:
+def environment(request: pytest.FixtureRequest, tmp_path: Path, dist: Path) -> Iterator[Environment]:
     """A new environment; removed after the test, since it holds a torch."""
     folder = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", folder], tmp_path)
-    yield Environment(folder, wheels, request.param)
+    yield Environment(folder, dist, request.param)
     shutil.rmtree(folder)
 
 
@@ -108,17 +111,27 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
     with pytest.raises(AssertionError, match="No module named 'transformers'"):
         environment.import_all("transformers")
 
-    environment.install("rl-fsdp", "rl-megatron")
-    environment.import_all("rl_fsdp")
+    environment.install("rl-fsdp", "rl-deepspeed", "rl-megatron")
+    environment.import_all("rl_fsdp", "rl_deepspeed")
     # Its workers need the extra `bridge`, which pip installs by itself alone: README.md.
     environment.run("python", "-c", "import rl_megatron.backend, rl_megatron.options, rl_megatron.checks.refusals")
     assert not environment.distributions() & {"rl-rollout", "rl-examples"}
     listed = environment.run("rl", "plugins")
     assert "fsdp" in listed
+    assert "deepspeed" in listed
     assert "megatron" in listed
 
     environment.install("rl-core[testing]")
     environment.import_all("rl_core", left_out=ON_RAY)
+
+    # The doctor knows what Megatron lacks, and Megatron needs no more than that.
+    missing = environment.run("rl", "doctor", fails=True)
+    (command,) = re.findall(r"^MISSING +megatron-bridge +pip install (.*?)(?:  |$)", missing, flags=re.MULTILINE)
+    environment.install_as_told(command)
+    make_checkpoint(environment.folder / "model", family="llama")
+    losses = environment.run("python", "-c", MEGATRON_RANK.replace("range(20)", "range(2)")).splitlines()
+    first, second = (float(line.split()[1].rstrip(",")) for line in losses if line.startswith("loss "))
+    assert second < first
 
 
 def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):

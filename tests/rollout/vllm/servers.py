@@ -56,7 +56,9 @@ def write_model(directory: Path, *, num_experts: int = 0, **config: Any) -> Path
     return directory
 
 
-def engine_config(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, **engine: Any) -> Config:
+def engine_config(
+    model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, timeout_s: float = 300.0, **engine: Any
+) -> Config:
     """A resolved configuration for small float32 engines; `lora`: keys of trainer.policy.model.lora, `engine`: of
     generator.inference_engine."""
     values = {
@@ -76,16 +78,16 @@ def engine_config(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | 
             "trainer.policy.model.path": str(model_path),
             "trainer.run_dir": str(run_dir),
             "trainer.bf16": False,
-            "trainer.generation_timeout_s": 300.0,
+            "trainer.generation_timeout_s": timeout_s,
             **{f"trainer.policy.model.lora.{key}": value for key, value in (lora or {}).items()},
             **{f"generator.inference_engine.{key}": value for key, value in values.items()},
         }
     )
 
 
-def make_spec(model_path: Path, run_dir: Path, *, lora: Mapping[str, Any] | None = None, **engine: Any) -> EngineSpec:
+def make_spec(model_path: Path, run_dir: Path, **settings: Any) -> EngineSpec:
     """What `engine_config` says to the engine."""
-    return engine_spec(engine_config(model_path, run_dir, lora=lora, **engine))[1]
+    return engine_spec(engine_config(model_path, run_dir, **settings))[1]
 
 
 def start_servers(*specs: EngineSpec) -> list[RunningServer]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -17,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import RLError, WeightSyncError
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.receivers import installed_receivers, receiver_of
+from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.connection import Connection, open_session
 from tests.rollout.vllm.other_transport import other
@@ -59,14 +64,14 @@ DISGUISED = [
 ]
 
 
-async def status_of(server: RunningServer, path: str, token: str | None = None) -> int:
+async def status_of(server: RunningServer, path: str, token: str | None = None, *, length: int = 0) -> int:
     """Of a POST to exactly this path, which a client library would tidy up."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: 0\r\n{authorization}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {length}\r\n"
     try:
-        writer.write(head.encode())
+        writer.write(f"{head}{authorization}\r\n".encode())
         answer = await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
@@ -77,11 +82,44 @@ async def status_of(server: RunningServer, path: str, token: str | None = None) 
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-async def test_without_the_runs_token_no_control_route_answers_on_loopback_too(dense_server: RunningServer):
+async def test_without_a_token_nothing_but_health_answers_on_loopback_too(dense_server: RunningServer):
+    """And with the agents' token nothing that changes a server. Every route that the application says it has."""
+    async with open_session(TOKENS.control) as session, session.get(f"{dense_server.url}/openapi.json") as answer:
+        of_application = [path for path, methods in (await answer.json())["paths"].items() if "post" in methods]
+    assert "/v1/completions" in of_application
+    for path in {*CONTROL, *of_application}:
+        for token in (None, "another token"):
+            assert (path, await status_of(dense_server, path, token)) == (path, 401)
     for path in CONTROL:
-        assert (path, await status_of(dense_server, path)) == (path, 401)
-        assert (path, await status_of(dense_server, path, "another token")) == (path, 401)
+        assert (path, await status_of(dense_server, path, TOKENS.access)) == (path, 401)
     assert await status_of(dense_server, "/rl/health", TOKENS.control) == 200
+    async with open_session(None) as session, session.get(f"{dense_server.url}/health") as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_machine_gets_nothing(dense_server: RunningServer):
+    """Neither from the server nor from what a sync leaves in memory and in folders."""
+    transports = FilesTransport(), SharedMemoryTransport()
+    rendezvous = [transport.open(num_ranks=1, num_engines=1) for transport in transports]
+    folders = [*rendezvous[0].data["directories"], rendezvous[1].data["directory"]]
+    files = [f"/proc/{dense_server.pid}/environ", f"/proc/{dense_server.pid}/fd", f"/proc/{os.getpid()}/fd", *folders]
+    try:
+        found = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("other_user.py"))],
+            input=json.dumps({"url": dense_server.url, "paths": CONTROL, "files": files}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    finally:
+        for transport, opened in zip(transports, rendezvous, strict=True):
+            transport.close(opened)
+    answers = json.loads(found.stdout)
+    assert answers.pop("/health") == 200
+    assert set(answers.pop("read").values()) == {"PermissionError"}
+    assert set(answers.values()) == {401}
 
 
 async def test_no_spelling_of_a_control_route_gets_past_the_token(dense_server: RunningServer):
@@ -89,13 +127,49 @@ async def test_no_spelling_of_a_control_route_gets_past_the_token(dense_server: 
         assert await status_of(dense_server, path) in (307, 401, 404), path
 
 
-async def test_agents_need_no_token_of_the_run(dense_server: RunningServer):
-    async with aiohttp.ClientSession() as session:
+async def test_agents_show_a_token_of_their_own(dense_server: RunningServer):
+    async with open_session(TOKENS.access) as session:
         async with session.get(f"{dense_server.url}/v1/models") as answer:
             assert answer.status == 200
         asked = {"model": "policy", "prompt": "12", "max_tokens": 3}
         async with session.post(f"{dense_server.url}/v1/completions", json=asked) as answer:
             assert answer.status == 200
+
+
+async def test_no_web_page_from_elsewhere_may_read_an_answer(dense_server: RunningServer):
+    asking = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKENS.control}"}
+    before = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    async with aiohttp.ClientSession(dense_server.url) as session:
+        for method, path, headers in (
+            ("GET", "/v1/models", asking),
+            ("POST", "/rl/health", asking),
+            ("OPTIONS", "/v1/models", before),
+            ("OPTIONS", "/rl/pause", before),
+        ):
+            async with session.request(method, path, headers=headers) as answer:
+                assert "Access-Control-Allow-Origin" not in answer.headers, (method, path)
+                assert answer.ok == (headers is asking)
+
+
+@pytest.mark.parametrize("path", ["/rl/generate", "/v1/completions"])
+async def test_a_body_without_end_is_refused_before_it_fills_the_memory(dense_server: RunningServer, path: str):
+    """Declared too large, and sent in chunks that declare nothing."""
+    url = urlsplit(dense_server.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKENS.control}", "Transfer-Encoding: chunked"]
+    writer.write("\r\n".join([*head, "Content-Type: application/json", "", ""]).encode())
+    answer, sent = asyncio.ensure_future(reader.readline()), 0
+    with contextlib.suppress(ConnectionError):  # the server closes while the rest is being sent
+        while sent < 4 * wire.MAX_BODY_BYTES and not answer.done():
+            writer.write(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+            sent += 2**20
+            await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        assert b" 413 " in await asyncio.wait_for(answer, 30)
+    writer.transport.abort()
+    assert sent < 3 * wire.MAX_BODY_BYTES
+    assert await status_of(dense_server, path, TOKENS.control, length=wire.MAX_BODY_BYTES + 1) == 413
+    assert await status_of(dense_server, path, TOKENS.control) < 500, "it still serves"
 
 
 def test_no_process_of_a_server_shows_a_token_on_its_command_line(dense_server: RunningServer):

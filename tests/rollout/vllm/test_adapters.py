@@ -266,7 +266,7 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
         with pytest.raises(GenerationError, match=message):
             await client.load_lora_from_disk("kept", tmp_path / path)
     assert await scores_of(client, "kept") == pytest.approx(expected, abs=LIMIT)
-    assert client._pool.adapters == {"kept": str(tmp_path / "good")}
+    assert client._pool.wanted.adapters == {"kept": str(tmp_path / "good")}
     with pytest.raises(GenerationError, match="'policy', which is the policy's"):
         await client.load_lora_from_disk("policy", tmp_path / "good")
     with pytest.raises(GenerationError, match="no adapter 'unknown'"):

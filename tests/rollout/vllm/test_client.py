@@ -8,17 +8,20 @@ import re
 import time
 from collections.abc import AsyncIterator
 
-import aiohttp
 import attrs
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.errors import DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest
+from rl_rollout.resuming import whole_response
+from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
-from tests.rollout.vllm.servers import MAX_POSITIONS, RunningServer, connect, request
+from rl_rollout.vllm.connection import open_session
+from tests.rollout.vllm.servers import MAX_POSITIONS, TOKENS, RunningServer, connect, publish, request
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +42,7 @@ async def moe_client(moe_server: RunningServer) -> AsyncIterator[RemoteInference
 
 async def num_sampled(server: RunningServer) -> float:
     """Tokens that the server has sampled in its life, as vLLM counts them."""
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
+    async with open_session(TOKENS.access) as session, session.get(f"{server.url}/metrics") as answer:
         (count,) = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await answer.text(), re.MULTILINE)
     return float(count)
 
@@ -180,13 +183,57 @@ async def test_an_aborted_request_has_the_routed_experts_of_what_it_has(
     _Router(moe_server.model_path).require_own_choices(asked, completion)
 
 
+async def test_routed_experts_of_a_response_that_weights_changed_under_are_those_of_the_last_weights(
+    moe_client: RemoteInferenceClient, moe_server: RunningServer
+):
+    """Of every token, as of a later turn: also of the prompt and of what the earlier weights sampled."""
+    first, second = _Router(moe_server.model_path), _Router(moe_server.model_path)
+    second.add_noise(0.03)
+    tokenizer = AutoTokenizer.from_pretrained(moe_server.model_path)
+    prompt = tuple(random.Random(1).randrange(40) for _ in range(100))
+    asked = request("under-way", prompt, max_tokens=300, ignore_eos=True)
+    version = (await moe_client.health()).version + 1
+    await publish(moe_client, files, first.weights, version)
+    try:
+        waiting = asyncio.ensure_future(whole_response(moe_client, asked, tokenizer))
+        while not (await moe_client.health()).num_running:
+            await asyncio.sleep(0.01)
+        await publish(moe_client, files, second.weights, version + 1)
+        completion = await waiting
+    finally:
+        await publish(moe_client, files, first.weights, version + 2)
+    versions = np.array(completion.policy_versions)
+    assert set(versions.tolist()) == {version, version + 1}, "the weights changed before or after the response"
+    assert len(completion.tokens) == 300
+    second.require_own_choices(asked, completion)
+    logprobs_T = second.logprobs(asked, completion)
+    # float32, paged attention against one forward pass.
+    assert np.abs(np.array(completion.logprobs) - logprobs_T)[versions == version + 1].max() < 1e-4
+    with pytest.raises(AssertionError):
+        first.require_own_choices(asked, completion)
+
+
 class _Router:
     """The Hugging Face model's own routing."""
 
     def __init__(self, model_path: str) -> None:
-        from transformers import AutoModelForCausalLM
-
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def add_noise(self, scale: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for weight in self.weights.values():
+            weight += scale * torch.randn(weight.shape, generator=generator)
+
+    @torch.no_grad()
+    def logprobs(self, asked: GenerateRequest, completion: Completion) -> np.ndarray:
+        """Of the sampled tokens."""
+        tokens_T = torch.tensor(asked.prompt_tokens + completion.tokens)
+        all_TV = self._model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        return all_TV.gather(1, tokens_T[1:, None])[len(asked.prompt_tokens) - 1 :, 0].numpy()
 
     @torch.no_grad()
     def require_own_choices(self, asked: GenerateRequest, completion: Completion) -> None:

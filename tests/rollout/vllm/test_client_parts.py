@@ -12,6 +12,7 @@ import attrs
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
@@ -20,8 +21,11 @@ from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.launch import cpu_environment
+from rl_rollout.vllm.placement import shared_gpus
 from rl_rollout.vllm.plugin import vllm
-from rl_rollout.vllm.pool import Member, Pool
+from rl_rollout.vllm.pool import Member, Pool, Wanted
+from rl_rollout.vllm.server import ServerAddress
+from rl_rollout.vllm.supervisor import Heartbeat, Supervisor
 from tests.rollout.vllm.servers import make_spec
 
 REQUEST = GenerateRequest(
@@ -262,7 +266,7 @@ def test_the_ranks_of_adapters_are_vllms():
 def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
     spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    with pytest.raises(ConfigError, match=r"merge_lora: false is given, and vLLM computes a Mixture of Experts"):
+    with pytest.raises(ConfigError, match=r"merge_lora: got false, and vLLM computes a Mixture of Experts"):
         engine_arguments(spec, has_gpus=False)
     assert engine_arguments(spec, has_gpus=True)["enable_lora"]
 
@@ -270,7 +274,7 @@ def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
 @pytest.mark.parametrize(
     ("lora", "engine", "message"),
     [
-        ({"rank": 513}, {}, "rank: 513 is given, and vLLM serves adapters up to rank 512"),
+        ({"rank": 513}, {}, "rank: got 513, and vLLM serves adapters up to rank 512"),
         ({"rank": 4}, {"engine_init_kwargs": {"max_lora_rank": 8}}, r"set it with trainer\.policy\.model\.lora\.rank"),
     ],
 )
@@ -283,7 +287,7 @@ def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts
 
 def test_the_local_engine_refuses_adapters_alone(tmp_path: Path):
     spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    with pytest.raises(ConfigError, match="merge_lora: false is given, and the local engine takes whole weights"):
+    with pytest.raises(ConfigError, match="merge_lora: got false, and the local engine takes whole weights"):
         local.validate(spec)
 
 
@@ -322,6 +326,33 @@ def test_the_ranks_of_an_engine_are_processes_of_its_machine_where_they_fit(
     assert arguments.get("distributed_executor_backend") == backend
 
 
+def test_engines_fill_the_gpus_that_they_share_node_by_node():
+    """Of a node with 8 and one with 4, in engines of 2: each GPU has one engine."""
+    nodes = {"node:a": 8, "node:b": 4}
+    places = [shared_gpus(nodes, index, 2) for index in range(6)]
+    assert [(place.node, place.first) for place in places] == [
+        ("node:a", 0),
+        ("node:a", 2),
+        ("node:a", 4),
+        ("node:a", 6),
+        ("node:b", 0),
+        ("node:b", 2),
+    ]
+    with pytest.raises(ConfigError, match=r"engine 6 of 2 ranks has no GPUs left to share: nodes have \[8, 4\]"):
+        shared_gpus(nodes, 6, 2)
+    with pytest.raises(ConfigError, match="such an engine stands on one node"):
+        shared_gpus(nodes, 0, 12)
+
+
+def test_an_engine_computes_on_its_own_gpus_and_sees_those_where_weights_may_lie():
+    place = shared_gpus({"node:a": 4}, 1, 2)
+    assert place.visible(None) == "2,3,0,1"
+    assert place.visible("4,5,6,7") == "6,7,4,5"
+    assert place.visible("GPU-a,GPU-b,GPU-c,GPU-d") == "GPU-c,GPU-d,GPU-a,GPU-b"
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        place.visible("4,5")
+
+
 def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
@@ -343,3 +374,55 @@ def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.Mo
 def test_what_vllm_cannot_do_is_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         vllm.validate(make_spec(tmp_path, tmp_path, **engine))
+
+
+# --- servers that start later -----------------------------------------------------------------------------------------
+
+
+class StartedAgain:
+    """A server that answers every route, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    async def start(self) -> ServerAddress:
+        self.told.clear()
+        app = web.Application()
+        app.router.add_post("/rl/{name}", self._answer)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return ServerAddress(url=f"http://127.0.0.1:{self._runner.addresses[0][1]}", pid=0)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        name, arguments = request.match_info["name"], wire.decode(await request.read())
+        if name != "health":
+            self.told.append((name, arguments))
+        health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
+        return web.Response(body=wire.encode(health if name == "health" else {}))
+
+    def kill(self) -> None: ...
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+
+async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
+    """It took its memory when it started, and training has that by then."""
+    pool, server = Pool(1), StartedAgain()
+    pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    adapter = ("load_adapter", {"name": "judge", "path": "/at"})
+    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": []})]
+    await supervisor.close()
+
+    pool.wanted = pool.wanted.awake(["weights"])
+    await supervisor.start()
+    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": ["weights"]})]
+    await supervisor.close()
+
+    pool.wanted = pool.wanted.awake(["kv_cache"])
+    await supervisor.start()
+    assert server.told == [adapter]
+    await supervisor.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import aiohttp
 import openai
 import pytest
 import pytest_asyncio
 
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import open_session
 from rl_rollout.vllm.launch import client_settings, supervised_client
 from rl_rollout.vllm.supervisor import ExternalServer
 from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec
@@ -29,7 +29,7 @@ async def client(dense_server: RunningServer) -> AsyncIterator[RemoteInferenceCl
 
 
 def agent(client: RemoteInferenceClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=client.router_url, api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=client.router_url, api_key=TOKENS.access, max_retries=0)
 
 
 async def test_an_openai_client_chats_with_the_policy(client: RemoteInferenceClient):
@@ -66,5 +66,5 @@ async def test_a_servers_refusal_reaches_the_agent(client: RemoteInferenceClient
 async def test_nothing_but_the_api_is_passed_on(client: RemoteInferenceClient):
     assert client.router_url is not None
     url = client.router_url.removesuffix("/v1") + "/rl/pause"
-    async with aiohttp.ClientSession() as session, session.post(url, data=b"") as answer:
+    async with open_session(TOKENS.access) as session, session.post(url, data=b"") as answer:
         assert answer.status == 404

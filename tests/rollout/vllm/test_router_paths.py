@@ -15,6 +15,7 @@ from rl_rollout.vllm.connection import Connection, open_session
 from rl_rollout.vllm.pool import Member, Pool
 from rl_rollout.vllm.router import Router
 
+TOKEN = "what agents are told"
 PASSED_ON = {
     "/v1/models": "/v1/models",
     "/v1/chat/completions?a=1&b=%2e%2e%26": "/v1/chat/completions?a=1&b=..%26",
@@ -93,17 +94,18 @@ async def pool(server: RecordingServer) -> AsyncIterator[Pool]:
 @pytest_asyncio.fixture
 async def router(pool: Pool) -> AsyncIterator[tuple[str, int]]:
     """Where it listens."""
-    router = Router(pool, token=None, timeout_s=0.2, on_failure=lambda member: None)
+    router = Router(pool, token=TOKEN, timeout_s=0.2, on_failure=lambda member: None)
     host, _, port = (await router.start("127.0.0.1", 0)).removeprefix("http://").removesuffix("/v1").partition(":")
     yield host, int(port)
     await router.close()
 
 
-async def ask(address: tuple[str, int], target: str, headers: str = "") -> tuple[int, str]:
+async def ask(address: tuple[str, int], target: str, headers: str = "", *, token: str = TOKEN) -> tuple[int, str]:
     """Sends exactly this request target, which a client library would tidy up."""
     reader, writer = await asyncio.open_connection(*address)
     try:
-        writer.write(f"GET {target} HTTP/1.1\r\nHost: router\r\nConnection: close\r\n{headers}\r\n".encode())
+        head = f"GET {target} HTTP/1.1\r\nHost: router\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
+        writer.write(f"{head}{headers}\r\n".encode())
         answer = await asyncio.wait_for(reader.read(), 10)
     finally:
         writer.close()
@@ -118,7 +120,7 @@ async def test_what_the_api_has_is_passed_on(server: RecordingServer, router: tu
     assert status == 200
     assert "answered" in body
     assert server.asked == [PASSED_ON[target]]
-    assert server.tokens == [None], "the run's own token never leaves the run for an agent"
+    assert server.tokens == [f"Bearer {TOKEN}"], "the run's own token never leaves the run for an agent"
 
 
 @pytest.mark.parametrize("target", REFUSED)
@@ -134,6 +136,11 @@ async def test_a_path_that_means_another_place_is_refused(
 async def test_what_is_not_of_the_api_is_not_there(server: RecordingServer, router: tuple[str, int], target: str):
     status, _ = await ask(router, target)
     assert status == 404
+    assert server.asked == []
+
+
+async def test_an_agent_without_the_token_is_sent_away(server: RecordingServer, router: tuple[str, int]):
+    assert (await ask(router, "/v1/models", token="another"))[0] == 401
     assert server.asked == []
 
 

@@ -19,15 +19,27 @@ import pytest
 from rl_core.batch import Batch
 from rl_core.interfaces import Completion, GenerateRequest
 from rl_core.testing.backend import PRELOADED
+from rl_core.testing.bfloat16 import Bfloat16Worker
+from rl_core.testing.parity import Measurement, write_down
 from rl_core.testing.ranks import RankGroup
+from rl_core.testing.reference_worker import ReferenceWorker
 from rl_core.workers import MicroBatchLimits
 from rl_megatron import MegatronOptions, megatron
-from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, start_servers, stop_servers
+from tests.rollout.vllm.servers import (
+    RunningServer,
+    connect,
+    make_spec,
+    request,
+    start_servers,
+    stop_servers,
+    write_model,
+)
 from tests.rollout.vllm.trainers import policy_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PRELOADED["rl_megatron.rank.worker"] = None
 NUM_SEQUENCES, RESPONSE_TOKENS = 64, 64
+ROUTED = ("routed_experts", "routed")
 
 
 @attrs.frozen(kw_only=True)
@@ -39,11 +51,12 @@ class Differences:
 
 
 @pytest.fixture(scope="module")
-def bf16_server(moe_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The float32 server's model in bfloat16."""
+def bf16_server(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The float32 server's model, stored and computed with in bfloat16."""
+    directory = tmp_path_factory.mktemp("bf16")
     spec = make_spec(
-        Path(moe_server.model_path),
-        tmp_path_factory.mktemp("bf16"),
+        write_model(directory / "model", num_experts=8, dtype="bfloat16"),
+        directory,
         enable_return_routed_experts=True,
         model_dtype="bfloat16",
     )
@@ -52,13 +65,14 @@ def bf16_server(moe_server: RunningServer, tmp_path_factory: pytest.TempPathFact
     stop_servers(running)
 
 
-def differences(server: RunningServer, directory: Path, *, bf16: bool) -> dict[str, Differences]:
+def differences(
+    server: RunningServer, directory: Path, *, bf16: bool, batch: Batch | None = None
+) -> dict[str, Differences]:
     """With and without replay."""
-    batch = asyncio.run(sampled_batch(server))
-    routed = "routed_experts", "routed"
+    batch = batch or asyncio.run(sampled_batch(server))
     return {
         "replay": scored(batch, server, MegatronOptions(moe_enable_routing_replay=True), directory, bf16=bf16),
-        "own routers": scored(batch.without_columns(*routed), server, MegatronOptions(), directory, bf16=bf16),
+        "own routers": scored(batch.without_columns(*ROUTED), server, MegatronOptions(), directory, bf16=bf16),
     }
 
 
@@ -104,9 +118,37 @@ def scored(
     return Differences(mean=float(difference_T.mean()), largest=float(difference_T.max()))
 
 
+def plain_error(server: RunningServer, batch: Batch) -> float:
+    """Mean |bfloat16 − float32| of transformers over the sampled tokens, by the batch's routes if it has any."""
+    spec = policy_spec(server.model_path, None, optimizer=None, bf16=True)
+    plan = [[i] for i in range(batch.num_sequences)]
+    exact_T, rounded_T = (
+        worker(spec).forward(batch, plan, temperature=1.0)["logprobs"] for worker in (ReferenceWorker, Bfloat16Worker)
+    )
+    return float((exact_T - rounded_T)[batch["sampled"]].abs().mean())
+
+
 def test_replay_brings_the_trainer_closer_to_a_bf16_engine(bf16_server: RunningServer, tmp_path: Path):
-    found = differences(bf16_server, tmp_path, bf16=True)
+    batch = asyncio.run(sampled_batch(bf16_server))
+    found = differences(bf16_server, tmp_path, bf16=True, batch=batch)
     print("\nbfloat16", found)
+    rows = {
+        "bf16 engine and trainer": (found["own routers"], batch.without_columns(*ROUTED)),
+        "bf16 engine and replaying trainer": (found["replay"], batch),
+    }
+    for quantity, (difference, scored_batch) in rows.items():
+        unit = 2**0.5 * plain_error(bf16_server, scored_batch)
+        measurement = Measurement(
+            backend="vllm",
+            mesh="Qwen3-MoE, Megatron trains",
+            quantity=quantity,
+            difference=difference.mean / unit,
+            limit=1.5,
+            unit=unit,
+        )
+        write_down(measurement)
+        print(quantity, measurement)
+        assert measurement.difference <= 1.5, "both err as plain transformers do in bfloat16, by the same routes"
     assert found["replay"].mean < found["own routers"].mean
     assert found["replay"].largest < found["own routers"].largest
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import pytest
 
 from rl_core.config import dump_yaml
@@ -138,6 +139,21 @@ async def test_what_agents_are_told_opens_the_api_alone(served):
         assert await status_of("POST", "/scale_elastic_ep", token) == 401
 
 
+def test_nothing_of_a_server_that_is_killed_is_left_and_it_said_what_it_was_doing(served):
+    """The last of those that use it."""
+    others = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(others) > served.split.num_workers, "a core per engine and its workers"
+    served.process.kill()
+    _, alive = psutil.wait_procs(others, timeout=30)
+    assert not alive
+    said = (served.model_path.parent / "server.log").read_text().splitlines()
+    assert [line.split()[0] for line in said if line.startswith(("loading /", "warming up", "serving at "))] == [
+        "loading",
+        "warming",
+        "serving",
+    ]
+
+
 async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeypatch):
     monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
     monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
@@ -151,7 +167,7 @@ async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeyp
     [
         ({}, "127.0.0.1", f"set {CONTROL_FILE_VARIABLE}"),
         ({ACCESS_VARIABLE: ACCESS_TOKEN}, HOST, f"set {CONTROL_FILE_VARIABLE}"),
-        ({CONTROL_VARIABLE: "secret"}, HOST, f"set {ACCESS_VARIABLE}"),
+        ({CONTROL_VARIABLE: "secret", ACCESS_VARIABLE: "secret"}, HOST, "give the two different values"),
     ],
 )
 def test_a_server_without_its_tokens_does_not_start(given, host, remedy, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import aiohttp
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -21,9 +21,11 @@ from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import open_session
 from rl_rollout.vllm.served_engine import _fault
 from tests.rollout.vllm.other_transport import Fault, OtherTransport
 from tests.rollout.vllm.servers import (
+    TOKENS,
     RunningServer,
     connect,
     make_spec,
@@ -121,7 +123,7 @@ class Model:
 
 async def tokens_by_engine(server: RunningServer) -> list[float]:
     """That each data-parallel engine has sampled in its life, as vLLM counts them."""
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
+    async with open_session(TOKENS.access) as session, session.get(f"{server.url}/metrics") as answer:
         counted = r'^vllm:generation_tokens_total\{engine="(\d)".*\} (\S+)$'
         return [float(count) for _, count in sorted(re.findall(counted, await answer.text(), re.MULTILINE))]
 
@@ -200,3 +202,24 @@ async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_compu
         await trainer.publish()
         assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < LIMIT
     await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dict[str, RunningServer]):
+    """The last test: nothing is left of the engine. vLLM ends the other cores then, and those end their requests."""
+    running = servers["data"]
+    processes = psutil.Process(running.pid).children(recursive=True)
+    core = next(process for process in processes if process.cmdline()[0].startswith("VLLM::EngineCore"))
+    client = await connect(running)
+    asked = [request(f"dying-{i}", (3, 1, 4), seed=i, max_tokens=400, ignore_eos=True) for i in range(16)]
+    waiting = [asyncio.ensure_future(client.generate(each)) for each in asked]
+    await asyncio.sleep(0.5)
+    core.kill()
+    done, lost = await asyncio.wait(waiting, timeout=15)
+    for task in lost:
+        task.cancel()
+    await asyncio.gather(*lost, return_exceptions=True)
+    await client.close()
+    assert lost, "the core died while it had requests"
+    for task in done:
+        assert task.exception() is not None or len(task.result()[0].tokens) == 400

@@ -16,6 +16,7 @@ from rl_rollout.vllm.tokens import (
     CONTROL_VARIABLE,
     Tokens,
     given_tokens,
+    tell_agents,
     tokens_of_run,
 )
 
@@ -71,14 +72,32 @@ def test_an_empty_file_is_refused(tmp_path: Path):
         given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)})
 
 
-def test_every_run_has_a_control_token_of_its_own_that_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):
+def test_every_run_has_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(ACCESS_VARIABLE, raising=False)
+    runs = [tokens_of_run() for _ in range(2)]
+    assert len({token for tokens in runs for token in (tokens.control, tokens.access)}) == 4
     monkeypatch.setenv(ACCESS_VARIABLE, "what agents are told")
-    runs = [tokens_of_run(host) for host in ("127.0.0.1", "10.0.0.7")]
-    assert len({tokens.control for tokens in runs}) == 2
-    assert {tokens.access for tokens in runs} == {"what agents are told"}
-    monkeypatch.delenv(ACCESS_VARIABLE)
-    assert tokens_of_run("127.0.0.1").access is None
-    assert tokens_of_run("10.0.0.7").access is not None
+    assert tokens_of_run().access == "what agents are told"
+    assert len({tokens.control for tokens in (*runs, tokens_of_run())}) == 3
+
+
+def test_a_run_and_its_external_servers_agree_on_what_agents_show():
+    server, run = (given_tokens(environment={CONTROL_VARIABLE: "secret"}) for _ in range(2))
+    assert server.access == run.access
+    assert "secret" not in run.access
+
+
+def test_agents_find_their_token_in_a_file_that_nobody_else_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(ACCESS_VARIABLE, raising=False)
+    for _ in range(2):  # a run that is started again has another one
+        tokens = tokens_of_run()
+        path = Path(tell_agents(tmp_path / "run", tokens))
+        assert path.read_text().strip() == tokens.access
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert list(path.parent.iterdir()) == [path]
+    monkeypatch.setenv(ACCESS_VARIABLE, "what agents are told")
+    assert tell_agents(tmp_path / "other", tokens_of_run()) == ACCESS_VARIABLE
+    assert not (tmp_path / "other").exists()
 
 
 def test_tokens_are_not_shown_where_their_record_is():
@@ -88,8 +107,9 @@ def test_tokens_are_not_shown_where_their_record_is():
 @pytest.mark.parametrize(
     ("path", "is_open_to"),
     [
-        ("/v1/chat/completions", ["control", "access", "nobody"]),
-        ("/metrics/", ["control", "access", "nobody"]),
+        ("/health", ["control", "access", "nobody"]),
+        ("/v1/chat/completions", ["control", "access"]),
+        ("/metrics/", ["control", "access"]),
         ("/rl/pause", ["control"]),
         ("/rl", ["control"]),
         ("/v1/load_lora_adapter", ["control"]),
@@ -100,12 +120,10 @@ def test_tokens_are_not_shown_where_their_record_is():
     ],
 )
 def test_agents_get_the_api_and_nothing_that_changes_a_server(path: str, is_open_to: list[str]):
-    closed = Tokens(control="control", access="access")
-    opened = [token for token in ("control", "access", "nobody") if closed.opens(path, f"Bearer {token}".encode())]
-    assert opened == [token for token in is_open_to if token != "nobody"]
-    free = Tokens(control="control")
-    opened = [token for token in ("control", "nobody") if free.opens(path, f"Bearer {token}".encode())]
-    assert opened == [token for token in is_open_to if token != "access"]
+    tokens = Tokens(control="control", access="access")
+    assert [token for token in ("control", "access", "nobody") if tokens.opens(path, f"Bearer {token}".encode())] == (
+        is_open_to
+    )
 
 
 @pytest.mark.parametrize(

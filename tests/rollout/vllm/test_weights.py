@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import aiohttp
 import pytest
+import torch
+from torch import Tensor
 
 from rl_core.errors import DeadlineError, RLError, WeightSyncError
 from rl_core.interfaces import WeightBucket
+from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.transports.shared_memory import SharedMemoryTransport
+from rl_rollout.vllm.connection import open_session
 from tests.rollout.vllm.engine_in_process import EngineInProcess, run_in_engine
-from tests.rollout.vllm.servers import connect, request, write_model
+from tests.rollout.vllm.servers import TOKENS, connect, request, write_model
 from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -77,7 +80,7 @@ async def test_a_spoiled_update_leaves_the_old_version_or_nothing(dense_server, 
             with pytest.raises((RLError, TimeoutError)):
                 async with asyncio.timeout(3.0):
                     await client.generate(request(f"during-{good}", max_tokens=8))
-            async with aiohttp.ClientSession() as agent, agent.get(f"{dense_server.url}/v1/models") as answer:
+            async with open_session(TOKENS.access) as agent, agent.get(f"{dense_server.url}/v1/models") as answer:
                 assert (answer.status, "lacks complete weights" in await answer.text()) == (503, True)
 
         await trainer.publish()
@@ -98,6 +101,46 @@ async def test_a_tensor_that_is_left_out_later_is_refused_by_the_engine(dense_se
             await trainer.publish()
         await client.resume()
         assert (await client.health()).version == good
+    await client.close()
+
+
+def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[..., Iterator[WeightBucket]]:
+    """The version with one layer's `gate_proj` as `change` makes it: nothing that vLLM or a checksum would refuse."""
+
+    def spoil(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        tensors = (pair for bucket in buckets for pair in unpack_bucket(bucket))
+        changed = (change(*pair) if pair[0] == "model.layers.1.mlp.gate_proj.weight" else pair for pair in tensors)
+        return pack_buckets(changed, 1 << 16)
+
+    return spoil
+
+
+WRONG_TENSORS = {
+    "twice the rows": (lambda name, tensor: (name, torch.cat([tensor, tensor])), r"came in shape \[.*the engine's is"),
+    "transposed": (lambda name, tensor: (name, tensor.T.contiguous()), r"came in shape \[.*the engine's is"),
+    "another name": (lambda name, tensor: (f"{name}.more", tensor), "has no tensor of that name"),
+    "another dtype": (lambda name, tensor: (name, tensor.to(torch.bfloat16)), "came in bfloat16, and the engine"),
+}
+
+
+@pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+async def test_a_tensor_that_does_not_fit_is_refused_before_it_is_loaded(dense_server, transport, wrong):
+    change, message = WRONG_TENSORS[wrong]
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, transport)
+        await trainer.publish()
+        good = trainer.version
+        trainer.send_only(with_tensors(change))
+        with pytest.raises(WeightSyncError, match=message):
+            await trainer.publish()
+        trainer.send_only(None)
+        await client.resume()
+        if transport.is_staged:
+            assert (await client.health()).version == good
+        await trainer.publish()
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < 1e-4
     await client.close()
 
 

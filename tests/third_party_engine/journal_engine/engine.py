@@ -45,7 +45,7 @@ class JournalPlugin:
         """Refuses what it cannot do, with the key that changes it."""
         if Path(spec.options.journal).is_absolute():
             raise ConfigError(
-                f"generator.inference_engine.journal: {spec.options.journal} is given; expected a name in the run's "
+                f"generator.inference_engine.journal: got {spec.options.journal}; expected a name in the run's "
                 "directory"
             )
         LocalEnginePlugin().validate(spec)

@@ -42,7 +42,7 @@ class Batch:
             ShapeError: columns or lengths that do not fit together, or an integer that the column cannot hold.
         """
         if not sequences:
-            raise ShapeError("Batch.from_sequences: no sequences were given")
+            raise ShapeError("Batch.from_sequences: no sequences given")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
         columns = {}
         for name in sequences[0]:
@@ -60,7 +60,7 @@ class Batch:
                     raise ShapeError(f"sequence {i}: {name} has {len(values[i])} entries for {lengths[i]} tokens")
                 columns[name] = _laid_end_to_end(name, values, dtypes)
             else:
-                columns[name] = torch.tensor(values, dtype=dtypes[0])
+                columns[name] = _one_per_sequence(name, values, dtypes[0])
         return cls(offsets_of(lengths), columns)
 
     @property
@@ -131,7 +131,7 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """Batches with the same columns, one after the other."""
         if not batches:
-            raise ShapeError("Batch.concat: no batches were given")
+            raise ShapeError("Batch.concat: no batches given")
         names = set(batches[0].columns)
         for i, batch in enumerate(batches):
             if set(batch.columns) != names:
@@ -275,6 +275,14 @@ _NUMPY = {
     torch.int16: np.int16,
     torch.uint8: np.uint8,
 }
+
+
+def _one_per_sequence(name: str, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    wrong = [(i, value) for i, value in enumerate(values) if isinstance(value, str)]
+    if wrong:
+        i, value = wrong[0]
+        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for what is the same")
+    return torch.tensor(values, dtype=dtype)
 
 
 def _laid_end_to_end(name: str, values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Tensor:

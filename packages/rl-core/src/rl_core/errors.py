@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import ParamSpec
 
 _P = ParamSpec("_P")
+_OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollout", "rl-examples")
 
 
 class RLError(Exception):
@@ -55,6 +56,10 @@ class CheckpointError(RLError, OSError):
     """A checkpoint that is missing, incomplete or does not belong to this run."""
 
 
+class DiskFullError(CheckpointError):
+    """There is no room for what a run has to write; the message says for what, and what is there of it."""
+
+
 class WorkerError(RLError, RuntimeError):
     """A training rank raised, died or did not answer; the message names the rank and what it was doing."""
 
@@ -73,6 +78,14 @@ class DeadlineError(RLError, TimeoutError):
 
 class NonFiniteError(RLError, ArithmeticError):
     """Too many optimizer steps in a row had a loss or gradient that is not finite."""
+
+
+def install(requirement: str) -> str:
+    """The command that installs a package, with an extra or without; those of this project are on no index and lie in
+    its clone."""
+    if requirement.partition("[")[0] not in _OWN_PACKAGES:
+        return f"pip install {requirement}"
+    return f"pip install './packages/{requirement}' in a clone of this project"
 
 
 class Mistakes:
@@ -136,9 +149,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
     close = longer if len(name) >= 3 and longer else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The first leaf of a task group's errors: the one that ended the others."""
-    error = group.exceptions[0]
-    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import PluginError, nearest
+from rl_core.errors import PluginError, install, nearest
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
@@ -36,6 +36,7 @@ GROUPS = {group: seam.plural for group, seam in SEAMS.items()} | {"rl_core.comma
 _PACKAGES = {
     ("rl_core.backends", "fsdp"): "rl-fsdp",
     ("rl_core.backends", "fsdp1"): "rl-fsdp",
+    ("rl_core.backends", "deepspeed"): "rl-deepspeed",
     ("rl_core.backends", "megatron"): "rl-megatron",
     ("rl_core.inference", "local"): "rl-rollout",
     ("rl_core.inference", "vllm"): "rl-rollout",
@@ -232,7 +233,7 @@ def _how_to_get(package: str) -> str:
     try:
         return f" The installed {package} {version(package)} does not have it yet"
     except PackageNotFoundError:
-        return f" It comes with {package}: pip install {package}"
+        return f" It comes with {package}: {install(package)}"
 
 
 def load_function(

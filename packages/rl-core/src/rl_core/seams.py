@@ -10,6 +10,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -95,7 +96,7 @@ def _of_callback(found: Any, version: int | None) -> str | None:
 
 
 def _of_loss(found: Any, version: int | None) -> str | None:
-    from rl_core.algorithms.objective import require_loss_parameters  # imports torch, as losses do
+    from rl_core.algorithms.loss_parameters import require_loss_parameters  # imports torch, as losses do
 
     problem = _of_function(found)
     if problem is None:
@@ -131,6 +132,12 @@ def _of_function(found: Any) -> str | None:
 
 def _of_recipe(found: Any, version: int | None) -> str | None:
     return None if isinstance(found, Recipe) or _takes_nothing(found) else f"it is {_described(found)}"
+
+
+def _of_directory(found: Any, version: int | None) -> str | None:
+    if not isinstance(found, Path):
+        return f"it is {_described(found)}"
+    return None if found.is_dir() else f"{found} is no directory"
 
 
 def _of_preparation(found: Any, version: int | None) -> str | None:
@@ -214,6 +221,12 @@ SEAMS: Mapping[str, Seam] = {
         singular="a recipe",
         expected="a Recipe (rl_core.interfaces), or a function without parameters that returns one",
         problem=_of_recipe,
+    ),
+    "rl_core.model_configs": Seam(
+        plural="model configurations",
+        singular="a directory of model configurations",
+        expected="a pathlib.Path of a directory with <organisation>/<model>/config.json",
+        problem=_of_directory,
     ),
 }
 """By entry-point group."""

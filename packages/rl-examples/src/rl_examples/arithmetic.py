@@ -9,12 +9,15 @@ one hardly at all.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.stored_files import sync
 
 CHARACTERS = "0123456789+-*/=<>()., ?"
 END = "$"
@@ -25,9 +28,18 @@ DATA_SEED = 0
 class ArithmeticEnvironment:
     """Reward 1 for exactly the answer, ended by the model itself; else 0. Metric `accuracy` is the same number."""
 
+    placement = "in_process"  # nothing here takes time
+
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: str = row["prompt"]
         self._answer: str = row["answer"]
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if not (isinstance(row["prompt"], str) and isinstance(row.get("answer"), str)):
+            columns = ", ".join(map(str, row))
+            raise DataError(f"an arithmetic row needs prompt and answer as text; the row has {columns}")
 
     async def reset(self) -> Prompt:
         return self._prompt
@@ -57,12 +69,15 @@ def write_data(train: Path, held_out: Path) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Writes a parquet file."""
+    """Writes a parquet file, whole or not at all."""
     import pyarrow
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    unfinished = path.with_name(f"{path.name}.writing{os.getpid()}")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), unfinished)
+    sync(unfinished)
+    unfinished.replace(path)
 
 
 def write_model(directory: Path, *, seed: int) -> None:

@@ -63,9 +63,16 @@ class Gsm8kEnvironment:
     """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and
     `has_answer`."""
 
+    placement = "in_process"  # nothing here takes time
+
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
         self._ground_truth = ground_truth(row)
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        ground_truth(row)
 
     async def reset(self) -> Prompt:
         return self._prompt
@@ -86,15 +93,19 @@ def ground_truth(row: Row) -> Decimal:
     try:
         return Decimal(str(spec["ground_truth"]).replace(",", ""))
     except (TypeError, KeyError, InvalidOperation) as error:
-        raise DataError(f"a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec={spec!r}") from error
+        columns = ", ".join(map(str, row))
+        raise DataError(
+            f"a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec={spec!r} (the row has {columns})"
+        ) from error
 
 
 def prepare(config: Config) -> None:
     """Makes the tiny run's data and model, as far as they are named and missing."""
     from rl_examples.tiny_model import write_tiny_chat_model
+    from rl_examples.whole_models import is_to_be_made, make_whole
 
     for path, split in ((_TINY_TRAIN, "train"), (_TINY_VALIDATION, "validation")):
         if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
             write_tiny_data(Path(path), split=split)
-    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
-        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)
+    if config.policy_model_path == _TINY_MODEL and is_to_be_made(Path(_TINY_MODEL)):
+        make_whole(Path(_TINY_MODEL), lambda partial: write_tiny_chat_model(partial, seed=0))

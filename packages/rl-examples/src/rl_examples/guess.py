@@ -5,17 +5,19 @@ A conversation is `?=5$<=2$>=3$`: the game asks `?`, the model guesses 5, the nu
 three; whoever halves what is left finds each of them.
 Left out, on purpose: a reference model and a KL term, a reward for finding the number sooner.
 
-Run:  rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
+Run:      rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
+Experts:  rl train guess trainer.policy.model.path=runs/guess_data/start_moe_model_seed0      (a Qwen3-MoE, as small)
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, from_mapping
+from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 
 MAX_GUESSES = 4
@@ -24,6 +26,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assi
 
 _NUMBERS = "runs/guess_data/numbers.parquet"
 _START_MODEL = "runs/guess_data/start_model_seed${trainer.seed}"
+_START_MOE_MODEL = "runs/guess_data/start_moe_model_seed${trainer.seed}"
 
 recipe = Recipe(
     summary="a small model learns to guess a number in four turns, on two CPU cores",
@@ -58,7 +61,7 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 2,
     },
     prepare="rl_examples.guess:prepare",
-    makes=(_NUMBERS, _START_MODEL),
+    makes=(_NUMBERS, _START_MODEL, _START_MOE_MODEL),
 )
 
 
@@ -68,9 +71,17 @@ class GuessEnvironment:
     A response that is not one digit, ended by the model itself, loses the game.
     """
 
+    placement = "in_process"  # nothing here takes time
+
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._number: int = row["number"]
         self._guesses = 0
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if row.get("number") not in range(10):
+            raise DataError(f"a guess row needs a number from 0 to 9; got number={row.get('number')!r}")
 
     async def reset(self) -> Prompt:
         return [{"role": "user", "content": "?"}]
@@ -93,12 +104,14 @@ class GuessEnvironment:
 def prepare(config: Config) -> None:
     """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
     from rl_examples.arithmetic import write_rows
+    from rl_examples.whole_models import is_to_be_made
 
     if _NUMBERS in (*config.data.train_data, *config.data.val_data) and not Path(_NUMBERS).exists():
         write_rows(Path(_NUMBERS), numbers())
-    start_model = _START_MODEL.replace("${trainer.seed}", str(config.trainer.seed))
-    if config.policy_model_path == start_model and not Path(start_model).exists():
-        _write_start_model(Path(start_model), seed=config.trainer.seed)
+    for start_model, write in ((_START_MODEL, write_model), (_START_MOE_MODEL, write_moe_model)):
+        directory = start_model.replace("${trainer.seed}", str(config.trainer.seed))
+        if config.policy_model_path == directory and is_to_be_made(Path(directory)):
+            _write_start_model(Path(directory), write, seed=config.trainer.seed)
 
 
 def numbers() -> list[dict[str, Any]]:
@@ -108,28 +121,42 @@ def numbers() -> list[dict[str, Any]]:
 
 def write_model(directory: Path, *, seed: int) -> None:
     """Writes the untrained model and its tokenizer with the game's chat template."""
-    from transformers import AutoTokenizer
-
     from rl_examples import arithmetic
 
     arithmetic.write_model(directory, seed=seed)
+    _add_chat_template(directory)
+
+
+def write_moe_model(directory: Path, *, seed: int) -> None:
+    """As `write_model`, with four experts in every layer, of which a token takes two."""
+    from rl_examples import arithmetic
+
+    arithmetic.write_moe_model(directory, seed=seed)
+    _add_chat_template(directory)
+
+
+def _add_chat_template(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
 
 
-def _write_start_model(directory: Path, *, seed: int) -> None:
+def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int) -> None:
     """Learns the form of the game from random guesses, until its greedy games find a number now and then."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
+    from rl_examples.whole_models import make_whole
 
     untrained = directory.with_name(directory.name + ".untrained")
-    write_model(untrained, seed=seed)
+    make_whole(untrained, lambda partial: write(partial, seed=seed))
     config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
     rng = random.Random(seed)
     rows = [DataRow(_random_turn(rng), f"game {number}") for number in range(4000)]
     # A well-formed game of one guess over and over finds one number in ten.
-    warm_start(config, rows, directory, WarmStart(target_accuracy=0.1, updates_per_check=40))
+    settings = WarmStart(target_accuracy=0.1, updates_per_check=40)
+    make_whole(directory, lambda partial: warm_start(config, rows, partial, settings))
 
 
 def _random_turn(rng: random.Random) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in a few minutes.
+"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in a few minutes. Sums are written
+lowest digit first, as they are computed: `37+45=280` for 082.
 
 What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training
 problems,
@@ -26,7 +27,7 @@ _START_MODEL = f"{_DIRECTORY}/start_model_seed${{trainer.seed}}"
 _START_MOE_MODEL = f"{_DIRECTORY}/start_moe_model_seed${{trainer.seed}}"
 
 recipe = Recipe(
-    summary="a small model learns two-digit addition on two CPU cores, in minutes",
+    summary="a small model learns two-digit addition (sums lowest digit first: 37+45=280) on two CPU cores, in minutes",
     config={
         "data.train_data": [_TRAIN],
         "data.val_data": [_HELD_OUT],
@@ -66,6 +67,7 @@ START_ACCURACY = 0.20
 def prepare(config: Config) -> None:
     """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
     from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_model, write_moe_model, write_rows
+    from rl_examples.whole_models import is_to_be_made
 
     rows = problems()
     for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
@@ -73,7 +75,7 @@ def prepare(config: Config) -> None:
             write_rows(Path(path), part)
     for start_model, write in ((_START_MODEL, write_model), (_START_MOE_MODEL, write_moe_model)):
         directory = start_model.replace("${trainer.seed}", str(config.trainer.seed))
-        if config.policy_model_path == directory and not Path(directory).exists():
+        if config.policy_model_path == directory and is_to_be_made(Path(directory)):
             _write_start_model(Path(directory), write, rows[NUM_HELD_OUT:], seed=config.trainer.seed)
 
 
@@ -83,9 +85,11 @@ def _write_start_model(
     """Depends on the seed alone: the start is the same whatever data, backend or adapters train it further."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
+    from rl_examples.whole_models import make_whole
 
     untrained = directory.with_name(directory.name + ".untrained")
-    write_untrained(untrained, seed=seed)
+    make_whole(untrained, lambda partial: write_untrained(partial, seed=seed))
     config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
     rows = [DataRow(problem, f"problem {number}") for number, problem in enumerate(problems, start=1)]
-    warm_start(config, rows, directory, WarmStart(target_accuracy=START_ACCURACY))
+    settings = WarmStart(target_accuracy=START_ACCURACY)
+    make_whole(directory, lambda partial: warm_start(config, rows, partial, settings))

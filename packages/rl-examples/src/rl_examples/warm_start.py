@@ -8,9 +8,7 @@ Held-out problems take no part, not even in the decision to stop.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +83,7 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
                     accuracy = await _accuracy(config, generator, rng.sample(rows, settings.rows_per_check))
                     progress.update(update, accuracy=accuracy, target=settings.target_accuracy)
                     if accuracy >= settings.target_accuracy:
-                        await _save(group, directory)
+                        await group.save_model(directory)
                         return
         raise RLError(
             f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, "
@@ -94,18 +92,6 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
     finally:
         await group.close()
         await client.close()
-
-
-async def _save(group: WorkerGroup, directory: Path) -> None:
-    """Whole or not at all: a run that finds the directory takes it for a finished model."""
-    partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
-    await group.save_model(partial)
-    try:
-        partial.rename(directory)
-    except OSError:
-        shutil.rmtree(partial)
-        if not directory.exists():  # else another run was first, with the same model
-            raise
 
 
 async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow]) -> float:

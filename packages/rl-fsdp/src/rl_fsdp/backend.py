@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.interfaces import LossSpec, Plan, RankInfo, RankPlan, RehearsedPhase, Worker, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
 from rl_fsdp.options import FsdpOptions, replay_key
 
 if TYPE_CHECKING:
+    from rl_core.batch import Batch
     from rl_core.layout.mesh import Mesh
 
 
@@ -62,11 +63,23 @@ class FsdpBackend:
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
         """What each rank would hold; imports torch. However many micro-batches there are, one is computed at a time."""
-        from rl_fsdp.plan import plan_ranks
+        from rl_fsdp.plan import plan_flat_ranks, plan_ranks
 
         self.validate(spec, world_size)
         mesh = self.mesh(spec.options, world_size)
-        return plan_ranks(spec, mesh, micro_batch_tokens=micro_batch_tokens, is_fsdp1=self.is_fsdp1)
+        plan = plan_flat_ranks if self.is_fsdp1 else plan_ranks
+        return plan(spec, mesh, micro_batch_tokens=micro_batch_tokens)
+
+    def rehearse(
+        self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
+    ) -> tuple[RehearsedPhase, ...]:
+        """See `Rehearser`; imports torch."""
+        from rl_fsdp.rehearsal import rehearse_rank
+
+        self.validate(spec, world_size)
+        _require_rehearsable(spec, SECTIONS[spec.role], is_fsdp1=self.is_fsdp1)
+        mesh = self.mesh(spec.options, world_size)
+        return rehearse_rank(spec, mesh, batch, plan, loss, section=self.config_section)
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Loads the model in the calling process and thread."""
@@ -88,6 +101,23 @@ def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
     for key, reason in refused.items():
         if reason:
             raise ConfigError(f"{section}.{key}: {reason}; set trainer.strategy=fsdp (FSDP2)")
+
+
+def _require_rehearsable(spec: WorkerSpec, section: str, *, is_fsdp1: bool) -> None:
+    if is_fsdp1:
+        raise ConfigError(
+            "trainer.strategy: fsdp1 cannot be rehearsed: FSDP1 makes its flat parameters from numbers; rehearse "
+            "trainer.strategy=fsdp, or take the plan alone"
+        )
+    if spec.options.cpu_offload:
+        raise ConfigError(
+            f"{section}.fsdp_config.cpu_offload: a rehearsal has one kind of memory and cannot tell the host's from "
+            "the device's; rehearse without it, or take the plan alone"
+        )
+    if spec.options.moe_enable_routing_replay:
+        raise ConfigError(
+            f"{replay_key(spec.role)}: routes come from an engine, which a rehearsal does not have; rehearse without it"
+        )
 
 
 fsdp = FsdpBackend()

@@ -17,24 +17,37 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from torch.optim import AdamW
 
-from rl_fsdp.model import Scorer
+from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.perturbation import Piece
+from rl_core.rank_kit.scoring.distributing import decoder_layers, receive, require_same_structure
+from rl_core.rank_kit.scoring.rank_mesh import RankMesh
+from rl_core.rank_kit.scoring.token_scorer import Scorer
+from rl_core.rank_kit.scoring.weights import checkpoint_tensors
 from rl_fsdp.options import FsdpOptions
-from rl_fsdp.rank_mesh import RankMesh
-from rl_fsdp.sharding import DTYPES, decoder_layers, receive, require_same_structure
-from rl_fsdp.shards import MOMENTS, moments_of
-from rl_fsdp.weights import checkpoint_tensors
+from rl_fsdp.perturbation import trained_pieces
+from rl_fsdp.sharding import DTYPES, shard_mesh
+from rl_fsdp.shards import (
+    MOMENTS,
+    moments_of,
+    move_moments,
+    new_optimizer,
+    scale_gradients,
+    set_steps,
+    step_if_finite,
+)
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
 """In front of a parameter's own name, in the scorer."""
 
 
-def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: bool) -> Fsdp1Shards:
+def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> Fsdp1Shards:
     """As `sharding.shard`."""
     require_same_structure(scorer)
-    is_hybrid = ranks.shards.ndim > 1
+    device_mesh = shard_mesh(ranks, options)
+    is_hybrid = device_mesh.ndim > 1
     strategy = {
         (False, True): ShardingStrategy.FULL_SHARD,
         (False, False): ShardingStrategy.SHARD_GRAD_OP,
@@ -44,10 +57,10 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: 
     # It pins what it offloads, which takes an accelerator; without one the parameters are on the CPU anyway.
     offloads = options.cpu_offload and ranks.device.type != "cpu"
     settings: dict[str, Any] = {
-        "device_mesh": ranks.shards,
+        "device_mesh": device_mesh,
         "device_id": ranks.device,
         "sharding_strategy": strategy,
-        "mixed_precision": _mixed_precision(options) if bf16 else None,
+        "mixed_precision": _mixed_precision(options) if spec.bf16 else None,
         "cpu_offload": CPUOffload(offload_params=True) if offloads else None,
         "use_orig_params": True,
     }
@@ -60,18 +73,20 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, *, bf16: 
                 done.update(child.modules())
                 setattr(parent, name, FSDP(child, **settings))
     receive(scorer, ranks, leave_out=done)
-    return Fsdp1Shards(scorer, FSDP(scorer, **settings), ranks)
+    return Fsdp1Shards(scorer, FSDP(scorer, **settings), ranks, spec)
 
 
 class Fsdp1Shards:
     """See `Shards`."""
 
-    def __init__(self, scorer: Scorer, root: FSDP, ranks: RankMesh):
+    def __init__(self, scorer: Scorer, root: FSDP, ranks: RankMesh, spec: WorkerSpec):
         self.scorer = scorer
         self._root = root
         self.module: nn.Module = root
         self._num_ranks = ranks.mesh.world_size
-        self._ranks = ranks
+        self._stays_on_cpu: bool = spec.options.cpu_offload
+        self._perturbed: dict[str, Tensor] = {}
+        self.optimizer = new_optimizer(scorer, spec.optimizer)
         with _quiet():
             FSDP.set_state_dict_type(
                 root,
@@ -87,9 +102,19 @@ class Fsdp1Shards:
     def let_go(self) -> None:
         """What `reshard_after_forward=false` keeps, the next forward uses; all that reads parameters gathers anew."""
 
-    def clip(self, max_norm: float) -> float:
+    def has_gradients(self) -> bool:
         """See `Shards`."""
-        return self._root.clip_grad_norm_(max_norm if max_norm > 0 else math.inf).item()
+        return any(parameter.grad is not None for parameter in self.scorer.parameters())
+
+    def step(self, settings: StepSettings) -> float:
+        """See `Shards`."""
+        scale_gradients(self.scorer, settings.gradient_scale)
+        limit = settings.max_grad_norm if settings.max_grad_norm > 0 else math.inf
+        return step_if_finite(self.optimizer, settings, self._root.clip_grad_norm_(limit).item())
+
+    def clear_gradients(self) -> None:
+        """See `Shards`."""
+        self.optimizer.zero_grad()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         """One unit at a time, each tensor a copy: the unit itself is gone with the next."""
@@ -102,6 +127,14 @@ class Fsdp1Shards:
         """There is no head: critics are refused."""
         return self.exported()
 
+    def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """There are none: they are refused."""
+        return iter(())
+
+    def head(self) -> dict[str, Tensor]:
+        """There is none: critics are refused."""
+        return {}
+
     def gradients(self) -> dict[str, Tensor]:
         """See `Shards`."""
         gradients = {}
@@ -111,13 +144,14 @@ class Fsdp1Shards:
                 gradients.update(checkpoint_tensors(self.scorer.model, name, gradient.detach().cpu().clone()))
         return gradients
 
-    def state(self, optimizer: AdamW | None) -> dict[str, Tensor]:
+    def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """DTensors, made for the purpose: `take` puts them back."""
+        optimizer = self.optimizer
         with _quiet():
             names = {name for name, _ in self._named()}
             saved = {name.removeprefix(_SCORER): tensor for name, tensor in self._root.state_dict().items()}
             tensors = {f"model/{name}": tensor for name, tensor in saved.items() if name in names}
-            if optimizer is not None:
+            if with_optimizer:
                 for weight in self._root.parameters():
                     moments_of(optimizer, weight)
                 for name, moments in FSDP.optim_state_dict(self._root, optimizer)["state"].items():
@@ -125,15 +159,31 @@ class Fsdp1Shards:
                     tensors |= {f"optimizer/{own_name}/{kind}": moments[kind] for kind in MOMENTS}
         return tensors
 
-    def take(self, state: Mapping[str, Tensor], optimizer: AdamW | None) -> None:
+    def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
         """See `Shards`."""
+        self._put_back(state, with_optimizer=with_optimizer)
+        if with_optimizer:
+            set_steps(self.optimizer, steps_done)
+
+    def pieces(self) -> list[Piece]:
+        """See `Shards`."""
+        self._perturbed = self.state(with_optimizer=False)
+        return list(trained_pieces(self._perturbed))
+
+    def take_pieces(self) -> None:
+        """See `Shards`."""
+        self._put_back(self._perturbed, with_optimizer=False)
+        self._perturbed = {}
+
+    def _put_back(self, state: Mapping[str, Tensor], *, with_optimizer: bool) -> None:
+        optimizer = self.optimizer
         with _quiet():
             names = {id(p): name for name, p in self._named()}
             saved = self._root.state_dict()
             for name, weight in self._root.named_parameters(remove_duplicate=False):
                 saved[name.replace(_WRAPPED, "")] = state[f"model/{names[id(weight)]}"]
             self._root.load_state_dict(saved)
-            if optimizer is None:
+            if not with_optimizer:
                 return
             optimizer_state = FSDP.optim_state_dict(self._root, optimizer)
             for name, moments in optimizer_state["state"].items():
@@ -141,8 +191,14 @@ class Fsdp1Shards:
                 moments.update({kind: state[f"optimizer/{own_name}/{kind}"] for kind in MOMENTS})
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self._root, optimizer, optimizer_state))
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
         """See `Shards`."""
+        if self._stays_on_cpu:
+            return
+        if optimizer:
+            move_moments(self.optimizer, device)
+        if not parameters:
+            return
         for handle in self._root._all_handles or []:
             handle.flat_param_to(device, non_blocking=True)
             handle.flat_param._local_shard = handle.flat_param.data

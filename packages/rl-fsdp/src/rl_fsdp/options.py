@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from rl_core.interfaces import Role
+from rl_core.interfaces import Role, WorkerSpec
 from rl_core.rank_kit.worker_specs import SECTIONS
 
 
@@ -42,3 +42,8 @@ class FsdpOptions:
 def replay_key(role: Role) -> str:
     """The key that switches router replay on."""
     return f"{SECTIONS[role]}.fsdp_config.moe_enable_routing_replay"
+
+
+def asked_replay_key(spec: WorkerSpec) -> str | None:
+    """`replay_key` where it is on."""
+    return replay_key(spec.role) if spec.options.moe_enable_routing_replay else None

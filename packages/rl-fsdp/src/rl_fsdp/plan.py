@@ -1,64 +1,109 @@
-"""What each rank of a sharded model holds, counted on the model without its weights."""
+"""What each rank of a sharded model holds, counted on the model without its weights.
+
+What it holds from step to step is counted exactly. What is there for a moment, activations and what FSDP has whole, is
+estimated at the moments of a step that can be its fullest: the gradient of the output layer; a decoder layer's
+backward (its activations computed again, the next layer gathered, the gradients of the one before on their way), the
+second one's or, under hybrid sharding, the last one's; and the end, when what stands outside of the layers is summed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import attrs
 import torch
 from torch import nn
 
-from rl_core.errors import ConfigError
-from rl_core.interfaces import RankPlan, WorkerSpec
+from rl_core.interfaces import HeldKind, RankPlan, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.rank_kit.model_shapes import ModelShape, model_shape
+from rl_core.rank_kit.model_shapes import model_shape
+from rl_core.rank_kit.scoring.planned_memory import ActivationBytes, units_of
+from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_fsdp.model import load_scorer
+from rl_fsdp.options import FsdpOptions, asked_replay_key
+from rl_fsdp.sharding import DTYPES
 
-_BYTES_OF_LOGITS = 3 * 4
-"""Per token of a chunk and row of the vocabulary: float32 logits, their softmax and its gradient."""
+_ALIGNMENT_BYTES = 16
+"""Of each parameter in FSDP1's flat tensor, with `use_orig_params` (torch, `FlatParamHandle`)."""
+_ALL: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
 
 
-def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int, is_fsdp1: bool) -> tuple[RankPlan, ...]:
+def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
     """One entry per rank, as `rl_core.interfaces.Planner` has it: there is one micro-batch at a time.
 
     Args:
         spec: the model.
         mesh: of its ranks.
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
-        is_fsdp1: its flat parameters are not counted exactly: refused.
 
     Raises:
         ConfigError: the model's directory cannot be read.
     """
-    if is_fsdp1:
-        raise ConfigError("trainer.strategy: fsdp1 flattens its parameters; plan with fsdp, which holds as much")
-    scorer = load_scorer(spec, torch.device("meta"))
+    return _plan(spec, mesh, micro_batch_tokens, _split_parameters)
+
+
+def plan_flat_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
+    """As `plan_ranks`, of FSDP1: the parameters of a unit end to end in one tensor, of which ranks hold even parts."""
+    return _plan(spec, mesh, micro_batch_tokens, _split_units)
+
+
+@attrs.frozen
+class _Held:
+    """By one shard."""
+
+    num_parameters: int
+    parameter_bytes: int
+    trained_bytes: int
+    """Of the parameters that have gradients."""
+
+
+_Split = Callable[[Scorer, int, int], _Held]
+
+
+def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) -> tuple[RankPlan, ...]:
+    scorer = load_scorer(spec, torch.device("meta"), routes_key=asked_replay_key(spec))
     where = f"{SECTIONS[spec.role]}.model.path"
     shape = model_shape(scorer.model.config.get_text_config().to_dict(), where)
     num_shards = mesh.world_size if spec.options.fsdp_size == -1 else spec.options.fsdp_size
-    activations = _activation_bytes(spec, shape, micro_batch_tokens / mesh.sequence)
-    return tuple(
-        _rank_plan(spec, scorer, shape, mesh, rank, num_shards, activations) for rank in range(mesh.world_size)
-    )
+    held = [split(scorer, shard, num_shards) for shard in range(num_shards)]
+    largest = max(parameter.numel() for parameter in scorer.parameters())
+    compute = 2 if spec.bf16 else 4
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in scorer.parameters())
+    activations = ActivationBytes.of(spec, shape, micro_batch_tokens / mesh.sequence)
+    fullest = _fullest_moment(spec, scorer, activations, mesh.world_size, num_shards)
+    plans = []
+    for rank in range(mesh.world_size):
+        own = held[rank % num_shards]
+        trained = own.trained_bytes if spec.optimizer is not None else 0
+        plans.append(
+            RankPlan(
+                rank=rank,
+                data_part=mesh.data_rank(rank),
+                layers=tuple(range(shape.num_layers)),
+                experts=tuple(range(shape.num_experts)),
+                place=f"shard {rank % num_shards} sequence {mesh.coordinates(rank).sequence}",
+                num_parameters=own.num_parameters,
+                parameter_bytes=own.parameter_bytes,
+                gradient_bytes=trained,
+                optimizer_bytes=2 * trained,
+                activation_bytes=round(fullest.activations),
+                gathered_bytes=round(fullest.gathered),
+                # A tensor whole, and the tensors of a checkpoint that are made of it (experts one by one).
+                export_bytes=2 * largest * compute,
+                frees_gradients=True,
+                on_host=_ALL if spec.options.cpu_offload else (),
+                loading_host_bytes=whole if rank == 0 and mesh.world_size > 1 else 0,
+            )
+        )
+    return tuple(plans)
 
 
-def _rank_plan(
-    spec: WorkerSpec, scorer: nn.Module, shape: ModelShape, mesh: Mesh, rank: int, num_shards: int, activations: int
-) -> RankPlan:
-    shard = rank % num_shards
+def _split_parameters(scorer: Scorer, shard: int, num_shards: int) -> _Held:
     parameters = list(scorer.parameters())
-    trained = [p for p in parameters if p.requires_grad] if spec.optimizer is not None else []
-    return RankPlan(
-        rank=rank,
-        data_part=mesh.data_rank(rank),
-        layers=tuple(range(shape.num_layers)),
-        experts=tuple(range(shape.num_experts)),
-        place=f"shard {shard} sequence {mesh.coordinates(rank).sequence}",
-        num_parameters=sum(_shard_elements(p, shard, num_shards) for p in parameters),
-        parameter_bytes=_shard_bytes(parameters, shard, num_shards),
-        gradient_bytes=_shard_bytes(trained, shard, num_shards),
-        optimizer_bytes=2 * _shard_bytes(trained, shard, num_shards),
-        activation_bytes=activations,
+    return _Held(
+        sum(_shard_elements(p, shard, num_shards) for p in parameters),
+        _shard_bytes(parameters, shard, num_shards),
+        _shard_bytes((p for p in parameters if p.requires_grad), shard, num_shards),
     )
 
 
@@ -74,15 +119,104 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
     return sum(_shard_elements(p, shard, num_shards) * p.element_size() for p in parameters)
 
 
-def _activation_bytes(spec: WorkerSpec, shape: ModelShape, tokens: float) -> int:
-    """Of one micro-batch: all layers, or where they are computed again their inputs and one layer; and the output's."""
-    size = 2 if spec.bf16 else 4
-    layers = [tokens * shape.activation_elements(layer) for layer in range(shape.num_layers)]
+def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
+    """Alike on every rank: padding makes the parts even."""
+    elements = num_bytes = trained_bytes = 0
+    for unit in units_of(scorer):
+        size = unit[0].element_size()
+        step, flat = _ALIGNMENT_BYTES // size, 0
+        for parameter in unit:
+            flat = -(-flat // step) * step + parameter.numel()
+        part = -(-flat // num_shards)
+        elements += part
+        num_bytes += part * size
+        trained_bytes += part * size if unit[0].requires_grad else 0
+    return _Held(elements, num_bytes, trained_bytes)
+
+
+@attrs.frozen
+class _Moment:
+    """Bytes on a rank besides what it holds."""
+
+    activations: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.gathered
+
+
+@attrs.frozen
+class _Sizes:
+    """Of a model: parameters of its largest layer, of all layers, outside of them and of the output layer; bytes of an
+    element that is computed with, and of one that is summed over ranks."""
+
+    layer: int
+    layers: int
+    outside: int
+    output: int
+    is_tied: bool
+    element: int
+    reduced: int
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, scorer: Scorer) -> _Sizes:
+        *layers, outside = [sum(p.numel() for p in unit) for unit in units_of(scorer)]
+        output = None if spec.role == "critic" else scorer.model.get_output_embeddings()
+        options: FsdpOptions = spec.options
+        return cls(
+            layer=max(layers),
+            layers=sum(layers),
+            outside=outside,
+            output=0 if output is None else output.weight.numel(),
+            is_tied=output is not None and output.weight is scorer.model.get_input_embeddings().weight,
+            element=2 if spec.bf16 else 4,
+            reduced=DTYPES[options.mixed_precision.reduce_dtype].itemsize if spec.bf16 else 4,
+        )
+
+
+def _fullest_moment(
+    spec: WorkerSpec, scorer: Scorer, held: ActivationBytes, num_ranks: int, num_shards: int
+) -> _Moment:
+    """The fullest of the moments of a step that can be: which one it is depends on the tokens and the vocabulary.
+
+    Each was found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and say what exists when.
+    """
+    sizes = _Sizes.of(spec, scorer)
+    whole, buffer = _whole_parameters(spec, scorer, sizes, num_ranks)
     if spec.optimizer is None:
-        elements = max(layers)
-    elif spec.gradient_checkpointing:
-        elements = len(layers) * tokens * shape.hidden_size + max(layers)
-    else:
-        elements = sum(layers)
-    logits = min(tokens, spec.logprobs_chunk_size) * shape.vocab_size * _BYTES_OF_LOGITS
-    return round(size * (elements + 2 * tokens * shape.hidden_size) + (0 if spec.role == "critic" else logits))
+        in_layer = _Moment(held.hidden + held.kept, whole + buffer)
+        return max(in_layer, _Moment(held.scoring_output, whole), key=lambda moment: moment.total)
+    if spec.model.lora.rank > 0:
+        in_layer = _Moment(held.in_layer, whole + buffer)
+        return max(in_layer, _Moment(held.at_output, whole), key=lambda moment: moment.total)
+    split = num_ranks > 1
+    # A gradient of the output layer is summed over chunks in float32, of which each adds a product.
+    output_sum = sizes.output * (4 + (sizes.element if spec.bf16 else 0))
+    output_gradient = sizes.output * sizes.element
+    summed = sizes.layer * sizes.reduced if split else 0
+    # Under hybrid sharding each layer's sum over the shards stays until backward is done, after it was added up.
+    all_summed = sizes.layers / num_shards * sizes.reduced if num_shards < num_ranks else 0
+    outside = sizes.outside * sizes.element if split else 0
+    at_the_output = _Moment(held.at_output + output_sum, whole)
+    in_layer = _Moment(held.in_layer, whole + buffer + output_gradient + summed)
+    in_last_layer = _Moment(held.in_last_layer, whole + output_gradient + summed + all_summed)
+    # What stands outside of the layers is summed last: its whole gradient and that in the dtype of the sum.
+    embedding_gradients = sizes.outside * sizes.element + (2 * output_gradient if sizes.is_tied else 0)
+    embedded = _Moment(2 * held.hidden, outside + embedding_gradients + summed + all_summed)
+    reduced_outside = sizes.outside * (sizes.element + sizes.reduced * (1 + 1 / num_shards)) if split else 0
+    at_the_end = _Moment(0, reduced_outside + all_summed)
+    return max(at_the_output, in_layer, in_last_layer, embedded, at_the_end, key=lambda moment: moment.total)
+
+
+def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:
+    """Bytes of parameters outside of the layers and of a layer, or of all layers where they stay until backward; and
+    of what the next layer arrives in."""
+    if num_ranks == 1:
+        # Autocast keeps a bfloat16 copy of every float32 weight of a product until it was used in backward.
+        cast = [p for p in scorer.parameters() if p.dim() > 1 and p.dtype == torch.float32] if spec.bf16 else []
+        return 2 * sum(p.numel() for p in cast), 0
+    outside, layer = sizes.outside * sizes.element, sizes.layer * sizes.element
+    if spec.options.reshard_after_forward:
+        return outside + layer, layer
+    return outside + sizes.layers * sizes.element, 0

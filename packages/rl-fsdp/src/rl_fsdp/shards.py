@@ -1,10 +1,9 @@
-"""What a worker does with the parameters it holds, whole or sharded, without knowing which."""
+"""A rank's parameters as tensors of their own: whole on one rank, DTensors under FSDP2."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,64 +11,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
-from rl_fsdp.model import Scorer
-from rl_fsdp.rank_mesh import whole
-from rl_fsdp.weights import checkpoint_tensors, exported_weights
+from rl_core.interfaces import OptimizerConfig, WorkerSpec
+from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.perturbation import Piece
+from rl_core.rank_kit.scoring.lora import adapter_tensors
+from rl_core.rank_kit.scoring.rank_mesh import whole
+from rl_core.rank_kit.scoring.token_scorer import Scorer
+from rl_core.rank_kit.scoring.value_head import ValueScorer, head_tensors
+from rl_core.rank_kit.scoring.weights import checkpoint_tensors, exported_weights
+from rl_fsdp.perturbation import trained_pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Shards(Protocol):
-    """One rank's part of a scorer. All methods are collective: every rank calls them in the same order."""
-
-    scorer: Scorer
-    module: nn.Module
-    """What is called in place of the scorer: the wrapper that gathers its parameters, or the scorer itself."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of the sum over all ranks of `loss`."""
-        ...
-
-    def let_go(self) -> None:
-        """Frees what scoring has gathered."""
-        ...
-
-    def clip(self, max_norm: float) -> float:
-        """The global L2 norm of all gradients; they are scaled down to `max_norm`, if it is above 0 and the norm
-        finite."""
-        ...
-
-    def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under Hugging Face names in the dtype that is computed in, whole, a few at a time."""
-        ...
-
-    def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `exported`, without a critic's head."""
-        ...
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Whole, under Hugging Face names, on the CPU; zeros where there is none."""
-        ...
-
-    def state(self, optimizer: AdamW | None) -> dict[str, Tensor]:
-        """`model/<name>` and `optimizer/<name>/<moment>`, whole or as DTensors."""
-        ...
-
-    def take(self, state: Mapping[str, Tensor], optimizer: AdamW | None) -> None:
-        """Continues with what was read into `state`."""
-        ...
-
-    def move(self, device: torch.device) -> None:
-        """Parameters and gradients to `device`."""
-        ...
 
 
 class TensorShards:
     """Parameters are tensors of their own: whole on one rank, DTensors under FSDP2."""
 
-    def __init__(self, scorer: Scorer):
+    def __init__(self, scorer: Scorer, spec: WorkerSpec):
         self.scorer = scorer
         self.module: nn.Module = scorer
+        self.optimizer = new_optimizer(scorer, spec.optimizer)
+        self._stays_on_cpu: bool = spec.options.cpu_offload
 
     def backward(self, loss: Tensor) -> None:
         """FSDP2 was told to sum."""
@@ -81,14 +43,27 @@ class TensorShards:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def clip(self, max_norm: float) -> float:
+    def has_gradients(self) -> bool:
         """See `Shards`."""
+        return any(parameter.grad is not None for parameter in self.scorer.parameters())
+
+    def step(self, settings: StepSettings) -> float:
+        """See `Shards`."""
+        scale_gradients(self.scorer, settings.gradient_scale)
+        return step_if_finite(self.optimizer, settings, self._clip(settings.max_grad_norm))
+
+    def _clip(self, max_norm: float) -> float:
+        """The norm, over all ranks; gradients are scaled down to `max_norm`, if it is above 0 and the norm finite."""
         parameters = [p for p in self.scorer.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = whole(norm).item()
         if max_norm > 0 and math.isfinite(total):
             clip_grads_with_norm_(parameters, max_norm, norm)
         return total
+
+    def clear_gradients(self) -> None:
+        """See `Shards`."""
+        self.optimizer.zero_grad()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor at a time."""
@@ -106,22 +81,88 @@ class TensorShards:
             gradients.update(checkpoint_tensors(self.scorer.model, name, gradient.detach().cpu().clone()))
         return gradients
 
-    def state(self, optimizer: AdamW | None) -> dict[str, Tensor]:
+    def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """One at a time."""
+        return adapter_tensors(self.scorer.model, dtype)
+
+    def head(self) -> dict[str, Tensor]:
+        """See `Shards`."""
+        assert isinstance(self.scorer, ValueScorer)
+        return {name: whole(weight.detach()) for name, weight in head_tensors(self.scorer).items()}
+
+    def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """The tensors themselves: what is read into them is taken."""
         tensors = {}
         for name, weight in self.scorer.named_weights():
             tensors[f"model/{name}"] = weight.detach()
-            if optimizer is not None:
-                moments = moments_of(optimizer, weight)
+            if with_optimizer:
+                moments = moments_of(self.optimizer, weight)
                 tensors |= {f"optimizer/{name}/{kind}": moments[kind] for kind in MOMENTS}
         return tensors
 
-    def take(self, state: Mapping[str, Tensor], optimizer: AdamW | None) -> None:
-        """Nothing is left to do."""
+    def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
+        """Only the number of steps is left to do."""
+        if with_optimizer:
+            set_steps(self.optimizer, steps_done)
 
-    def move(self, device: torch.device) -> None:
+    def pieces(self) -> list[Piece]:
         """See `Shards`."""
-        self.scorer.to(device)
+        return list(trained_pieces(self.state(with_optimizer=False)))
+
+    def take_pieces(self) -> None:
+        """They are the parameters themselves."""
+
+    def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
+        """See `Shards`."""
+        if self._stays_on_cpu:
+            return
+        if parameters:
+            self.scorer.to(device)
+        if optimizer:
+            move_moments(self.optimizer, device)
+
+
+def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
+    """Of all that is trained; for a model that is not, nobody may ask for it."""
+    if config is None:
+        return None  # pyright: ignore[reportReturnType]
+    return AdamW(
+        [parameter for parameter in scorer.parameters() if parameter.requires_grad],
+        lr=config.lr,
+        betas=config.adam_betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def scale_gradients(scorer: Scorer, factor: float) -> None:
+    """Multiplies every gradient."""
+    if factor != 1.0:
+        for parameter in scorer.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -> float:
+    """Steps where the norm is finite, clears the gradients, returns the norm."""
+    if math.isfinite(grad_norm):
+        settings.put_into(optimizer.param_groups)
+        optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def set_steps(optimizer: AdamW, steps_done: int) -> None:
+    """The number of steps behind the moments."""
+    for moments in optimizer.state.values():
+        moments["step"].fill_(steps_done)
+
+
+def move_moments(optimizer: AdamW, device: torch.device) -> None:
+    """To `device`."""
+    for moments in optimizer.state.values():
+        moments.update({name: tensor.to(device) for name, tensor in moments.items()})
 
 
 def moments_of(optimizer: AdamW, weight: nn.Parameter) -> dict[str, Tensor]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
-from rl_core.rank_kit.worker_specs import require_model_path
+from rl_core.rank_kit.model_proof import code_digest, require_proof, version_of
+from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path
 from rl_megatron.checks.megatron_fields import require_bridge
 from rl_megatron.checks.refusals import refuse
 from rl_megatron.checks.training_checks import require_trainable
-from rl_megatron.options import MegatronOptions, mesh_of, transformer_fields
+from rl_megatron.options import MegatronOptions, mesh_of, one_rank_options, transformer_fields
 
 if TYPE_CHECKING:
     from rl_core.layout.mesh import Mesh
@@ -61,7 +67,43 @@ class MegatronBackend:
         from rl_megatron.rank.worker import MegatronWorker
 
         self.validate(spec, rank.world_size)
-        return MegatronWorker(spec, rank)
+        return MegatronWorker(spec, rank, prove=None if spec.is_proved else partial(_prove, self, spec))
+
+    def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
+        """See `ModelProving`."""
+        return {
+            "options": attrs.asdict(one_rank_options(spec.options)),
+            "versions": {name: version_of(name) for name in _LIBRARIES},
+            "code": code_digest(Path(__file__).parent),
+            "on an accelerator": _has_accelerator(),
+        }
+
+    def proof_obstacle(self) -> str | None:
+        """Transformer Engine has no kernels for CPUs."""
+        if find_spec("transformer_engine") is not None and not _has_accelerator():
+            return "Transformer Engine is installed, and this machine has no GPU to run it on"
+        return None
+
+    def proof_worker(self, spec: WorkerSpec) -> Worker:
+        """See `ModelProving`. Unpacked with Transformer Engine, which packs no float32."""
+        from rl_megatron.rank.worker import MegatronWorker
+
+        is_packed = find_spec("transformer_engine") is None
+        options = one_rank_options(spec.options)
+        return MegatronWorker(attrs.evolve(spec, options=options, use_sample_packing=is_packed), RankInfo())
 
 
+def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
+    """On rank 0, whose machine has the model."""
+    if (reason := require_proof(backend, spec)) is not None:
+        raise ConfigError(f"{SECTIONS[spec.role]}.model.path: Megatron's way to compute it is not proved: {reason}")
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+_LIBRARIES = ("megatron-core", "megatron-bridge", "transformer-engine", "flash-attn")
 megatron = MegatronBackend()

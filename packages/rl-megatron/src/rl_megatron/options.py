@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -22,8 +22,6 @@ class DdpOptions:
     """Refused: calls of `forward_backward` add up, so no micro-batch is known to be the last."""
     overlap_param_gather: bool = False
     """Refused: weights must be whole when they are scored, saved or published."""
-    average_in_collective: bool = False
-    """Refused: gradients are sums."""
 
 
 @attrs.frozen(kw_only=True)
@@ -128,6 +126,46 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
                 f"set {where}.{name} alone"
             )
     return {**fields, **passed}
+
+
+def field_key(name: str, passed: Container[str], where: str = "megatron_config") -> str:
+    """Where the user finds a field of `TransformerConfig`; `passed`: those that `transformer_config_kwargs` set."""
+    return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
+
+
+_OF_A_MESH = frozenset(
+    {
+        "sequence_parallel",
+        "batch_p2p_comm",
+        "overlap_p2p_comm",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "moe_token_dispatcher_type",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_enable_routing_replay",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+    }
+)
+"""Further fields of `TransformerConfig` that say where or when something is computed, or add to the loss."""
+
+
+def one_rank_options(options: MegatronOptions) -> MegatronOptions:
+    """What one rank alone needs to compute a model's log-probs as ranks with `options` do."""
+    plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
+    mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")} | _OF_A_MESH
+    passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in mesh}
+    return attrs.evolve(
+        options,
+        **{name: plain[name] for name in sorted(mesh & plain.keys())},
+        freeze_moe_router=False,
+        lora_config=LoraOptions(),
+        optimizer_config_kwargs={},
+        transformer_config_kwargs=passed,
+    )
 
 
 def optimizer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:

@@ -73,6 +73,7 @@ def _rank_plan(
         parameter_bytes=(dense + experts) * size,
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
+        export_bytes=size * _exported_elements(shape, mesh),
         activation_bytes=round(
             size * _activation_elements(spec, setup, mesh, layers, micro_batch_tokens / mesh.context, in_flight)
             + _output_bytes(spec, shape, mesh, at.pipeline, micro_batch_tokens / mesh.context)
@@ -84,17 +85,11 @@ def count_parameters(
     shape: ModelShape, mesh: Mesh, layers: Sequence[int], *, stage: int, is_critic: bool
 ) -> tuple[int, int]:
     """Parameters of one rank: those outside of experts, and those of its experts."""
-    hidden, tensor = shape.hidden_size, mesh.tensor
-    dense = experts = 0
-    for layer in layers:
-        dense += 2 * hidden + _attention_parameters(shape, tensor)
-        if layer in shape.moe_layers:
-            dense += shape.num_experts * hidden + 3 * hidden * shape.shared_ffn_hidden_size // tensor
-            per_expert = 3 * hidden * shape.expert_ffn_hidden_size // mesh.expert_tensor
-            experts += shape.num_experts // mesh.expert * per_expert
-        else:
-            dense += 3 * hidden * shape.ffn_hidden_size // tensor
-    vocabulary = -(-shape.vocab_size // tensor) * hidden
+    hidden = shape.hidden_size
+    sizes = {"tensor": mesh.tensor, "expert": mesh.expert, "expert_tensor": mesh.expert_tensor}
+    counts = [shape.layer_parameters(layer, **sizes) for layer in layers]
+    dense, experts = sum(outside for outside, _ in counts), sum(inside for _, inside in counts)
+    vocabulary = shape.vocabulary_parameters(mesh.tensor)
     is_first, is_last = stage == 0, stage == mesh.pipeline - 1
     dense += vocabulary if is_first else 0
     if is_last:
@@ -104,20 +99,11 @@ def count_parameters(
     return dense, experts
 
 
-def _attention_parameters(shape: ModelShape, tensor: int) -> int:
-    hidden, latent = shape.hidden_size, shape.latent
-    if latent is None:
-        outputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tensor
-        projections = hidden * outputs + shape.num_heads * shape.head_dim // tensor * hidden
-        return projections + outputs * shape.has_qkv_bias + 2 * shape.head_dim * shape.has_qk_norm
-    query_size = shape.num_heads * (latent.qk_head_dim + latent.qk_rope_head_dim) // tensor
-    if latent.q_rank is None:
-        query = hidden * query_size
-    else:
-        query = hidden * latent.q_rank + latent.q_rank + latent.q_rank * query_size
-    down = hidden * (latent.kv_rank + latent.qk_rope_head_dim) + latent.kv_rank
-    up = latent.kv_rank * shape.num_heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
-    return query + down + up + shape.num_heads * latent.v_head_dim // tensor * hidden
+def _exported_elements(shape: ModelShape, mesh: Mesh) -> int:
+    """A tensor on its way, whole on every rank, and the tensors of a checkpoint that are cut out of it. Of experts,
+    those of the same number on all expert ranks come at once."""
+    experts = 3 * shape.hidden_size * shape.expert_ffn_hidden_size * mesh.expert
+    return 2 * max(shape.vocabulary_parameters(), 3 * shape.hidden_size * shape.ffn_hidden_size, experts)
 
 
 def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core import hub
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import Message, Prompt, ToolSchema, require_messages
 
@@ -25,13 +26,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or name. Raises ConfigError if it has none."""
-    from transformers import AutoTokenizer
-
     if not has_tokenizer(path):
         raise ConfigError(
             f"{_MODEL_PATH}: {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save the "
             "model's tokenizer there with tokenizer.save_pretrained"
         )
+    _require_in_reach(path)
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:
@@ -39,6 +41,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"trainer.policy.model.path: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def _require_in_reach(name: str) -> None:
+    """A hub that does not answer is asked once here: transformers would ask it again and again, for most of a minute.
+
+    Raises ConfigError for what is neither a directory nor in the hub's cache, where the hub is not in reach.
+    """
+    if hub.is_name(name) and not hub.is_cached(name):
+        hub.require_model(name, key=_MODEL_PATH)
 
 
 def has_tokenizer(path: str) -> bool:
@@ -63,7 +74,7 @@ class TokenCodec:
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
-                "generator.chat_template_kwargs: 'tools' is given, and the environment offers its own; leave one out"
+                "generator.chat_template_kwargs: got 'tools', and the environment offers its own; leave one out"
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)

@@ -13,14 +13,13 @@ from rl_core.errors import DataError
 from rl_core.interfaces import (
     Action,
     Completion,
-    Environment,
     StepResult,
     TrajectoryEnd,
     TrajectoryStep,
     Turn,
 )
 from rl_rollout.conversation import History, Tokens
-from rl_rollout.environment_calls import within
+from rl_rollout.environment_pool import EnvironmentCalls
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _TAKEN_METRICS = {"reward", "response_length", "failed"}
@@ -75,7 +74,7 @@ Respond = Callable[[int, Tokens, float], Awaitable[Completion]]
 
 
 async def play(
-    environment: Environment,
+    environment: EnvironmentCalls,
     history: History,
     prompt: Tokens,
     *,
@@ -87,7 +86,7 @@ async def play(
 
     Raises:
         DataError: the environment answers with something that it must not.
-        DeadlineError: the environment does not answer.
+        EnvironmentFailure: it raises. DeadlineError: it does not answer.
     """
     turns: list[PlayedTurn] = []
     room: float = math.inf
@@ -95,7 +94,7 @@ async def play(
         completion = await respond(len(turns), prompt, room)
         said = text_of(completion.tokens)
         action = Action(text=said, tokens=completion.tokens, stop_reason=completion.stop_reason)
-        result = _checked(await within(environment.step(action), limits.environment_timeout_s, "step"))
+        result = _checked(await environment.step(action))
         following, end = _what_follows(result, history, prompt, completion, len(turns) + 1, limits)
         shown = None if end else _shown(result)
         text = Turn(response=said, observation=shown, reward=result.reward, stop_reason=completion.stop_reason)

@@ -23,15 +23,18 @@ from rl_core.interfaces import (
     GenerateRequest,
     GeneratorSpec,
     GroupRequest,
+    PlacementKind,
     Prompt,
     Row,
     Sampler,
     Trajectory,
 )
 from rl_core.seeds import seed_of
+from rl_core.tasks import all_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
-from rl_rollout.environment_calls import offered_tools, open_environment, within
+from rl_rollout.environment_calls import EnvironmentFailure
+from rl_rollout.environment_pool import EnvironmentPool, HangingThreads
 from rl_rollout.episode import Episode, Limits, one_sequence, one_sequence_per_turn, play
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
 from rl_rollout.resuming import whole_response
@@ -55,6 +58,10 @@ class Episodes:
     """A trajectory has a sequence for each turn; else it is one sequence, and the template must keep earlier turns."""
     max_concurrency: int = 1024
     """Episodes that run at a time."""
+    environment_placement: PlacementKind | None = None
+    """Where environments run, whatever they say; None: where they say."""
+    environment_workers: int | None = None
+    """Threads or processes of environments at a time; None: see `EnvironmentPool`."""
     zero_reward_on_non_stop: bool = False
     """An episode whose last response did not end by itself, or that had no room for another, gets reward 0."""
 
@@ -68,6 +75,11 @@ class EnvironmentGenerator:
         self._turns_with = lru_cache(_MOST_TOOL_SETS)(self._turns_with_tools)
         self._episodes = episodes
         self._free = asyncio.Semaphore(episodes.max_concurrency)
+        self._environments = EnvironmentPool(
+            placement=episodes.environment_placement,
+            num_workers=episodes.environment_workers,
+            max_episodes=episodes.max_concurrency,
+        )
         self._name = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
 
@@ -81,38 +93,36 @@ class EnvironmentGenerator:
         """See `Generator.generate`. Samples of a group run side by side."""
         prompts = _GroupPrompts()
         episodes = (self._play_or_fail(request, index, prompts) for index in range(request.num_samples))
-        return tuple(await asyncio.gather(*episodes))
+        return tuple(await all_of(episodes))
+
+    async def aclose(self) -> None:
+        """See `Closable.aclose`."""
+        await self._environments.aclose()
 
     async def _play_or_fail(self, request: GroupRequest, index: int, prompts: _GroupPrompts) -> Trajectory:
         async with self._free:
             try:
                 return await self._play(request, index, prompts)
-            except (ConfigError, PluginError) as error:
+            except (ConfigError, PluginError, HangingThreads) as error:
                 # Wrong for every sample, and not the model's doing: the run ends.
                 raise type(error)(f"{request.row_place}: {error}") from error
+            except EnvironmentFailure as error:
+                return _failed(request, index, error.kind, str(error))
             except Exception as error:
-                # One rollout's failure is data; the loop stops when a whole batch fails.
-                return Trajectory(
-                    group_id=request.group_id,
-                    sample_index=index,
-                    steps=(),
-                    prompt_text=str(request.row.get("prompt", "")),
-                    response_text="",
-                    start_version=request.start_version,
-                    failure=f"{request.row_place}: {type(error).__name__}: {error}",
-                )
+                return _failed(request, index, type(error).__name__, f"{type(error).__name__}: {error}")
 
     async def _play(self, request: GroupRequest, index: int, prompts: _GroupPrompts) -> Trajectory:
         factory, limits = self._episodes.environment_of(request.row), self._episodes.limits
-        environment = open_environment(factory, request.row, self._episodes.environment_options)
         session_id = f"{self._name}-{next(self._numbers)}"
 
         async def respond(turn: int, prompt: Tokens, room: float) -> Completion:
             return await self._response(request, index, session_id, turn, prompt, room)
 
-        try:
-            prompt = await within(environment.reset(), limits.environment_timeout_s, "reset")
-            tools = await within(offered_tools(environment), limits.environment_timeout_s, "tools")
+        async with self._environments.opened(
+            factory, request.row, self._episodes.environment_options, limits.environment_timeout_s
+        ) as environment:
+            prompt = await environment.reset()
+            tools = await environment.tools()
             # As text: what the environment does to its list later changes nothing.
             turns = self._turns_with(json.dumps(list(tools)))
             tokens, prompt_text = prompts.encode(prompt, turns.codec)
@@ -120,8 +130,6 @@ class EnvironmentGenerator:
             episode = await play(
                 environment, history, tokens, respond=respond, text_of=self._codec.response_text, limits=limits
             )
-        finally:
-            await within(environment.close(), limits.environment_timeout_s, "close")
         return self._trajectory(request, index, episode, prompt_text)
 
     def _turns_with_tools(self, tools: str) -> TurnTokens:
@@ -174,6 +182,20 @@ def _transcript(episode: Episode) -> str:
     return "\n".join(lines)
 
 
+def _failed(request: GroupRequest, index: int, kind: str, text: str) -> Trajectory:
+    """One rollout's failure is data; the loop stops when too many fail."""
+    return Trajectory(
+        group_id=request.group_id,
+        sample_index=index,
+        steps=(),
+        prompt_text=str(request.row.get("prompt", "")),
+        response_text="",
+        start_version=request.start_version,
+        failure=f"{request.row_place}: {text}",
+        failure_kind=kind,
+    )
+
+
 def _without_reward(trajectory: Trajectory) -> Trajectory:
     steps = (attrs.evolve(step, reward=0.0, token_rewards=None) for step in trajectory.steps)
     return attrs.evolve(trajectory, steps=tuple(steps))
@@ -222,6 +244,8 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
             ),
             step_wise=spec.step_wise,
             max_concurrency=options.max_concurrency,
+            environment_placement=spec.environment_placement,
+            environment_workers=spec.environment_workers,
             zero_reward_on_non_stop=options.zero_reward_on_non_stop,
         ),
     )

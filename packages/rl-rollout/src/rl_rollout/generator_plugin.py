@@ -7,8 +7,9 @@ import attrs
 
 from rl_core import plugins
 from rl_core.interfaces import Generator, GeneratorSpec, Sampler
-from rl_rollout.environment_calls import placement_of
+from rl_rollout.environment_pool import placement_of
 from rl_rollout.generator_options import EnvironmentGeneratorOptions
+from rl_rollout.reward_functions import RewardFunctionsEnvironment, require_functions
 
 
 @attrs.frozen
@@ -23,7 +24,10 @@ class EnvironmentGeneratorPlugin:
         """Raises ConfigError for an environment whose placement it cannot do; of rows' own, playing one raises it."""
         if spec.env_class is not None:
             key = "environment.env_class"
-            placement_of(plugins.load("rl_core.environments", spec.env_class, key=key), f"{key}: ")
+            factory = plugins.load("rl_core.environments", spec.env_class, key=key)
+            placement_of(factory, spec.environment_placement, f"{key}: ")
+            if factory is RewardFunctionsEnvironment:
+                require_functions(spec.environment_options)
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         """See `create_generator`."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         rloo_advantages,
         whiten,
     )
+    from rl_core.algorithms.best_of_k import (
+        best_minus_second_advantages,
+    )
     from rl_core.algorithms.corrections import (
         LogRatios,
         OffPolicyCorrection,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from rl_core.algorithms.losses import (
         cispo_loss,
         cross_entropy_loss,
+        dro_loss,
         dual_clip_loss,
         importance_sampling_loss,
         ppo_clip_loss,
@@ -71,6 +75,9 @@ if TYPE_CHECKING:
     from rl_core.algorithms.objective import (
         Objective,
         sum_metrics,
+    )
+    from rl_core.algorithms.off_policy_mask import (
+        off_policy_sequence_mask,
     )
     from rl_core.algorithms.reductions import (
         REDUCTIONS,
@@ -112,6 +119,7 @@ if TYPE_CHECKING:
         chooses_columns,
         mean_over_sequence,
         prepared_by,
+        takes_corrections,
     )
     from rl_core.algorithms.trajectories import (
         require_complete_trajectories,
@@ -119,6 +127,9 @@ if TYPE_CHECKING:
         step_returns,
         trajectory_lengths,
         trajectory_scores,
+    )
+    from rl_core.algorithms.turn_level import (
+        turn_level_advantages,
     )
     from rl_core.algorithms.value_losses import (
         value_clip_loss,
@@ -128,15 +139,16 @@ _MODULES = {
     "TokenAdvantages": "advantages",
     "gae_advantages": "advantages",
     "grpo_advantages": "advantages",
-    "maxrl_advantages": "advantages",
     "opo_advantages": "advantages",
-    "pass_at_k": "advantages",
-    "pass_at_k_advantages": "advantages",
     "reinforce_plus_plus_advantages": "advantages",
     "reinforce_plus_plus_baseline_advantages": "advantages",
     "remax_advantages": "advantages",
     "rloo_advantages": "advantages",
     "whiten": "advantages",
+    "best_minus_second_advantages": "best_of_k",
+    "maxrl_advantages": "advantages",
+    "pass_at_k": "advantages",
+    "pass_at_k_advantages": "advantages",
     "LogRatios": "corrections",
     "OffPolicyCorrection": "corrections",
     "geometric_log_ratios": "corrections",
@@ -160,6 +172,7 @@ _MODULES = {
     "full_logprobs": "logprobs",
     "cispo_loss": "losses",
     "cross_entropy_loss": "losses",
+    "dro_loss": "losses",
     "dual_clip_loss": "losses",
     "importance_sampling_loss": "losses",
     "ppo_clip_loss": "losses",
@@ -175,6 +188,7 @@ _MODULES = {
     "top_entropy_mask": "minibatch_losses",
     "Objective": "objective",
     "sum_metrics": "objective",
+    "off_policy_sequence_mask": "off_policy_mask",
     "REDUCTIONS": "reductions",
     "prompt_mean": "reductions",
     "seq_mean_token_sum_norm": "reductions",
@@ -204,26 +218,29 @@ _MODULES = {
     "chooses_columns": "token_loss",
     "mean_over_sequence": "token_loss",
     "prepared_by": "token_loss",
+    "takes_corrections": "token_loss",
     "require_complete_trajectories": "trajectories",
     "spread_to_steps": "trajectories",
     "step_returns": "trajectories",
     "trajectory_lengths": "trajectories",
     "trajectory_scores": "trajectories",
+    "turn_level_advantages": "turn_level",
     "value_clip_loss": "value_losses",
 }
 __all__ = [
     "TokenAdvantages",
     "gae_advantages",
     "grpo_advantages",
-    "maxrl_advantages",
     "opo_advantages",
-    "pass_at_k",
-    "pass_at_k_advantages",
     "reinforce_plus_plus_advantages",
     "reinforce_plus_plus_baseline_advantages",
     "remax_advantages",
     "rloo_advantages",
     "whiten",
+    "best_minus_second_advantages",
+    "maxrl_advantages",
+    "pass_at_k",
+    "pass_at_k_advantages",
     "LogRatios",
     "OffPolicyCorrection",
     "geometric_log_ratios",
@@ -247,6 +264,7 @@ __all__ = [
     "full_logprobs",
     "cispo_loss",
     "cross_entropy_loss",
+    "dro_loss",
     "dual_clip_loss",
     "importance_sampling_loss",
     "ppo_clip_loss",
@@ -262,6 +280,7 @@ __all__ = [
     "top_entropy_mask",
     "Objective",
     "sum_metrics",
+    "off_policy_sequence_mask",
     "REDUCTIONS",
     "prompt_mean",
     "seq_mean_token_sum_norm",
@@ -291,11 +310,13 @@ __all__ = [
     "chooses_columns",
     "mean_over_sequence",
     "prepared_by",
+    "takes_corrections",
     "require_complete_trajectories",
     "spread_to_steps",
     "step_returns",
     "trajectory_lengths",
     "trajectory_scores",
+    "turn_level_advantages",
     "value_clip_loss",
 ]
 

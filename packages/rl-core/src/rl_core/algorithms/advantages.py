@@ -20,7 +20,7 @@ from rl_core.algorithms.checks import (
     require_int64,
     require_same_length,
 )
-from rl_core.algorithms.groups import group_mean, group_std
+from rl_core.algorithms.groups import group_mean, group_std, require_groups
 from rl_core.algorithms.returns import continues, discounted_returns, on_stream, require_rewarded_stream, reverse_scan
 from rl_core.errors import ConfigError, DataError
 
@@ -29,12 +29,15 @@ ESTIMATOR_COLUMNS = (
     "group_N",
     "lengths_N",
     "greedy_scores_N",
+    "environment_scores_N",
     "rewards_T",
     "values_T",
     "mask_T",
     "sequence_T",
+    "trajectory_T",
 )
-"""What an estimator may read, by the names of its positional parameters."""
+"""What an estimator may read, by the names of its positional parameters. `environment_scores_N` are scores without a KL
+penalty; `trajectory_T` says which trajectory, so which row of `…_N`, a token belongs to, `sequence_T` which step."""
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 
@@ -66,7 +69,7 @@ def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool
     Raises:
         ShapeError: lengths or dtypes do not fit.
     """
-    _require_groups(scores_N, group_N)
+    require_groups(scores_N, group_N)
     mean_N, _ = group_mean(scores_N, group_N)
     centred_N = scores_N.double() - mean_N
     if grpo_norm_by_std:
@@ -90,7 +93,7 @@ def rloo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
     Raises:
         ShapeError: lengths or dtypes do not fit.
     """
-    _require_groups(scores_N, group_N)
+    require_groups(scores_N, group_N)
     mean_N, count_N = group_mean(scores_N, group_N)
     return ((scores_N.double() - mean_N) * count_N / (count_N - 1).clamp(min=1)).to(scores_N.dtype)
 
@@ -113,7 +116,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
     Raises:
         ShapeError: lengths or dtypes do not fit.
     """
-    _require_groups(scores_N, group_N)
+    require_groups(scores_N, group_N)
     _require_lengths(scores_N, lengths_N)
     mean_N, count_N = group_mean(scores_N, group_N)
     has_baseline_N = count_N > 1
@@ -126,16 +129,19 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
     return torch.where(has_baseline_N, whitened_N, 0.0).to(scores_N.dtype)
 
 
-def maxrl_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
+def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None) -> Tensor:
     """Score minus its prompt's mean score, in units of that mean: the rarer the success, the more it weighs.
 
-    A_i = (s_i − mean) / mean. With scores 0 and 1 this is the estimator of a gradient between that of the success rate
-    and that of its logarithm.
-    Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL).
+    A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e what a KL penalty took
+    off it. With scores 0 and 1 the first part is the estimator of a gradient between that of the success rate and that
+    of its logarithm; the penalty is no success, so it is a reward of its own.
+    Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL), without a penalty.
 
     Args:
-        scores_N: outcome reward of each trajectory, finite, at least 0; 1 for success and 0 for failure by design.
+        scores_N: outcome reward of each trajectory, finite.
         group_N: int64, equal for samples of one prompt.
+        environment_scores_N: the scores without a penalty, at least 0; 1 for success and 0 for failure by design. None:
+            `scores_N`.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group without any success.
@@ -144,16 +150,17 @@ def maxrl_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
         ShapeError: lengths or dtypes do not fit.
         DataError: a score is negative, so a mean says nothing about a success rate.
     """
-    _require_groups(scores_N, group_N)
-    if bool((scores_N < 0).any()):
-        row = int((scores_N < 0).nonzero()[0])
+    outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)
+    if bool((outcomes_N < 0).any()):
+        row = int((outcomes_N < 0).nonzero()[0])
+        name = "scores_N" if environment_scores_N is None else "environment_scores_N"
         raise DataError(
-            f"scores_N[{row}] is {float(scores_N[row]):g}; MaxRL divides by the mean score and needs scores of "
+            f"{name}[{row}] is {float(outcomes_N[row]):g}; MaxRL divides by the mean score and needs scores of "
             "at least 0: 1 for success, 0 for failure"
         )
-    mean_N, _ = group_mean(scores_N, group_N)
-    ratio_N = (scores_N.double() - mean_N) / torch.where(mean_N > 0, mean_N, 1.0)
-    return ratio_N.to(scores_N.dtype)
+    mean_N, _ = group_mean(outcomes_N, group_N)
+    ratio_N = (outcomes_N.double() - mean_N) / torch.where(mean_N > 0, mean_N, 1.0)
+    return (ratio_N + penalty_N).to(scores_N.dtype)
 
 
 def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
@@ -195,7 +202,7 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
     Raises:
         ShapeError: lengths or dtypes do not fit.
     """
-    _require_groups(scores_N, group_N)
+    require_groups(scores_N, group_N)
     _require_lengths(scores_N, lengths_N)
     weighted_N, count_N = group_mean(scores_N.double() * lengths_N, group_N)
     length_N, _ = group_mean(lengths_N, group_N)
@@ -204,29 +211,33 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
     return torch.where(compared_N, scores_N.double() - baseline_N, 0.0).to(scores_N.dtype)
 
 
-def pass_at_k_advantages(scores_N: Tensor, group_N: Tensor, *, k: int) -> Tensor:
+def pass_at_k_advantages(
+    scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
+) -> Tensor:
     """Advantage of a sample when the reward is that any of k samples succeeds, over all k-subsets of its group.
 
     With n samples, c successes and q = C(n−c, k) / C(n, k): mean R = 1 − q and deviation sqrt(q (1 − q)) of the
     subsets' rewards, A = (1 − R) / deviation for a success and (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation for a
-    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)).
-    Source: Chen et al. 2025, arXiv 2508.10751 (Pass@k training, analytical derivation).
+    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)). What a KL penalty took off the
+    scores is a reward of its own, p = s − e, and adds p_i − mean p.
+    Source: Chen et al. 2025, arXiv 2508.10751 (Pass@k training, analytical derivation), without a penalty.
 
     Args:
-        scores_N: outcome reward of each trajectory; a score above 0 is a success.
+        scores_N: outcome reward of each trajectory.
         group_N: int64, equal for samples of one prompt.
+        environment_scores_N: the scores without a penalty; above 0 is a success. None: `scores_N`.
         k: subset size, at least 1.
 
     Returns:
-        Advantages [N]; 0 where every k-subset has the same reward, and for a group smaller than k, which has no
-        k-subset (so for a group of one).
+        Advantages [N]; the success's part is 0 where every k-subset has the same reward, and for a group smaller than
+        k, which has no k-subset (so for a group of one).
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
         ConfigError: `k` is not positive.
     """
-    _require_groups(scores_N, group_N)
-    success_N = scores_N > 0
+    outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)
+    success_N = outcomes_N > 0
     rate_N, count_N = group_mean(success_N, group_N)
     successes_N = (rate_N * count_N).round()
     fail_N = _fail_at_k(successes_N, count_N, k)
@@ -234,7 +245,7 @@ def pass_at_k_advantages(scores_N: Tensor, group_N: Tensor, *, k: int) -> Tensor
     success_advantage_N = (fail_N / torch.where(informative_N, 1 - fail_N, 1.0)).sqrt()
     failure_advantage_N = -successes_N / (count_N - successes_N).clamp(min=1) * success_advantage_N
     advantages_N = torch.where(success_N, success_advantage_N, failure_advantage_N)
-    return torch.where(informative_N, advantages_N, 0.0).to(scores_N.dtype)
+    return (torch.where(informative_N, advantages_N, 0.0) + penalty_N).to(scores_N.dtype)
 
 
 def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor:
@@ -385,10 +396,14 @@ def _fail_at_k(successes: Tensor, counts: Tensor, k: int) -> Tensor:
     return share
 
 
-def _require_groups(scores_N: Tensor, group_N: Tensor) -> None:
-    require_same_length(scores_N=scores_N, group_N=group_N)
-    require_floating(scores_N=scores_N)
-    require_int64(group_N=group_N)
+def _without_penalty(scores_N: Tensor, environment_scores_N: Tensor | None, group_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The environment's scores, and what was taken off them less the prompt's mean of that: float64 [N]."""
+    require_groups(scores_N, group_N)
+    if environment_scores_N is None:
+        return scores_N, torch.zeros_like(scores_N, dtype=torch.float64)
+    require_groups(environment_scores_N, group_N)
+    penalty_N = scores_N.double() - environment_scores_N
+    return environment_scores_N, penalty_N - group_mean(penalty_N, group_N)[0]
 
 
 def _require_lengths(scores_N: Tensor, lengths_N: Tensor) -> None:

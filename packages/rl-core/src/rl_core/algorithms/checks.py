@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from rl_core.errors import ConfigError, ShapeError
 def require_same_length(**tensors: Tensor) -> None:
     """Raises ShapeError unless all tensors have one axis and the same length; the first missing row is named."""
     for name, values in tensors.items():
+        _require_tensor(name, values)
         if values.dim() != 1:
             raise ShapeError(f"{name}: expected one axis, got shape {tuple(values.shape)}")
     (first, reference), *others = tensors.items()
@@ -27,6 +30,7 @@ def require_same_length(**tensors: Tensor) -> None:
 def require_floating(**tensors: Tensor) -> None:
     """Raises ShapeError unless every tensor holds floating-point numbers."""
     for name, values in tensors.items():
+        _require_tensor(name, values)
         if not values.is_floating_point():
             raise ShapeError(f"{name}: expected floating-point numbers, got {values.dtype}; convert with .float()")
 
@@ -34,6 +38,7 @@ def require_floating(**tensors: Tensor) -> None:
 def require_int64(**tensors: Tensor) -> None:
     """Raises ShapeError unless every tensor is int64."""
     for name, values in tensors.items():
+        _require_tensor(name, values)
         if values.dtype != torch.int64:
             raise ShapeError(f"{name}: expected torch.int64, got {values.dtype}")
 
@@ -41,6 +46,7 @@ def require_int64(**tensors: Tensor) -> None:
 def require_bool(**tensors: Tensor) -> None:
     """Raises ShapeError unless every tensor is bool."""
     for name, values in tensors.items():
+        _require_tensor(name, values)
         if values.dtype != torch.bool:
             raise ShapeError(
                 f"{name}: expected torch.bool, got {values.dtype}; a mask says yes or no, weights are separate"
@@ -74,3 +80,13 @@ def require_between(low: float, high: float, **settings: float) -> None:
     for name, value in settings.items():
         if not low <= value <= high:
             raise ConfigError(f"{name}: {value} is not between {low:g} and {high:g}")
+
+
+def _require_tensor(name: str, values: object) -> None:
+    if isinstance(values, Tensor):
+        return
+    items = list(values) if isinstance(values, Iterable) else [values]
+    is_text = any(isinstance(item, str) for item in items)
+    remedy = "number them, equal numbers for equal texts" if is_text else "convert it with torch.as_tensor"
+    held = f" of {type(items[0]).__name__}" if items else ""
+    raise ShapeError(f"{name}: expected a tensor, got {type(values).__name__}{held}; {remedy}")

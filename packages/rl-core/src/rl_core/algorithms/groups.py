@@ -1,13 +1,16 @@
 """Sums and means over rows that share an id, whatever the order of the rows.
 
 Everything is summed in float64 and rounded by the caller at the end, so the order of rows changes nothing that float32
-can show, and a group of equal float32 scores has a deviation of exactly 0.
+can show, and a group of equal float32 scores has a deviation of exactly 0. Lengths that do not fit, and ids that are no
+tensor of numbers, are a ShapeError.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from rl_core.algorithms.checks import require_floating, require_int64, require_same_length
 
 _PART = 1 << 18
 
@@ -22,12 +25,14 @@ def group_sum(values_N: Tensor, group_N: Tensor) -> Tensor:
     Returns:
         float64 [P], P distinct ids, in ascending order of id.
     """
+    require_same_length(values_N=values_N, group_N=group_N)
     ids_P, index_N = torch.unique(group_N, return_inverse=True)
     return _sums(values_N, index_N, ids_P.numel())
 
 
 def group_mean(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of each row's group, and the number of rows in it: (float64 [N], int64 [N])."""
+    require_same_length(values_N=values_N, group_N=group_N)
     _, index_N, count_P = torch.unique(group_N, return_inverse=True, return_counts=True)
     return (_sums(values_N, index_N, count_P.numel()) / count_P)[index_N], count_P[index_N]
 
@@ -41,6 +46,7 @@ def group_std(values_N: Tensor, group_N: Tensor) -> Tensor:
 
 def group_spread(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest minus smallest value of each group, with ids and sizes: (ids int64 [P], spread [P], count int64 [P])."""
+    require_same_length(values_N=values_N, group_N=group_N)
     ids_P, index_N, count_P = torch.unique(group_N, return_inverse=True, return_counts=True)
     blank_P = values_N.new_zeros(ids_P.numel())
     highest_P = blank_P.scatter_reduce(0, index_N, values_N, "amax", include_self=False)
@@ -52,6 +58,13 @@ def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Sum over the tokens of each sequence: float64 [S], S = the stream's last sequence index + 1; differentiable."""
     num_sequences = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
     return _sums(values_T, sequence_T, num_sequences)
+
+
+def require_groups(scores_N: Tensor, group_N: Tensor) -> None:
+    """Raises ShapeError unless scores are floating-point numbers and ids int64, one of each per row."""
+    require_same_length(scores_N=scores_N, group_N=group_N)
+    require_floating(scores_N=scores_N)
+    require_int64(group_N=group_N)
 
 
 def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 In the loss, `estimate_kl` carries gradient; in the reward, `kl_penalty` does not. The estimators share their
 expectation (not `k2` and `abs`, which are biased) and differ in variance and gradient: only the gradient of `k2` has
-the KL's own gradient as its expectation on fresh samples, which the forms with the suffix `+` use.
+the KL's own gradient as its expectation on fresh samples, which the forms with the suffix `+` use. On samples of an
+older policy the value and the gradient of `k3_unbiased` alone have the KL's as their expectations.
 """
 
 from __future__ import annotations
@@ -16,22 +17,35 @@ from rl_core.errors import ConfigError, nearest
 KL_LIMIT = 10.0
 """An estimate of one token's KL is clamped to ± this, in nats; beyond it only the `+` forms have a gradient."""
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
+UNBIASED = "k3_unbiased"
+"""The one that reads the log-probs of the policy that sampled, too."""
 
 
-def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, estimator: str = "k3") -> Tensor:
+def estimate_kl(
+    logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    mask_T: Tensor,
+    old_logprobs_T: Tensor | None = None,
+    *,
+    estimator: str = "k3",
+) -> Tensor:
     """An estimate of KL(policy ‖ reference) at each token.
 
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d · k2 = d²/2 · k3 = exp(−d) − 1 + d · abs = |d|, each clamped to ±KL_LIMIT.
     With the suffix `+` the value is the estimator's and the gradient that of d²/2, i.e. d · ∇logprobs.
+    k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs), the log-ratio clamped to ±LOG_RATIO_LIMIT and k3 to
+    ±KL_LIMIT; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv
-    2506.09477.
+    2506.09477; k3_unbiased: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1.
 
     Args:
         logprobs_T: current policy; carries gradient.
         ref_logprobs_T: reference policy.
         mask_T: bool; elsewhere inputs may be anything.
+        old_logprobs_T: policy that sampled; only `k3_unbiased` reads it. None: the current one, so r is 1 and has a
+            gradient.
         estimator: one of KL_ESTIMATORS.
 
     Returns:
@@ -44,6 +58,11 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, e
     require_tokens(mask_T, logprobs_T=logprobs_T, ref_logprobs_T=ref_logprobs_T)
     require_kl_estimator(estimator)
     difference_T = log_ratio(logprobs_T, ref_logprobs_T, mask_T)
+    if estimator == UNBIASED:
+        old_logprobs_T = logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
+        require_tokens(mask_T, old_logprobs_T=old_logprobs_T)
+        ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T).exp()
+        return ratio_T * _ESTIMATES["k3"](difference_T).clamp(-KL_LIMIT, KL_LIMIT)
     if not estimator.endswith("+"):
         return _ESTIMATES[estimator](difference_T).clamp(-KL_LIMIT, KL_LIMIT)
     with torch.no_grad():
@@ -64,18 +83,19 @@ def kl_penalty(
         ref_logprobs_T: reference policy.
         mask_T: bool, the sampled tokens.
         kl_coef: >= 0.
-        estimator: k1, k2, k3 or abs; `+` only changes a gradient, and there is none here.
+        estimator: k1, k2, k3 or abs; the others differ from these in the loss only.
 
     Returns:
         Penalty [T] in units of reward; 0 outside the mask.
 
     Raises:
-        ConfigError: unknown estimator, or one with `+`.
+        ConfigError: unknown estimator, or one for the loss only.
         ShapeError: lengths differ.
     """
-    if estimator.endswith("+"):
+    if estimator.endswith("+") or estimator == UNBIASED:
+        plain = estimator.removesuffix("+").removesuffix("_unbiased")
         raise ConfigError(
-            f"kl_penalty: {estimator!r} differs from {estimator[:-1]!r} in its gradient only; use the latter in rewards"
+            f"kl_penalty: {estimator!r} differs from {plain!r} in its gradient only; use the latter in rewards"
         )
     with torch.no_grad():
         return kl_coef * estimate_kl(old_logprobs_T, ref_logprobs_T, mask_T, estimator=estimator)

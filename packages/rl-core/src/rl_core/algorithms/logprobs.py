@@ -10,6 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from rl_core.errors import ShapeError
 
+_LOWEST_LOGPROB = -1e4
+"""Stands for a lower log-prob, −inf among them, in products with its probability, which is 0 there in float64 too."""
+
 
 def chunked_logprobs(
     hidden_TH: Tensor,
@@ -29,7 +32,8 @@ def chunked_logprobs(
     Logits live in one buffer of `chunk_tokens` × V numbers (in two of half that length with entropy), and for inputs of
     lower precision in a second one of that precision. Backward computes them again: four matrix products in place of
     three. The products run in the dtype of `hidden_TH`, softmax and sums over chunks in float32 (float64 for float64
-    inputs). Gradients flow to hidden states, weight and bias, through both results; what needs none is skipped.
+    inputs). Gradients flow to hidden states, weight and bias, through both results; what needs none is skipped. A
+    bias of −inf takes a token out of the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
 
     Args:
         hidden_TH: hidden state that predicts each target.
@@ -65,7 +69,7 @@ def full_logprobs(
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
     all_logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-    entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
+    entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV.clamp(min=_LOWEST_LOGPROB)).sum(-1)
     return all_logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1), entropies_T
 
 
@@ -100,7 +104,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     sum_C = weights_CV.sum(-1)
                     lse_C = sum_C.log().add_(peak_C)
                     # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
-                    entropies_T[rows] = logits_CV.sub_(lse_C[:, None]).mul_(weights_CV).sum(-1).div_(sum_C).neg_()
+                    all_logprobs_CV = logits.bounded(logits_CV.sub_(lse_C[:, None]))
+                    entropies_T[rows] = all_logprobs_CV.mul_(weights_CV).sum(-1).div_(sum_C).neg_()
                 lse_T[rows] = lse_C
                 logprobs_T[rows] = target_C.sub_(lse_C)
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropies_T)
@@ -134,6 +139,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 else:
                     # dH/dx = −p · (log p + H), dlogprob/dx = onehot − p
                     probs_CV = torch.exp(grad_CV, out=logits.spare(rows))
+                    logits.bounded(grad_CV)
                     shift_C = grad_entropies_T[rows] * entropies_T[rows]
                     if grad_logprobs_T is not None:
                         shift_C = shift_C + grad_logprobs_T[rows]
@@ -200,6 +206,10 @@ class _Logits:
     def lowered(self, values_CV: Tensor) -> Tensor:
         """The same numbers in the dtype of the matrix products."""
         return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
+
+    def bounded(self, all_logprobs_CV: Tensor) -> Tensor:
+        """The same log-probs, in place, finite also where a bias is −inf."""
+        return all_logprobs_CV if self.bias_V is None else all_logprobs_CV.clamp_(min=_LOWEST_LOGPROB)
 
     def spare(self, rows: slice) -> Tensor:
         """The second buffer, [C, V]."""

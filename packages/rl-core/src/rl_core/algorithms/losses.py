@@ -4,7 +4,8 @@ Write r_t = exp(logprobs_t − old_logprobs_t) for the ratio of the current poli
 A_t for the advantage. What holds for all losses of this package:
 
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, loss and gradient are 0.
-- Log-ratios are clamped to ±20 before `exp` and have no gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
+- Log-ratios are clamped to ±20 before `exp` and have no gradient beyond (`token_loss.LOG_RATIO_LIMIT`): a token's, or
+  in `sequence_losses` the mean over a sequence.
 - Positional parameters are columns, bound by name (see `objective`); keyword-only ones are settings and carry the names
   of `trainer.algorithm`.
 - ShapeError where lengths or dtypes do not fit, ConfigError where a setting is out of its range.
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.checks import require_between
-from rl_core.algorithms.token_loss import TokenLoss, chooses_columns, log_ratio, masked, require_tokens
+from rl_core.algorithms.token_loss import (
+    TokenLoss,
+    chooses_columns,
+    log_ratio,
+    masked,
+    require_tokens,
+    takes_corrections,
+)
 from rl_core.errors import ConfigError
 
 
@@ -195,6 +203,45 @@ def importance_sampling_loss(
     metrics = ratio_metrics(log_ratio_T, ratio_T, mask_T)
     del metrics["clip_fraction"]
     return TokenLoss(-masked(advantages_T, mask_T) * ratio_T, metrics)
+
+
+@takes_corrections("reads")
+def dro_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    correction_weights_T: Tensor | None = None,
+    *,
+    dro_beta: float = 0.05,
+) -> TokenLoss:
+    """Direct reward optimisation: the policy gradient without a ratio, held to the old policy by a square.
+
+    loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²), with log r_t not clamped: the square is what brings a
+    token back that has gone far.
+    Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6, whose square of A − dro_beta · log r has this gradient
+    (over dro_beta); in this form, for policies trained from advantages, verl's and Tinker's `dro`.
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
+        correction_weights_T: w of an off-policy correction; None: 1.
+        dro_beta: >= 0, strength of the hold.
+
+    Returns:
+        Loss [T]; metrics ratio and approx_kl.
+    """
+    require_between(0.0, math.inf, dro_beta=dro_beta)
+    require_tokens(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, advantages_T=advantages_T)
+    difference_T = masked(logprobs_T - old_logprobs_T, mask_T)
+    loss_T = 0.5 * dro_beta * difference_T.square() - masked(advantages_T, mask_T) * masked(logprobs_T, mask_T)
+    if correction_weights_T is not None:
+        require_tokens(mask_T, correction_weights_T=correction_weights_T)
+        loss_T = loss_T * masked(correction_weights_T, mask_T)
+    with torch.no_grad():
+        log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+        metrics = ratio_metrics(log_ratio_T, log_ratio_T.exp(), mask_T)
+    del metrics["clip_fraction"]
+    return TokenLoss(loss_T, metrics)
 
 
 def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> TokenLoss:

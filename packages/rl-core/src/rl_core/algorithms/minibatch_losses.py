@@ -15,7 +15,14 @@ from torch import Tensor
 
 from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.losses import ppo_clip_loss, ratio_metrics
-from rl_core.algorithms.token_loss import TokenLoss, log_ratio, masked, prepared_by, require_tokens
+from rl_core.algorithms.token_loss import (
+    TokenLoss,
+    log_ratio,
+    masked,
+    prepared_by,
+    require_tokens,
+    takes_corrections,
+)
 
 
 def clip_cov_columns(
@@ -44,6 +51,7 @@ def clip_cov_columns(
     return {"x_cov_clipped": clipped_T}
 
 
+@takes_corrections("scales")
 @prepared_by(clip_cov_columns)
 def clip_cov_loss(
     logprobs_T: Tensor,
@@ -62,7 +70,7 @@ def clip_cov_loss(
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
-        x_cov_clipped_T: bool, made by `clip_cov_columns`.
+        x_cov_clipped_T: bool, made by `clip_cov_columns`, from advantages without the weights of corrections.
         clip_ratio: share of the trained tokens that is chosen, in [0, 1] (setting of `clip_cov_columns`).
         clip_cov_lb, clip_cov_ub: covariances between which tokens are chosen (settings of `clip_cov_columns`).
 
@@ -88,6 +96,7 @@ def kl_cov_columns(
     return {"x_cov_top": _largest(covariances_T, mask_T, _share(kl_cov_frac, mask_T))}
 
 
+@takes_corrections("reads")
 @prepared_by(kl_cov_columns)
 def kl_cov_loss(
     logprobs_T: Tensor,
@@ -95,17 +104,20 @@ def kl_cov_loss(
     advantages_T: Tensor,
     mask_T: Tensor,
     x_cov_top_T: Tensor,
+    correction_weights_T: Tensor | None = None,
     *,
     ppo_kl_coef: float = 1.0,
 ) -> TokenLoss:
     """The unclipped surrogate, with a penalty on moving the tokens whose log-prob and advantage covary most.
 
-    loss_t = −r_t A_t, plus ppo_kl_coef · |log r_t| at the chosen tokens (`kl_cov_columns`).
-    Source: Cui et al. 2025, arXiv 2505.22617, section 4 (KL-Cov), there with the covariance under the current policy.
+    loss_t = w_t · (−r_t A_t, plus ppo_kl_coef · |log r_t| at the chosen tokens (`kl_cov_columns`)).
+    Source: Cui et al. 2025, arXiv 2505.22617, section 4 (KL-Cov), there with the covariance under the current policy;
+    w scales the penalty too, as in verl's `kl_cov`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
-        x_cov_top_T: bool, made by `kl_cov_columns`.
+        x_cov_top_T: bool, made by `kl_cov_columns`, from advantages without weights.
+        correction_weights_T: w of an off-policy correction; None: 1.
         ppo_kl_coef: >= 0.
         kl_cov_frac: share of the trained tokens that is chosen, in [0, 1] (setting of `kl_cov_columns`); the paper's
             runs have 0.0002 to 0.002.
@@ -125,6 +137,9 @@ def kl_cov_loss(
     ratio_T = log_ratio_T.exp()
     penalty_T = ppo_kl_coef * masked(log_ratio_T.abs(), x_cov_top_T)
     loss_T = penalty_T - masked(advantages_T, mask_T) * ratio_T
+    if correction_weights_T is not None:
+        require_tokens(mask_T, correction_weights_T=correction_weights_T)
+        loss_T = loss_T * masked(correction_weights_T, mask_T)
     metrics = ratio_metrics(log_ratio_T, ratio_T, x_cov_top_T)
     metrics["cov_fraction"] = metrics.pop("clip_fraction")
     return TokenLoss(loss_T, metrics)

@@ -7,6 +7,7 @@ positional parameters say what it reads:
     <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
     mask_T                                         the column loss_mask
     sequence_T                                     int64, non-decreasing: which sequence a token belongs to
+    correction_weights_T                           of an off-policy correction, 1 without one (see `Corrections`)
     x_<name>_T                                     made by the function's own `prepare` (see `token_loss.prepared_by`)
 
 A parameter with a default is optional: it is bound where the batch has the column, or as `token_loss.chooses_columns`
@@ -15,7 +16,6 @@ says. Keyword-only parameters are settings.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,16 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.kl import estimate_kl, require_kl_estimator
-from rl_core.algorithms.token_loss import LossFunction, masked, require_tokens
-from rl_core.columns import FIELDS, ROUTE_COLUMNS
-from rl_core.errors import PluginError, RLError, ShapeError, nearest
+from rl_core.algorithms.kl import UNBIASED, estimate_kl, require_kl_estimator
+from rl_core.algorithms.loss_parameters import (
+    CURRENT,
+    column_of,
+    function_name,
+    positional_with_defaults,
+    require_loss_parameters,
+)
+from rl_core.algorithms.off_policy_mask import off_policy_sequence_mask
+from rl_core.algorithms.token_loss import Corrections, LossFunction, masked, require_tokens
+from rl_core.errors import PluginError, RLError, ShapeError
 from rl_core.function_settings import keyword_parameters, require_settings
-
-CURRENT = ("logprobs", "entropies", "predicted_values")
-"""What comes from the current model."""
-COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
-"""Per-token columns of a batch that a loss may read."""
 
 SumAndWeight = tuple[Tensor, Tensor]
 
@@ -52,6 +54,8 @@ class Objective:
     """One of `kl.KL_ESTIMATORS`."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 leaves it out."""
+    off_policy_sequence_mask: float | None = None
+    """`delta` of `off_policy_mask.off_policy_sequence_mask`, which takes tokens out of the loss; None leaves it out."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -61,13 +65,27 @@ class Objective:
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        return _name(self.function)
+        return function_name(self.function)
 
     @cached_property
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
         read = [*self.call_columns, *self.prepare_columns]
-        return tuple(dict.fromkeys(name for name in read if name != "sequence" and not name.startswith("x_")))
+        made = ("sequence", "correction_weights")
+        return tuple(dict.fromkeys(name for name in read if name not in made and not name.startswith("x_")))
+
+    @cached_property
+    def corrections(self) -> Corrections:
+        """How the weights of an off-policy correction reach this loss: as it declares, else as is found out."""
+        declared = getattr(self.function, "corrections", None)
+        if declared is not None:
+            return declared
+        columns = {column_of(name) for name in (*self._required_parameters, *self._prepare_parameters)}
+        if "correction_weights_T" in (*self._parameters, *self._prepare_parameters):
+            return "reads"
+        if "rollout_logprobs" in columns or "advantages" not in columns:
+            return "refuses"
+        return "scales" if "advantages" not in self.prepare_columns and self.is_linear() else "unknown"
 
     @cached_property
     def prepare_columns(self) -> tuple[str, ...]:
@@ -78,7 +96,10 @@ class Objective:
     def call_columns(self) -> tuple[str, ...]:
         """Columns that a call reads: what a worker must be sent. Includes `x_…` columns made by `prepare`."""
         read = [column_of(name) for name in self._required_parameters]
+        read += ["correction_weights"] if "correction_weights_T" in self._parameters else []
         terms = ["ref_logprobs"] if self.kl_coef else []
+        terms += ["old_logprobs"] if self.kl_coef and self.kl_estimator == UNBIASED else []
+        terms += [] if self.off_policy_sequence_mask is None else ["rollout_logprobs", "advantages"]
         return tuple(
             dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in (*CURRENT, "sequence"))
         )
@@ -87,17 +108,35 @@ class Objective:
     def reads(self) -> frozenset[str]:
         """Which of CURRENT a call must be given."""
         read = {column_of(name) for name in self._required_parameters} & set(CURRENT)
-        terms = {"logprobs": self.kl_coef, "entropies": self.entropy_coef}
+        terms = {
+            "logprobs": self.kl_coef or self.off_policy_sequence_mask is not None,
+            "entropies": self.entropy_coef,
+        }
         return frozenset(read | {name for name, coef in terms.items() if coef})
 
     def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
-        """Columns `x_…` [T] made from the whole mini-batch, before anything is split; empty for most losses.
+        """Columns [T] to add to the mini-batch, or to replace there, before anything is split; none for most losses.
+
+        These are the loss's own `x_…`, and what off-policy corrections do to it: the advantages times the weights
+        (after `prepare` has read them without), or the weights themselves.
 
         Args:
-            columns: the mini-batch's `required_columns`.
+            columns: the mini-batch's `required_columns`, and `correction_weights` where there is a correction.
             sequence_T: int64, non-decreasing.
             seed: of this mini-batch; the same seed and columns give the same result.
         """
+        weights_T = columns.get("correction_weights")
+        if self.corrections == "reads" and weights_T is None:
+            weights_T = torch.ones_like(columns["loss_mask"], dtype=torch.float32)
+            columns = {**columns, "correction_weights": weights_T}
+        made = self._prepared(columns, sequence_T, seed)
+        if self.corrections == "scales" and weights_T is not None:
+            made["advantages"] = columns["advantages"] * weights_T
+        if self.corrections == "reads" and weights_T is not None:
+            made["correction_weights"] = weights_T
+        return made
+
+    def _prepared(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
         function = self._prepare_function
         if function is None:
             return {}
@@ -111,7 +150,7 @@ class Objective:
         wanted = {column_of(name) for name in self._parameters if name.startswith("x_")}
         if set(made) != wanted:
             raise PluginError(f"{self.name}: its prepare function made {sorted(made)}, the loss reads {sorted(wanted)}")
-        return made
+        return dict(made)
 
     def __call__(
         self,
@@ -153,8 +192,14 @@ class Objective:
         _require_token_loss(self.name, result, mask_T)
         metrics = dict(result.metrics)
         total_T = result.loss_T
+        if self.off_policy_sequence_mask is not None:
+            distance = (read["logprobs"], read["rollout_logprobs"], read["advantages"])
+            kept_T = off_policy_sequence_mask(*distance, mask_T, sequence_T, delta=self.off_policy_sequence_mask)
+            total_T = masked(total_T, kept_T)
+            metrics["off_policy_masked"] = ~kept_T
         if self.kl_coef:
-            kl_T = estimate_kl(read["logprobs"], read["ref_logprobs"], mask_T, estimator=self.kl_estimator)
+            policies = (read["logprobs"], read["ref_logprobs"], mask_T, read.get("old_logprobs"))
+            kl_T = estimate_kl(*policies, estimator=self.kl_estimator)
             total_T = total_T + self.kl_coef * kl_T
             metrics["kl"] = kl_T.detach()
         if self.entropy_coef:
@@ -170,18 +215,56 @@ class Objective:
         """Runs the function once on four tokens of two sequences, so that a broken one fails at start-up.
 
         Raises:
-            PluginError: it raised (its own error is the cause) or returned something else than a TokenLoss of T values.
+            PluginError: it raised (its own error is the cause) or returned something else than a TokenLoss of T values;
+                or it declares that corrections scale it, and is not linear in the advantages.
         """
         sequence_T = torch.tensor([0, 0, 1, 1])
-        columns = {name: _example(name) for name in self.required_columns}
-        current = {f"{name}_T": _example(name).requires_grad_() for name in self.reads}
+        self._tried({name: _example(name) for name in self.required_columns}, sequence_T)
+        if getattr(self.function, "corrections", None) == "scales" and not self.is_linear():
+            raise PluginError(
+                f"{self.name} declares that off-policy corrections scale it, but with advantages times a factor its "
+                "loss is not the loss times that factor; let it read correction_weights_T and declare 'reads', or "
+                "declare 'refuses'"
+            )
+
+    def is_linear(self) -> bool:
+        """Advantages times a factor of each token's own, from 0 to 50, give the loss times that factor.
+
+        Asked of twelve tokens of three sequences with ratios on both sides of any bound; what `prepare` makes is held
+        fixed. Raises what `try_out` raises of a function that fails.
+        """
+        generator = torch.Generator().manual_seed(0)
+        sequence_T = torch.arange(3).repeat_interleave(4)
+        columns = {name: _varied(name, generator) for name in self.required_columns}
+        loss_T = self._tried(columns, sequence_T)
+        for _ in range(4):
+            factor_T = 50.0 * torch.rand(12, generator=generator).pow(3)
+            factor_T[torch.randint(12, (1,), generator=generator)] = 0.0
+            scaled_T = self._tried(columns, sequence_T, {"advantages": columns["advantages"] * factor_T})
+            # float32, and losses that add up tens of terms.
+            if not torch.allclose(scaled_T, loss_T * factor_T, rtol=1e-3, atol=1e-4):
+                return False
+        return True
+
+    def _tried(
+        self, columns: Mapping[str, Tensor], sequence_T: Tensor, changed: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """The loss of each token on made-up columns; `changed` replaces some of them after `prepare`."""
+        generator = torch.Generator().manual_seed(1)
+        sample = _example if len(sequence_T) == 4 else lambda name: _varied(name, generator)
+        current = {f"{name}_T": sample(name).requires_grad_() for name in sorted(self.reads)}
         try:
-            made = self.prepare(columns, sequence_T, seed=0)
-            self({**columns, **made}, sequence_T=sequence_T, **current)
+            columns = {**columns, "correction_weights": torch.ones(len(sequence_T))}
+            columns |= {**self._prepared(columns, sequence_T, seed=0), **(changed or {})}
+            self(columns, sequence_T=sequence_T, **current)
+            read = {**columns, "sequence": sequence_T, **{name[:-2]: value_T for name, value_T in current.items()}}
+            return self.function(**_bound(self._call_parameters, read), **self.params).loss_T.detach()
         except RLError:
             raise
         except Exception as error:
-            raise PluginError(f"{self.name} failed on four tokens: {type(error).__name__}: {error}") from error
+            raise PluginError(
+                f"{self.name} failed on {len(sequence_T)} tokens: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def _prepare_function(self) -> Callable[..., dict[str, Tensor]] | None:
@@ -189,11 +272,11 @@ class Objective:
 
     @cached_property
     def _parameters(self) -> dict[str, bool]:
-        return _positional(self.function, self.name)
+        return positional_with_defaults(self.function, self.name)
 
     @cached_property
     def _prepare_parameters(self) -> dict[str, bool]:
-        return _positional(self._prepare_function, self.name) if self._prepare_function else {}
+        return positional_with_defaults(self._prepare_function, self.name) if self._prepare_function else {}
 
     @cached_property
     def _required_parameters(self) -> tuple[str, ...]:
@@ -222,33 +305,6 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
     return {name: (total, weight) for name, (total, weight) in zip(totals, values, strict=True)}
 
 
-def require_loss_parameters(function: Callable[..., Any]) -> None:
-    """Raises PluginError unless what a loss reads, and what its `prepare` function reads, is there to be read."""
-    name, prepare = _name(function), getattr(function, "prepare", None)
-    parameters, prepare_parameters = _positional(function, name), _positional(prepare, name) if prepare else {}
-    if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
-        raise PluginError(f"{name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
-    for parameter in {**parameters, **prepare_parameters}:
-        _require_known_parameter(name, parameter)
-    if current := [
-        parameter
-        for parameter in prepare_parameters
-        if parameter.removesuffix("_T") in CURRENT or parameter.startswith("x_")
-    ]:
-        raise PluginError(
-            f"{name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
-        )
-
-
-def column_of(parameter: str) -> str:
-    """The column that a parameter reads: its name without `_T`; `mask_T` is `loss_mask`."""
-    return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))
-
-
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
     """Numbers outside the mask as zeros: a user's function need not know that anything may stand there."""
     return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
@@ -264,32 +320,19 @@ def _require(where: str, kind: str, names: Iterable[str], available: Mapping[str
             raise ShapeError(f"{where}: needs the {kind} {name!r}; given are {', '.join(sorted(available)) or 'none'}")
 
 
-def _positional(function: Callable[..., Any], where: str) -> dict[str, bool]:
-    """Positional parameters, each with whether it has a default."""
-    found = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            continue
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise PluginError(
-                f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters"
-            )
-        found[name] = parameter.default is not parameter.empty
-    return found
+def _varied(name: str, generator: torch.Generator) -> Tensor:
+    """Twelve plausible values of a column; about a third of the log-ratios are beyond usual bounds."""
+    if name in ("loss_mask", "sampled", "tokens", "policy_version"):
+        return _example(name).repeat(3)
+    noise_T = torch.randn(12, generator=generator)
+    if name.endswith("logprobs"):
+        return (-1.0 + 0.3 * noise_T).clamp(max=-0.01)
+    return noise_T.abs() if "entropies" in name or name in ("loss_weights", "correction_weights") else noise_T
 
 
 def _example(name: str) -> Tensor:
     kinds = {"loss_mask": torch.bool, "sampled": torch.bool, "tokens": torch.int64, "policy_version": torch.int32}
     return torch.full((4,), -1.0 if name.endswith("logprobs") else 1.0).to(kinds.get(name, torch.float32))
-
-
-def _require_known_parameter(where: str, name: str) -> None:
-    known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", "sequence_T"]
-    if name not in known and not (name.startswith("x_") and name.endswith("_T")):
-        raise PluginError(
-            f"{where}: parameter {name!r} is neither a column nor a value of the current model "
-            f"({', '.join(known)}, x_…_T).{nearest(name, known)} A setting must be keyword-only: put it after `*`"
-        )
 
 
 def _require_token_loss(where: str, result: Any, mask_T: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Policy losses whose ratio is that of a whole sequence. What all losses share stands in `losses`.
 
 A sequence is what `sequence_T` says; only its trained tokens count. With the reduction `sequence_mean` the sum that is
-minimised is the papers' objective.
+minimised is the papers' objective. Here the mean over a sequence is clamped to ±20 before `exp`, not each token's
+log-ratio: a token far out moves the mean as much as the papers say. Beyond the clamp there is no gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rl_core.algorithms.checks import require_between
 from rl_core.algorithms.losses import clipped_surrogate, ratio_metrics
-from rl_core.algorithms.token_loss import TokenLoss, log_ratio, masked, mean_over_sequence, require_tokens
+from rl_core.algorithms.token_loss import LOG_RATIO_LIMIT, TokenLoss, masked, mean_over_sequence, require_tokens
 
 
 def gspo_loss(
@@ -28,7 +29,7 @@ def gspo_loss(
 ) -> TokenLoss:
     """PPO clip of the sequence's ratio: sequences are clipped as a whole.
 
-    s_i = exp(mean over the trained tokens of sequence i of (logprobs_t − old_logprobs_t));
+    s_i = exp(clamp(mean over the trained tokens of sequence i of (logprobs_t − old_logprobs_t), ±20));
     loss_t = −min(s_i A_t, clip(s_i, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 5 and 7; the bounds are those of its section 5.
 
@@ -43,7 +44,7 @@ def gspo_loss(
         Loss [T]; metrics as `losses.ppo_clip_loss`, of the sequence's ratio.
     """
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
-    mean_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T)
+    mean_T = _clamped_mean(log_ratio_T, mask_T, sequence_T)
     return clipped_surrogate(mean_T, masked(advantages_T, mask_T), eps_clip_low, eps_clip_high)
 
 
@@ -71,9 +72,11 @@ def gspo_token_loss(
         Loss [T]; metrics as `gspo_loss`.
     """
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
-    with torch.no_grad():
-        shift_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T).sub_(log_ratio_T)
-    return clipped_surrogate(log_ratio_T + shift_T, masked(advantages_T, mask_T), eps_clip_low, eps_clip_high)
+    mean_T = _clamped_mean(log_ratio_T.detach(), mask_T, sequence_T)
+    own_T = masked(log_ratio_T, mean_T.abs() < LOG_RATIO_LIMIT)
+    return clipped_surrogate(
+        mean_T + (own_T - own_T.detach()), masked(advantages_T, mask_T), eps_clip_low, eps_clip_high
+    )
 
 
 def gmpo_loss(
@@ -89,7 +92,7 @@ def gmpo_loss(
     """The geometric mean of a sequence's clipped token ratios: an outlier moves it less than the arithmetic mean.
 
     d_t = min(log r_t, gmpo_log_clip_high) where A_t > 0, max(log r_t, −gmpo_log_clip_low) where A_t < 0;
-    loss_t = −A_t · exp(mean of d over the trained tokens of the sequence).
+    loss_t = −A_t · exp(clamp(mean of d over the trained tokens of the sequence, ±20)).
     Source: Zhao et al. 2025 (GMPO), arXiv 2507.20673, section 3 (tokens clipped before the mean); bounds e^±0.4.
 
     Args:
@@ -106,8 +109,7 @@ def gmpo_loss(
     with torch.no_grad():
         bounded_T = log_ratio_T.clamp(-gmpo_log_clip_low, gmpo_log_clip_high)
         clipped_T = (log_ratio_T - bounded_T).mul_(clean_T) > 0
-    mean_T = mean_over_sequence(torch.where(clipped_T, bounded_T, log_ratio_T), mask_T, sequence_T)
-    mean_T = masked(mean_T, mask_T)
+    mean_T = _clamped_mean(torch.where(clipped_T, bounded_T, log_ratio_T), mask_T, sequence_T)
     ratio_T = mean_T.exp()
     return TokenLoss(-clean_T * ratio_T, ratio_metrics(mean_T, ratio_T, clipped_T))
 
@@ -122,4 +124,12 @@ def _token_log_ratio(
         advantages_T=advantages_T,
         sequence_T=sequence_T,
     )
-    return log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    # An infinite log-ratio becomes the largest number: a difference of two is then no NaN, and its mean is clamped.
+    largest = torch.finfo(logprobs_T.dtype).max
+    return masked(logprobs_T - old_logprobs_T, mask_T).clamp(-largest, largest)
+
+
+def _clamped_mean(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Each trained token's sequence's mean log-ratio, within ±LOG_RATIO_LIMIT; 0 outside the mask."""
+    mean_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T)
+    return mean_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

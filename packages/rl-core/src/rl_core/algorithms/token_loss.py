@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,30 @@ def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFun
 
     def decorate(function: LossFunction) -> LossFunction:
         function.__dict__["chosen_columns"] = chosen
+        return function
+
+    return decorate
+
+
+Corrections = Literal["scales", "reads", "refuses", "unknown"]
+"""How a loss takes the weights of off-policy corrections, each the factor of one token's loss: they scale its value,
+being multiplied into its advantages; it reads them as `correction_weights_T`; it takes none, of itself correcting or
+without advantages; or nobody knows, so that weights are refused where they are wanted."""
+
+
+def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Callable[[LossFunction], LossFunction]:
+    """Decorates a loss function: how it takes off-policy corrections.
+
+    scales: the weights are multiplied into the advantages it is given, which must scale its value (`Objective.try_out`
+    tries that out). Its `prepare` function reads the advantages before, without weights.
+    reads: it, or its `prepare` function, has the parameter `correction_weights_T` and multiplies what they belong to.
+    refuses: a run with a correction does not start.
+    Without this decorator the parameters decide, and whether the value is seen to scale; a loss whose `prepare`
+    function reads advantages needs it: only its author knows whether the choice is to depend on the weights.
+    """
+
+    def decorate(function: LossFunction) -> LossFunction:
+        function.__dict__["corrections"] = corrections
         return function
 
     return decorate

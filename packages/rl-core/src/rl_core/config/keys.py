@@ -1,13 +1,15 @@
 """Keys that other trainers know and this one spells otherwise or does not have, each with its successor or the reason.
 
-Users bring launch scripts. A key of theirs either loads, or the error says what to write instead; a switch that stands
-where it changes nothing (`trainer.flash_attn=true`) is dropped with a warning.
+Users bring launch scripts. A key of theirs loads under its name here, with a warning that says so, or the error says
+what to write instead; a switch that changes nothing here (`trainer.flash_attn=true`) is dropped with a warning that
+says why.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -25,28 +27,114 @@ ALIASES = {
 }
 """Other spellings, accepted as they are."""
 
+MODELS_OF = {"train": ("policy", "critic"), "eval": ("ref",)}
+"""`<backend>_config.train.<key>` is that key of the section of each of these models; so is `<backend>_config.eval`."""
+
 VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("trainer.strategy", "fsdp2"): "fsdp",
     ("trainer.resume_mode", None): "none",
+    ("trainer.tags", None): (),
+    ("generator.sampling_params.stop", None): (),
+    ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
+    ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
 }
-"""Other spellings of a value, accepted as they are."""
+"""Other spellings of a value, by the key's name here; accepted as they are."""
 
-RENAMED = {
+_ENGINE = "generator.inference_engine."
+_ASYNC = "trainer.fully_async."
+
+TAKEN_AS = {
     "trainer.policy.gradient_checkpointing": "trainer.gradient_checkpointing",
     "trainer.policy.use_sample_packing": "trainer.use_sample_packing",
+    "environment.skyrl_gym": "environment.options",
+    "generator.num_inference_engines": f"{_ENGINE}num_engines",
+    "generator.remote_inference_engine_urls": f"{_ENGINE}external_server_urls",
+    **{
+        f"generator.inference_engine_{kind}_parallel_size": f"{_ENGINE}{kind}_parallel_size"
+        for kind in ("tensor", "pipeline", "data", "expert")
+    },
+    **{
+        f"generator.{name}": f"{_ENGINE}{name}"
+        for name in (
+            "backend",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "engine_init_kwargs",
+            "fully_sharded_loras",
+            "gpu_memory_utilization",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "model_dtype",
+            "served_model_name",
+            "weight_sync_backend",
+        )
+    },
+}
+"""Key, or section → its name here, under which it is taken with a warning."""
+
+
+@attrs.frozen
+class Successor:
+    """A key whose value means something under another name, some values aside."""
+
+    key: str
+    values: Mapping[Any, Any] = attrs.field(factory=dict)
+    """Value there → value here, None where it asks for what is done anyway; any other value is taken as it is."""
+    reason: str = ""
+    """Why such a value is dropped."""
+
+
+SUCCESSORS = {
+    "trainer.algorithm.use_tis": Successor(
+        "trainer.algorithm.off_policy_correction.tis_ratio_type",
+        {True: "token", False: None},
+        "off_policy_correction.tis_ratio_type says whether there is a correction",
+    ),
+    "trainer.algorithm.tis_imp_ratio_cap": Successor(
+        "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+        {-1: None},
+        "-1 sets no bound of its own",
+    ),
+    "trainer.num_logger_train_samples": Successor(
+        "trainer.num_logged_samples", {-1: None}, "trainer.num_logged_samples has a bound of its own"
+    ),
+}
+"""Key → what it is here."""
+
+LOSS_SECTIONS = {f"trainer.algorithm.{name}": name for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")}
+"""Section of one policy loss's parameters → that loss; here they are `policy_loss_params` of the one that is chosen."""
+
+RENAMED = {
     "trainer.fully_async.max_staleness_steps": "trainer.max_staleness",
     "trainer.fully_async.num_parallel_generation_workers": "generator.max_concurrency",
-    "trainer.algorithm.use_tis": "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
-    "trainer.algorithm.tis_imp_ratio_cap": "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-    "trainer.algorithm.sapo.tau_pos": "trainer.algorithm.policy_loss_params.tau_pos",
-    "trainer.algorithm.sapo.tau_neg": "trainer.algorithm.policy_loss_params.tau_neg",
-    "trainer.algorithm.clip_cov": "trainer.algorithm.policy_loss_params",
-    "trainer.algorithm.kl_cov": "trainer.algorithm.policy_loss_params",
-    "trainer.algorithm.cispo": "trainer.algorithm.policy_loss_params",
-    "trainer.algorithm.dppo": "trainer.algorithm.policy_loss_params",
-    "trainer.num_logger_train_samples": "trainer.num_logged_samples",
-    "trainer.log_path": "trainer.run_dir",
-    "environment.skyrl_gym": "environment.options",
+    "trainer.algorithm.clip_ratio": "trainer.algorithm.eps_clip_low",
+    "trainer.algorithm.clip_ratio_low": "trainer.algorithm.eps_clip_low",
+    "trainer.algorithm.clip_ratio_high": "trainer.algorithm.eps_clip_high",
+    "trainer.algorithm.eps_clip": "trainer.algorithm.eps_clip_low",
+    "trainer.algorithm.cliprange": "trainer.algorithm.eps_clip_low",
+    "trainer.algorithm.cliprange_value": "trainer.algorithm.value_clip",
+    "trainer.algorithm.adv_estimator": "trainer.algorithm.advantage_estimator",
+    "trainer.algorithm.lam": "trainer.algorithm.lambd",
+    "trainer.algorithm.kl_coef": "trainer.algorithm.kl_loss_coef",
+    "trainer.algorithm.entropy_coeff": "trainer.algorithm.entropy_loss_coef",
+    "trainer.learning_rate": "trainer.policy.optimizer_config.lr",
+    "trainer.batch_size": "trainer.train_batch_size",
+    "trainer.mini_batch_size": "trainer.policy_mini_batch_size",
+    "trainer.ppo_mini_batch_size": "trainer.policy_mini_batch_size",
+    "trainer.ppo_epochs": "trainer.update_epochs_per_batch",
+    "trainer.save_freq": "trainer.ckpt_interval",
+    "trainer.test_freq": "trainer.eval_interval",
+    "trainer.val_before_train": "trainer.eval_before_train",
+    "trainer.total_epochs": "trainer.epochs",
+    "trainer.total_training_steps": "trainer.max_training_steps",
+    "trainer.experiment_name": "trainer.run_name",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.n_gpus_per_node": "trainer.placement.policy_num_gpus_per_node",
+    "trainer.nnodes": "trainer.placement.policy_num_nodes",
+    "data.train_files": "data.train_data",
+    "data.val_files": "data.val_data",
+    "data.max_response_length": "generator.sampling_params.max_generate_length",
 }
 """Key, or section → what to write instead."""
 
@@ -58,63 +146,89 @@ class Unsupported:
     reason: str
     harmless: Sequence[Any] = ()
     """With these values it asks for nothing that is missing: a warning, not an error."""
+    is_harmless: bool = False
+    """So it is with every value."""
 
 
+_PROFILER = "there is no profiler; run torch.profiler in a callback (trainer.callbacks)"
+_QAT = "there is no quantisation-aware training"
+_MTP = "there is no multi-token prediction"
+_SIMULATED = "training is not simulated"
 _ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
+_SAMPLES = "samples.jsonl has the samples"
+_ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    "deepspeed_config": Unsupported("there is no DeepSpeed backend yet; choose trainer.strategy=fsdp"),
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
-    "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK),
-    "trainer.use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
+    "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK, ("ulysses",)),
+    "trainer.use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
     "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (False,)),
     "trainer.policy.record_memory": Unsupported("memory is not recorded", (False,)),
-    "trainer.policy.torch_profiler_config": Unsupported("there is no profiler", (None,)),
+    "trainer.policy.torch_profiler_config": Unsupported(_PROFILER, is_harmless=True),
+    "trainer.policy.torch_profiler_config.enable": Unsupported(_PROFILER, (False,)),
     "trainer.policy.model_config_kwargs": Unsupported("a model is used as its directory says", (None, {})),
     "trainer.policy.language_model_only": Unsupported("models of text only", (False, True)),
     "trainer.policy.inference_only_init": Unsupported("a policy is trained", (False,)),
-    "trainer.policy.model.fake_int4_qat": Unsupported("there is no quantisation-aware training"),
+    "trainer.policy.model.fake_int4_qat": Unsupported(_QAT, is_harmless=True),
+    "trainer.policy.model.fake_int4_qat.enabled": Unsupported(_QAT, (False,)),
     "trainer.policy.model.lora.lora_sync_path": Unsupported(
         "an adapter needs no folder: it goes the way of the weights, merged into them or, with "
-        "trainer.policy.model.lora.merge_lora=false, alone"
+        "trainer.policy.model.lora.merge_lora=false, alone",
+        is_harmless=True,
     ),
-    "trainer.critic.model.lora.lora_sync_path": Unsupported("a critic is not sent to the engines"),
+    "trainer.critic.model.lora.lora_sync_path": Unsupported("a critic is not sent to the engines", is_harmless=True),
     "trainer.ref.model.lora": Unsupported("the reference has no adapters"),
-    "trainer.mtp": Unsupported("there is no multi-token prediction", (None,)),
-    "trainer.mtp.enabled": Unsupported("there is no multi-token prediction", (False,)),
-    "trainer.fully_async": Unsupported("trainer.max_staleness says how asynchronous a run is", (None,)),
+    "trainer.mtp": Unsupported(_MTP, is_harmless=True),
+    "trainer.mtp.enabled": Unsupported(_MTP, (False,)),
+    "trainer.fully_async": Unsupported("trainer.max_staleness says how asynchronous a run is", (None, False)),
+    "trainer.fully_async.simulate_training_step_seconds": Unsupported(_SIMULATED, is_harmless=True),
+    "trainer.fully_async.simulate_weight_sync_seconds": Unsupported(_SIMULATED, is_harmless=True),
     "trainer.fully_async.enabled": Unsupported("trainer.max_staleness above 0 makes a run asynchronous", (False,)),
     "trainer.gradient_checkpointing_use_reentrant": Unsupported("checkpointing is never reentrant", (False,)),
     "trainer.recompute_old_logprobs_per_minibatch": Unsupported("they are computed once per batch", (False,)),
     "trainer.update_ref_every_epoch": Unsupported("the reference stays what it was", (False,)),
-    "trainer.flash_attn": Unsupported("the backend's own section chooses the attention", (True,)),
+    "trainer.flash_attn": Unsupported(
+        "the backend chooses its attention by what the device and the dtype allow; it needs no flash-attn package",
+        (True, False),
+    ),
     "trainer.disable_fast_tokenizer": Unsupported("tokenizers are the fast ones", (False,)),
-    "trainer.enable_ray_gpu_monitor": Unsupported("there is no GPU monitor", (False,)),
-    "trainer.dump_data_batch": Unsupported("samples.jsonl has the samples", (False,)),
-    "trainer.dump_eval_results": Unsupported("samples.jsonl has the samples", (True,)),
-    "trainer.print_example_interval": Unsupported("samples.jsonl has the samples"),
-    "trainer.log_example_interval": Unsupported("samples.jsonl has the samples", (-1,)),
-    "trainer.num_logger_eval_samples": Unsupported("samples.jsonl has the samples", (-1,)),
-    "trainer.vocab_entropy_chunk_size": Unsupported(_CHUNKS),
-    "trainer.vocab_entropy_chunk_memory_mb": Unsupported(_CHUNKS),
-    "trainer.fused_lm_head_logprob": Unsupported(_CHUNKS, (False,)),
-    "trainer.fused_lm_head_logprob_backend": Unsupported(_CHUNKS),
-    "trainer.algorithm.zero_variance_filter_tol": Unsupported("groups are compared exactly", (0, 0.0)),
-    "data.dataloader": Unsupported("prompts are read into memory", (None,)),
-    "generator.batched": Unsupported("prompts are generated one by one, all at the same time", (False,)),
+    "trainer.enable_ray_gpu_monitor": Unsupported("there is no GPU monitor", is_harmless=True),
+    "trainer.log_path": Unsupported("trainer.run_dir has everything that a run writes", is_harmless=True),
+    "trainer.dump_data_batch": Unsupported(_SAMPLES, (True, False)),
+    "trainer.dump_eval_results": Unsupported(_SAMPLES, (True, False)),
+    "trainer.print_example_interval": Unsupported(_SAMPLES, is_harmless=True),
+    "trainer.log_example_interval": Unsupported(_SAMPLES, is_harmless=True),
+    "trainer.num_logger_eval_samples": Unsupported(_SAMPLES, is_harmless=True),
+    "trainer.vocab_entropy_chunk_size": Unsupported(_CHUNKS, is_harmless=True),
+    "trainer.vocab_entropy_chunk_memory_mb": Unsupported(_CHUNKS, is_harmless=True),
+    "trainer.fused_lm_head_logprob": Unsupported(_CHUNKS, is_harmless=True),
+    "trainer.fused_lm_head_logprob_backend": Unsupported(_CHUNKS, is_harmless=True),
+    "trainer.algorithm.zero_variance_filter_tol": Unsupported(
+        "rewards of a group are compared exactly", (0, 0.0, 1e-6)
+    ),
+    "data.dataloader": Unsupported("prompts are read into memory", is_harmless=True),
+    "generator.batched": Unsupported(
+        "each prompt is a request of its own, all are under way at the same time", is_harmless=True
+    ),
     "generator.use_conversation_multi_turn": Unsupported("what was said is never written anew as text", (True,)),
     "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
         "a turn that a stop string ended is closed as the chat template closes turns", (True,)
     ),
     "generator.vision_language_generator": Unsupported("models of text only", (False,)),
-    "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, (True, False)),
+    "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, is_harmless=True),
     "generator.chat_template": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
+    "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
+    "environment.skyrl_gym.max_env_workers": Unsupported(
+        "an episode has a thread of its own; environment.num_workers bounds them", is_harmless=True
+    ),
     "generator.inference_engine.run_engines_locally": Unsupported("engines are started by the run", (True,)),
-    "generator.inference_engine.async_engine": Unsupported("it is always so here", (True,)),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported("see weight_bucket_bytes"),
+    "generator.inference_engine.async_engine": Unsupported("requests are always asynchronous", (True, False)),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported(
+        "weight_bucket_bytes bounds what travels at a time", is_harmless=True
+    ),
     "generator.inference_engine.delta_weight_sync": Unsupported("all weights are sent", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
@@ -122,34 +236,115 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 for _model in ("policy", "ref", "critic"):
     UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported("every decoder layer is a unit", ({}, None))
+    UNSUPPORTED[f"trainer.{_model}.fsdp_config.mixed_precision.buffer_dtype"] = Unsupported(
+        "buffers stay in the dtype that the model gives them, float32", ("fp32", "float32")
+    )
+    for _name, _unsupported in {
+        "ddp_config.average_in_collective": Unsupported(
+            "gradients are sums of tokens that are weighted before anything is split, so nothing is averaged",
+            (True, False),
+        ),
+        "hf_export_config": Unsupported(
+            "ranks send their parts one bucket after the other, and rank 0 writes", (None,)
+        ),
+        "hf_export_config.distributed_save": Unsupported("rank 0 writes the model, bucket by bucket", (False,)),
+        "hf_export_config.save_every_n_ranks": Unsupported("rank 0 writes the model, bucket by bucket", (1,)),
+        "model_config_kwargs": Unsupported("a model is used as its directory says", (None, {})),
+        "dist_ckpt_optim_fully_reshardable": Unsupported("a checkpoint loads on any mesh", (True, False)),
+        "mtp_num_layers": Unsupported(_MTP, (None, 0)),
+        "mtp_loss_weight": Unsupported(_MTP, is_harmless=True),
+        "mtp_loss_chunk_size": Unsupported(_MTP, is_harmless=True),
+        "mtp_loss_topk": Unsupported(_MTP, is_harmless=True),
+        "async_dist_ckpt_strategy": Unsupported("trainer.async_save has one way to write", is_harmless=True),
+        "async_save_prestage_to_cpu": Unsupported("trainer.async_save copies to CPU memory first", is_harmless=True),
+    }.items():
+        UNSUPPORTED[f"trainer.{_model}.megatron_config.{_name}"] = _unsupported
+    for _name, _unsupported in {
+        "use_distributed_optimizer": Unsupported("the optimizer's state is always split over data ranks", (True,)),
+        "bucket_size": Unsupported("gradients are summed once per step, in one piece", is_harmless=True),
+        "pad_buckets_for_high_nccl_busbw": Unsupported("gradients are summed in one piece", (False,)),
+        "gradient_reduce_div_fusion": Unsupported("gradients are sums, nothing is divided", is_harmless=True),
+        "align_param_gather": Unsupported("parameters are gathered when a step ends, by all ranks", is_harmless=True),
+        "check_for_nan_in_grad": Unsupported(
+            "a step whose gradient is not finite is skipped and counted, not an error "
+            "(trainer.max_consecutive_nonfinite_steps)",
+            is_harmless=True,
+        ),
+        "check_for_large_grads": Unsupported("the gradient's norm is reported and clipped instead", is_harmless=True),
+        "num_distributed_optimizer_instances": Unsupported("the optimizer is split over all data ranks", (1,)),
+        "reduce_scatter_with_fp32_accumulation": Unsupported("set ddp_config.grad_reduce_in_fp32=true", (False,)),
+        "fp8_param_gather": Unsupported("parameters are gathered in the dtype that is computed in", (False,)),
+        "reuse_grad_buf_for_mxfp8_param_ag": Unsupported("parameters are not gathered in 8 bits", (False,)),
+        "use_megatron_fsdp": Unsupported("for sharded parameters choose trainer.strategy=fsdp", (False,)),
+        "use_custom_fsdp": Unsupported("for sharded parameters choose trainer.strategy=fsdp", (False,)),
+        "nccl_ub": Unsupported("buffers are torch's own, which leave the device when inference has it", (False,)),
+        "delay_wgrad_compute": Unsupported("it hides sums behind the backward pass, which are made after it", (False,)),
+    }.items():
+        UNSUPPORTED[f"trainer.{_model}.megatron_config.ddp_config.{_name}"] = _unsupported
+for _key in ("trainer.ref", "trainer.critic"):
+    _section = f"{_key}.megatron_config"
+    UNSUPPORTED[f"{_section}.async_dist_ckpt_save"] = Unsupported("trainer.async_save is for all models", (False,))
+    UNSUPPORTED[f"{_section}.lora_config.merge_lora"] = Unsupported("its adapters are not sent", is_harmless=True)
+    for _name in (
+        "language_model_only",
+        "model_config_kwargs",
+        "model.fake_int4_qat",
+        "model.fake_int4_qat.enabled",
+        "record_memory",
+        "torch_profiler_config",
+        "torch_profiler_config.enable",
+        "use_torch_compile",
+        "inference_only_init",
+    ):
+        UNSUPPORTED[f"{_key}.{_name}"] = UNSUPPORTED[f"trainer.policy.{_name}"]
 for _name, _unsupported in {
     "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
-    "use_expandable_segments": Unsupported("set PYTORCH_ALLOC_CONF in the environment", (False,)),
+    "use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
     "speculative_config": Unsupported("give it to vLLM in generator.inference_engine.engine_init_kwargs", (None,)),
     "external_proxy_url": Unsupported("give the servers themselves in external_server_urls", (None,)),
     "router_init_kwargs": Unsupported("the router has no options", ({},)),
 }.items():
     UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
+for _name, _entry_of_name in list(UNSUPPORTED.items()):
+    # As they were written before the engine's keys had a section.
+    if _name.startswith(_ENGINE) and "." not in _name.removeprefix(_ENGINE):
+        UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
     UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("those of the sampled tokens are always returned", (None, 0, 1))
     UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version has penalties", (1, 1.0))
     UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("write the sampling keys themselves", (None,))
 
 
-def translated(layer: Layer, mistakes: Mistakes, is_of_a_plugin: Callable[[str], bool] = lambda path: False) -> Layer:
+def translated(
+    layer: Layer,
+    mistakes: Mistakes,
+    is_of_a_plugin: Callable[[str], bool] = lambda path: False,
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> Layer:
     """The layer in this project's keys. A key that needs its author is left out, and one of the `mistakes`.
 
     Args:
         is_of_a_plugin: a plug-in brings the key, whatever it means elsewhere; asked of keys of the tables alone.
+        values: what all layers say, by path: parameters of a loss that is not chosen are dropped.
     """
     kept: Layer = []
     for path, given in layer:
         with mistakes.gathered():
-            if not _is_dropped(path, given, is_of_a_plugin):
-                kept.append((ALIASES.get(path, path), _translated_value(path, given)))
+            for key in _keys(path):
+                found = _here(key, given, is_of_a_plugin, values)
+                kept += [(here, _translated_value(here, value)) for here, value in found]
     return kept
+
+
+def _keys(path: str) -> Sequence[str]:
+    """A backend's section without a model is that of several."""
+    section, _, below = path.partition(".")
+    models, _, key = below.partition(".")
+    if section.endswith("_config") and models in MODELS_OF and key:
+        return [f"trainer.{model}.{section}.{key}" for model in MODELS_OF[models]]
+    return [path]
 
 
 def _translated_value(path: str, given: Given) -> Given:
@@ -159,19 +354,68 @@ def _translated_value(path: str, given: Given) -> Given:
     return given
 
 
-def _is_dropped(path: str, given: Given, is_of_a_plugin: Callable[[str], bool]) -> bool:
-    renamed, unsupported = _entry(path, RENAMED), _entry(path, UNSUPPORTED)
-    if (renamed is None and unsupported is None) or is_of_a_plugin(path):
-        return False
-    if renamed is not None:
-        section, successor = renamed
-        raise ConfigError(f"{path}: is not a key here; write {successor}{path.removeprefix(section)} ({given.source})")
-    assert unsupported is not None
-    reason = unsupported[1].reason
-    if any(type(given.value) is type(value) and given.value == value for value in unsupported[1].harmless):
-        warnings.warn(f"{path}: has no effect and can go: {reason} ({given.source})", ConfigWarning, stacklevel=2)
-        return True
-    raise ConfigError(f"{path}: not supported by this version: {reason} ({given.source})")
+def _here(
+    path: str, given: Given, is_of_a_plugin: Callable[[str], bool], values: Mapping[str, Any]
+) -> list[tuple[str, Given]]:
+    """The key and the value as they are here: one, or none where it has no effect. Raises ConfigError."""
+    path = ALIASES.get(path, path)
+    entries = [(table, *entry) for table in _TABLES if (entry := _entry(path, table)) is not None]
+    if not entries or is_of_a_plugin(path):
+        return [(path, given)]
+    if path.startswith(_ASYNC) and (found := _asynchronous(path, given, values)) is not None:
+        return found
+    table, section, entry = max(entries, key=lambda found: len(found[1]))  # the one that speaks of the key most closely
+    below = path.removeprefix(section)
+    if table is UNSUPPORTED:
+        return _without_effect(path, given, entry)
+    if table is LOSS_SECTIONS:
+        if values.get("trainer.algorithm.policy_loss_type") != entry:
+            return _dropped(path, given, f"it is of trainer.algorithm.policy_loss_type={entry}")
+        return _taken(path, f"trainer.algorithm.policy_loss_params{below}", given)
+    if table is SUCCESSORS:
+        return _succeeded(path, given, entry)
+    if table is TAKEN_AS:
+        return _taken(path, f"{entry}{below}", given)
+    raise ConfigError(f"{path}: is not a key here; write {entry}{below} ({given.source})")
+
+
+def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tuple[str, Given]] | None:
+    """Where the section's own switch says whether it counts; None: its keys are looked up like any other."""
+    is_on = values.get(f"{_ASYNC}enabled")
+    if is_on is False and path != f"{_ASYNC}enabled":
+        return _dropped(path, given, f"{_ASYNC}enabled is false, and so trainer.max_staleness 0")
+    if is_on is True and path == f"{_ASYNC}max_staleness_steps":
+        return _taken(path, "trainer.max_staleness", given)
+    if is_on is True and path == f"{_ASYNC}enabled" and f"{_ASYNC}max_staleness_steps" in values:
+        return _dropped(path, given, "trainer.max_staleness says it")
+    return None
+
+
+def _without_effect(path: str, given: Given, unsupported: Unsupported) -> list[tuple[str, Given]]:
+    """Nothing, with a warning. Raises ConfigError for a value that asks for what is not here."""
+    values = unsupported.harmless
+    if unsupported.is_harmless or any(type(given.value) is type(value) and given.value == value for value in values):
+        return _dropped(path, given, unsupported.reason)
+    raise ConfigError(f"{path}: not supported by this version: {unsupported.reason} ({given.source})")
+
+
+def _succeeded(path: str, given: Given, successor: Successor) -> list[tuple[str, Given]]:
+    for there, here in successor.values.items():
+        if given.value == there and isinstance(given.value, bool) == isinstance(there, bool):
+            if here is None:
+                return _dropped(path, given, successor.reason)
+            return _taken(path, successor.key, attrs.evolve(given, value=here, text=None))
+    return _taken(path, successor.key, given)
+
+
+def _dropped(path: str, given: Given, reason: str) -> list[tuple[str, Given]]:
+    warnings.warn(f"{path}: has no effect and can go: {reason} ({given.source})", ConfigWarning, stacklevel=2)
+    return []
+
+
+def _taken(path: str, key: str, given: Given) -> list[tuple[str, Given]]:
+    warnings.warn(f"{path}: is called {key} here, and taken as that ({given.source})", ConfigWarning, stacklevel=2)
+    return [(key, given)]
 
 
 def _entry(path: str, table: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -182,3 +426,6 @@ def _entry(path: str, table: Mapping[str, Any]) -> tuple[str, Any] | None:
             return section, table[section]
         section = section.rpartition(".")[0]
     return None
+
+
+_TABLES: tuple[Mapping[str, Any], ...] = (UNSUPPORTED, LOSS_SECTIONS, SUCCESSORS, TAKEN_AS, RENAMED)

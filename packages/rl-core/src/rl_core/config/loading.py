@@ -136,10 +136,19 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
     value = _fit(hint, given.value)
     if value is _MISMATCH and given.text is not None:
         value = _fit(hint, given.text)
+    if value is _MISMATCH and _has_exponent(given):
+        value = _fit(hint, int(given.value))
     if value is _MISMATCH:
         mistakes.add(_wrong(given, path, describe(hint)))
         return LEFT_OUT
     return value
+
+
+def _has_exponent(given: Given) -> bool:
+    """A whole number that is written as 1e8; a file does not keep how its numbers were written."""
+    if not isinstance(given.value, float) or not given.value.is_integer():
+        return False
+    return given.value >= 1e6 if given.text is None else "e" in given.text.lower()
 
 
 def _fit(hint: Any, value: Any) -> Any:
@@ -199,13 +208,13 @@ def describe(hint: Any) -> str:
 
 def _wrong(given: Any, path: str, expected: str) -> ConfigError:
     if not isinstance(given, Given):
-        return ConfigError(f"{path}: a section is given; expected {expected}")
-    kind = "null" if given.value is None else type(given.value).__name__
-    shown = kind if given.value is None else f"{given.value!r} ({kind})"
+        return ConfigError(f"{path}: got a section; expected {expected}")
+    shown = "null" if given.value is None else repr(given.value)
+    kind = "" if given.value is None else f"{type(given.value).__name__}, "
     if isinstance(given.value, float) and math.isnan(given.value):
         expected = expected.replace("float", "a finite number")
     close = nearest(given.value, expected.split(" | ")) if isinstance(given.value, str) else ""
-    return ConfigError(f"{path}: {shown} is given ({given.source}); expected {expected}.{close}")
+    return ConfigError(f"{path}: got {shown} ({kind}{given.source}); expected {expected}.{close}")
 
 
 def unknown_key(

@@ -73,6 +73,11 @@ RULES = (
         "generator.sampling_params.stop",
         lambda c: c.generator.sampling_params.stop,
     ),
+    Rule(
+        "environment.env_class",
+        "`reward_functions` where `environment.reward_functions` names some",
+        lambda c: "reward_functions" if c.environment.reward_functions else None,
+    ),
     Rule("generator.max_input_length", "trainer.max_prompt_length", lambda c: c.trainer.max_prompt_length),
     Rule(
         "generator.inference_engine.model_dtype",
@@ -96,7 +101,7 @@ PATHS = (
 )
 """Keys in which a leading `~` is the home directory and `${key.path}` the value of another key."""
 
-_SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "a later package"}
+_SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
 
 def resolve(config: Config) -> Config:

@@ -11,6 +11,7 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config import plugin_options
+from rl_core.config.function_params import function_defaults
 from rl_core.config.keys import translated
 from rl_core.config.layers import (
     ConfigWarning,
@@ -102,16 +103,20 @@ def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> C
 
 
 def origins(loaded: Loaded) -> Iterator[Origin]:
-    """Every key of the resolved configuration with its source, in the order of the classes."""
+    """Every key of the resolved configuration with its source, in the order of the classes. A key that the loss or the
+    estimator has its own default for is shown with that; to know it, both are imported."""
     rules = {rule.key: rule.text for rule in RULES}
     unread = plugin_options.unread_keys(loaded.config)
+    of_functions = function_defaults(loaded.config)
     for key, value in leaves(as_mapping(loaded.config)):
         given = loaded.given.get(key)
         reason = next((unread[name] for name in unread if f"{key}.".startswith(f"{name}.")), None)
         if reason is not None:
             yield Origin(key, value, f"{given.source if given else 'default'}; without effect: {reason}")
-        elif given is not None and (given.value is not None or key not in rules):
+        elif given is not None and (given.value is not None or key not in {*rules, *of_functions}):
             yield Origin(key, value, given.source)
+        elif key in of_functions:
+            yield Origin(key, *of_functions[key])
         else:
             yield Origin(key, value, f"derived: {rules[key]}" if key in rules else "default")
 
@@ -119,7 +124,9 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
 def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
     """The layers as a resolved configuration; raises the mistakes, those of reading the layers among them."""
     values = {path: given.value for layer in layers for path, given in layer}
-    layers = [translated(layer, mistakes, lambda path: plugin_options.is_known(path, values)) for layer in layers]
+    layers = [
+        translated(layer, mistakes, lambda path: plugin_options.is_known(path, values), values) for layer in layers
+    ]
     given = merge(layers)
     keys = PluginKeys(
         section_class=section_class(_strategy(given, mistakes)),
@@ -145,9 +152,7 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
     message = ""
     if not isinstance(strategy, str):
-        message = f"{strategy!r} is given; expected a backend's name"
-    elif strategy == "deepspeed" and strategy not in {plugin.name for plugin in plugins.installed("rl_core.backends")}:
-        message = "there is no deepspeed backend yet; choose fsdp"
+        message = f"got {strategy!r}; expected a backend's name"
     if not message:
         return strategy
     mistakes.add(ConfigError(f"trainer.strategy: {message}"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rl_core import plugins
 from rl_core.config import plugin_options
 from rl_core.config.contract_one import adapted_engine, adapted_generator
-from rl_core.config.tree import Config
+from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin
 
@@ -61,10 +62,23 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
         step_wise=generator.step_wise_trajectories,
         engine_init_kwargs=generator.inference_engine.engine_init_kwargs,
         env_class=environment.env_class,
-        environment_options=environment.options,
+        environment_options=_environment_options(environment),
         environment_timeout_s=environment.timeout_s,
+        environment_placement=environment.placement,
+        environment_workers=environment.num_workers,
     )
     return adapted_generator(plugin, config), spec
+
+
+def _environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
+    """With the functions that judge in place of an environment, where there are any."""
+    if not environment.reward_functions:
+        return environment.options
+    functions = {
+        "reward_functions": list(environment.reward_functions),
+        "reward_weights": list(environment.reward_weights),
+    }
+    return {**environment.options, **functions}
 
 
 def _options(section: plugin_options.Section, config: Config) -> Any:

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import ModelConfig, OptimizerConfig, SamplingParams
+from rl_core.interfaces import ModelConfig, OptimizerConfig, PlacementKind, SamplingParams
+from rl_core.remote_files import is_remote
 
 _T = TypeVar("_T")
 Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"]
@@ -162,7 +163,7 @@ class OffPolicyCorrectionConfig:
 
     tis_ratio_type: Literal["token", "sequence", "off"] | None = None
     """Truncated importance sampling per token or per sequence; None: per token where `trainer.max_staleness` is above 0
-    and the policy loss does not correct by itself. `clip_cov` and `kl_cov` go with `off` only."""
+    and the policy loss does not refuse corrections, as those that correct by themselves do."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of the per-token ratio."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -210,12 +211,13 @@ class AlgorithmConfig:
     advantage_params: Mapping[str, Any] = attrs.field(factory=dict)
     """The estimator's keyword parameters; one that is missing here is the key `trainer.algorithm.<parameter>`, else its
     default."""
-    grpo_norm_by_std: bool = True
-    """GRPO divides by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv 2503.20783)."""
-    gamma: float = 1.0
-    """Discount per token, of estimators that discount."""
-    lambd: float = 1.0
-    """λ of generalised advantage estimation, of estimators that use it."""
+    grpo_norm_by_std: bool | None = None
+    """GRPO divides by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). None: the
+    estimator's default, true."""
+    gamma: float | None = None
+    """Discount per token or turn, of estimators that discount. None: the estimator's default, 1."""
+    lambd: float | None = None
+    """λ of generalised advantage estimation, of estimators that use it. None: the estimator's default, 1."""
     value_clip: float = 0.2
     """The critic's prediction counts as moved by at most this in one update, in units of value."""
     advantage_batch_normalize: bool = False
@@ -225,12 +227,14 @@ class AlgorithmConfig:
     policy_loss_params: Mapping[str, Any] = attrs.field(factory=dict)
     """The loss's keyword parameters; one that is missing here is the key `trainer.algorithm.<parameter>`, else its
     default."""
-    eps_clip_low: float = 0.2
-    """The probability ratio is clipped below 1 − this."""
-    eps_clip_high: float = 0.2
-    """The probability ratio is clipped above 1 + this."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: bound of the ratio for negative advantages, above 1."""
+    eps_clip_low: float | None = None
+    """The probability ratio is clipped below 1 − this. None: the loss's default: 0.0003 of `gspo` and `gspo_token`, 0.2
+    of others."""
+    eps_clip_high: float | None = None
+    """The probability ratio is clipped above 1 + this. None: the loss's default: 0.0004 of `gspo` and `gspo_token`, 0.2
+    of others."""
+    clip_ratio_c: float | None = None
+    """Dual clip: bound of the ratio for negative advantages, above 1. None: the loss's default, 3."""
     loss_reduction: Reduction = "token_mean"
     """How tokens are weighted, always over the whole mini-batch: each token alike, each sequence, each prompt, or each
     sequence's sum over `max_seq_len`."""
@@ -241,12 +245,15 @@ class AlgorithmConfig:
     leave it out."""
     kl_loss_coef: float = 0.001
     """Weight of the KL, in the loss or in the reward."""
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
+    kl_estimator_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased"] = "k3"
     """Estimator of the KL (Schulman 2020, "Approximating KL divergence"); the suffix `+` takes the gradient-correct
-    straight-through form."""
+    straight-through form, `k3_unbiased` weighs k3 by the ratio to the policy that sampled. Both in the loss only."""
+    off_policy_sequence_mask: float | None = None
+    """Sequences of negative advantage that the policy has left by more than so many nats per token since they were
+    sampled have no policy loss (DeepSeek-V3.2, arXiv 2512.02556); 0.5 is a first try. None: off."""
     use_kl_in_reward: bool = False
-    """Subtract the KL from the token rewards instead. Not with `pass_at_k` and `maxrl`, which read success from the
-    score."""
+    """Subtract the KL from the token rewards instead. `pass_at_k` and `maxrl` read success from the environment's
+    reward, and the KL as a reward of its own."""
     kl_ctrl: KLControlConfig = attrs.field(factory=KLControlConfig)
     """The coefficient of the KL in the reward over time."""
     use_entropy_loss: bool = False
@@ -332,7 +339,8 @@ class TrainerConfig:
     ckpt_interval: int = 10
     """Steps between checkpoints, the last step always among them; below 1: none."""
     max_ckpts_to_keep: int = -1
-    """Older checkpoints are removed; -1 keeps all."""
+    """Older checkpoints are removed; -1 keeps all. One that finds no room on its disk is left out, and made as soon as
+    there is some."""
     async_save: bool = False
     """Write checkpoints while training goes on, for a copy of the state in CPU memory. A checkpoint counts once all
     ranks have written theirs."""
@@ -340,8 +348,9 @@ class TrainerConfig:
     """Steps between saves of the model in Hugging Face format; below 1: only the final model."""
     resume_mode: Literal["none", "latest", "from_path"] = "latest"
     """`latest` goes on from the newest complete checkpoint of the run directory, if there is one; `from_path` from
-    `resume_path`. What the directory holds of later steps is kept in its `replaced_N`; a run that begins anew moves the
-    one that is there to `<run_dir>.N`."""
+    `resume_path`. Other training rows, another seed or another order of them are refused there, other changed keys
+    named. What the directory holds of later steps is kept in its `replaced_N`; a run that begins anew moves the one
+    that is there to `<run_dir>.N`, and nothing that no run wrote."""
     resume_path: str | None = None
     """A checkpoint's directory, for `resume_mode=from_path`."""
     project_name: str = "rl"
@@ -352,7 +361,8 @@ class TrainerConfig:
     """Where everything a run leaves goes; None: `runs/<run_name>`. No two runs at a time may write into it, or into
     `ckpt_path` or `export_path`."""
     ckpt_path: str | None = None
-    """Checkpoints; None: `<run_dir>/checkpoints`."""
+    """Checkpoints; None: `<run_dir>/checkpoints`. At an address (`s3://…`, through fsspec) copies of those in
+    `<run_dir>/checkpoints`, from which a run on another machine goes on."""
     export_path: str | None = None
     """The model in Hugging Face format; None: `<run_dir>/model`."""
 
@@ -364,13 +374,21 @@ class TrainerConfig:
     callbacks: tuple[str, ...] = ()
     """Installed callbacks (`rl plugins`) or `package.module:Class`, called in this order."""
     num_logged_samples: int = 8
-    """Samples of a step that are written to `samples.jsonl`."""
+    """Samples of a step that are written to `samples.jsonl`; failed ones come on top."""
+    max_failure_rate: float = 0.5
+    """A run in which a larger fraction of a step's samples fails, or of an evaluation's, stops, with a checkpoint;
+    1: it goes on as long as steps have groups."""
     log_sample_logprobs: bool = False
     """Write their per-token log-probs of engine and trainer too."""
     generation_timeout_s: float = 1800.0
     """Longest wait for a training batch or an evaluation to be generated."""
     worker_timeout_s: float = 3600.0
     """Longest wait for one call to the training ranks."""
+    worker_start_timeout_s: float = 1800.0
+    """Longest wait for the ranks of a model to start and to load it."""
+    worker_silence_s: float = 300.0
+    """Ranks in processes of their own that neither answer nor work (CPU, files, network) for so long are dead, however
+    much of `worker_timeout_s` is left; a long computation is not."""
 
 
 # --- generator ------------------------------------------------------------------------------------------------------
@@ -444,15 +462,16 @@ class WeightVerificationConfig:
     """Whether the engines compute with the trainer's weights, asked of log-probs on both sides."""
 
     prove_at_start: bool = True
-    """Before the first step every trained parameter gets noise, is synced and compared, then restored, synced and
-    compared: a tensor that does not reach an engine stops the run."""
+    """Before the first step every trained parameter gets noise, as much as is seen in the log-probs, is synced and
+    compared, then restored, synced and compared: a tensor that does not reach an engine stops the run."""
     interval: int = 10
-    """Compare after every so many syncs; 0: never."""
+    """Compare at every so many steps, and after a process's first sync; 0: never."""
     num_tokens: int = 256
     """Fixed random tokens that are scored."""
     limit: float | None = None
     """Largest mean |difference| of log-probs, in nats; a larger one stops the run. None: 0.001, 0.02 or 0.06, by the
-    coarser dtype of trainer and engine (float32, float16, bfloat16)."""
+    coarser dtype of trainer and engine (float32, float16, bfloat16), and more in proportion where the tokens' mean
+    log-prob is below -5."""
 
 
 @attrs.frozen(kw_only=True)
@@ -540,9 +559,13 @@ class DataConfig:
     """Prompts on disk."""
 
     train_data: tuple[str, ...] = ()
-    """Parquet or JSON-lines files with a column `prompt`."""
+    """Parquet, JSON-lines, JSON or CSV files, here or where fsspec reaches (`s3://…`), and Hugging Face data sets, by
+    directory or as `org/name[:configuration][@split]`. A column `prompt`, else `messages`; a column `reward_model` is
+    read as `reward_spec` where that is missing."""
     val_data: tuple[str, ...] = ()
-    """Held-out files of the same kind; none: no evaluation."""
+    """Held-out prompts of the same kind; none: no evaluation."""
+    prompt_key: str = "prompt"
+    """The column that holds the prompt."""
     shuffle: bool = True
     """Another order of the training prompts in every epoch, fixed by the seed."""
     on_long_prompt: Literal["error", "drop"] = "error"
@@ -554,12 +577,22 @@ class EnvironmentConfig:
     """What judges the responses."""
 
     env_class: str | None = None
-    """An installed environment (`rl plugins`) or `package.module:Class` for all rows; None: each row's own
-    `env_class`."""
+    """An installed environment (`rl plugins`) or `package.module:Class` for all rows; None: each row's own `env_class`.
+    Where a recipe says one and rows name others, write which is meant."""
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to every environment."""
+    reward_functions: tuple[str, ...] = ()
+    """Functions `package.module:function` that judge the responses in place of an environment (docs/coming_from.md)."""
+    reward_weights: tuple[float, ...] = ()
+    """What the rewards of `reward_functions` are multiplied by before they are summed; none: 1 each."""
     timeout_s: float = 300.0
     """Longest wait for one answer of an environment; a later one fails its sample."""
+    placement: PlacementKind | None = None
+    """Where environments run: each in a `thread`, or a `process`, of its own; or `in_process`, on one event loop, which
+    is for code that only awaits. None: as the environment says, else `thread`."""
+    num_workers: int | None = None
+    """Episodes that have an environment at a time; None: in threads all that run (`generator.max_concurrency`), in
+    processes four per CPU core."""
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
@@ -585,8 +618,9 @@ class Config:
 
     @property
     def ckpt_dir(self) -> Path:
-        """Where checkpoints go."""
-        return Path(resolved("trainer.ckpt_path", self.trainer.ckpt_path))
+        """Where checkpoints are written: `trainer.ckpt_path`, or in the run's directory where that is elsewhere."""
+        path = resolved("trainer.ckpt_path", self.trainer.ckpt_path)
+        return self.run_dir / "checkpoints" if is_remote(path) else Path(path)
 
     @property
     def export_dir(self) -> Path:

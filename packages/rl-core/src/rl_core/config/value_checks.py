@@ -41,6 +41,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.algorithm.value_clip": (0, None),
     "trainer.algorithm.kl_loss_coef": (0, None),
     "trainer.algorithm.entropy_loss_coef": (0, None),
+    "trainer.algorithm.off_policy_sequence_mask": (0, None),
     "trainer.algorithm.kl_ctrl.horizon": (1, None),
     "trainer.algorithm.dynamic_sampling.max_sample_batches": (1, None),
     "trainer.algorithm.dynamic_sampling.min_replace_ratio": (0, 1),
@@ -59,6 +60,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_prompt_length": (1, None),
     "trainer.eval_batch_size": (1, None),
     "trainer.num_logged_samples": (0, None),
+    "trainer.max_failure_rate": (0, 1),
+    "environment.num_workers": (1, None),
     "trainer.seed": (0, None),
     "generator.n_samples_per_prompt": (1, None),
     "generator.eval_n_samples_per_prompt": (1, None),
@@ -75,19 +78,69 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
+# key → more than any run could do, which would only end in a machine without memory or a step without an end.
+LARGEST: dict[str, float] = {
+    "trainer.seed": 2**63 - 1,
+    "trainer.num_threads": 1024,
+    "trainer.train_batch_size": 2**20,
+    "trainer.update_epochs_per_batch": 1000,
+    "trainer.policy.model.lora.rank": 2**16,
+    "trainer.critic.model.lora.rank": 2**16,
+    "generator.max_turns": 2**16,
+    "generator.n_samples_per_prompt": 2**16,
+    "generator.eval_n_samples_per_prompt": 2**16,
+    "generator.inference_engine.weight_verification.num_tokens": 2**20,
+    # The proof's noise moves log-probs by 1.5 nats, of which a ninth is the most that it can tell from nothing.
+    "generator.inference_engine.weight_verification.limit": 0.16,
+}
+_LARGEST_RATE = 10.0
+"""AdamW moves each weight by about the rate: above this a model is noise after one step, and no number after three."""
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
     "trainer.critic.optimizer_config.lr",
+    "trainer.policy.optimizer_config.eps",
+    "trainer.critic.optimizer_config.eps",
     "generator.sampling_params.temperature",
     "trainer.algorithm.temperature",
     "trainer.algorithm.kl_ctrl.kl_target",
     "trainer.generation_timeout_s",
     "environment.timeout_s",
+    "generator.inference_engine.weight_verification.limit",
     "trainer.worker_timeout_s",
+    "trainer.worker_start_timeout_s",
+    "trainer.worker_silence_s",
     "generator.sampling_params.top_p",
     "generator.eval_sampling_params.top_p",
 )
-ESTIMATORS_OF_GROUPS = ("grpo", "maxrl", "opo", "pass_at_k", "reinforce++_baseline", "rloo")
+_PLAYING_READS = (
+    "generator.",
+    "environment.",
+    "trainer.max_prompt_length",
+    "trainer.eval_batch_size",
+    "trainer.generation_timeout_s",
+    "trainer.num_threads",
+    "trainer.seed",
+)
+"""How the keys begin that prompts are played by."""
+_TRAINING = frozenset(
+    {
+        "generator.sampling_params.temperature",
+        "generator.inference_engine.weight_bucket_bytes",
+        "generator.inference_engine.weight_verification.interval",
+        "generator.inference_engine.weight_verification.num_tokens",
+    }
+)
+"""Keys among them whose bounds are those of training."""
+ESTIMATORS_OF_GROUPS = (
+    "best_minus_second",
+    "grpo",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "reinforce++_baseline",
+    "rloo",
+    "turn_level",
+)
 """Estimators whose baseline is the group's other samples."""
 
 
@@ -109,19 +162,37 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
         _warn_of_temperatures(config)
 
 
-def gather_out_of_bounds(config: Config, mistakes: Mistakes) -> None:
-    """Notes every key whose value is outside its bounds; before `resolve` a key may have none yet."""
+def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
+    """Notes what of `gather_values` is about playing prompts, and not about training on them."""
+    gather_run_name(config, mistakes)
+    gather_out_of_bounds(config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and key not in _TRAINING)
+    mistakes.add(*_reward_functions(config))
+    temperature = config.generator.sampling_params.temperature
+    if temperature < 0:
+        mistakes.add(ConfigError(f"generator.sampling_params.temperature: got {temperature}; expected at least 0"))
+    if not mistakes.about("generator.sampling_params", "generator.eval_sampling_params"):
+        mistakes.add(*_sampling(config))
+
+
+def gather_out_of_bounds(
+    config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
+) -> None:
+    """Notes every key that is read whose value is outside its bounds; before `resolve` a key may have none yet."""
     for key, (low, high) in BOUNDS.items():
-        value = value_at(config, key)
+        value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
             expected = f"between {low} and {high}" if low is not None and high is not None else f"at least {low}"
-            mistakes.add(ConfigError(f"{key}: {value} is given; expected {expected}"))
+            mistakes.add(ConfigError(f"{key}: got {value}; expected {expected}"))
+    for key, largest in LARGEST.items():
+        value = value_at(config, key) if is_read(key) else None
+        if value is not None and value > largest:
+            mistakes.add(ConfigError(f"{key}: got {value}; expected at most {largest}"))
     for key in ABOVE_ZERO:
-        value = value_at(config, key)
+        value = value_at(config, key) if is_read(key) else None
         if value is not None and not value > 0:
             remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
             is_sampling = key == "generator.sampling_params.temperature"
-            mistakes.add(ConfigError(f"{key}: {value} is given; expected above 0{remedy * is_sampling}"))
+            mistakes.add(ConfigError(f"{key}: got {value}; expected above 0{remedy * is_sampling}"))
 
 
 def gather_run_name(config: Config, mistakes: Mistakes) -> None:
@@ -130,7 +201,7 @@ def gather_run_name(config: Config, mistakes: Mistakes) -> None:
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
             ConfigError(
-                f"trainer.run_name: {name!r} is given; expected a name that is not empty, does not begin with a dot "
+                f"trainer.run_name: got {name!r}; expected a name that is not empty, does not begin with a dot "
                 "and has neither a slash nor a NUL in it, e.g. trainer.run_name=first_try; a path goes into "
                 "trainer.run_dir"
             )
@@ -139,22 +210,24 @@ def gather_run_name(config: Config, mistakes: Mistakes) -> None:
 
 def _optimizers(config: Config) -> Iterator[ConfigError]:
     for key in ("trainer.policy.optimizer_config", "trainer.critic.optimizer_config"):
-        for name in ("lr", "weight_decay"):
+        for name in ("lr", "weight_decay", "eps"):
             value = value_at(config, f"{key}.{name}")
             if value == math.inf:
-                yield ConfigError(f"{key}.{name}: {value} is given; expected a finite number")
+                yield ConfigError(f"{key}.{name}: got {value}; expected a finite number")
+            elif name == "lr" and value > _LARGEST_RATE:
+                yield ConfigError(f"{key}.{name}: got {value:g}; expected at most {_LARGEST_RATE:g}, e.g. 1e-6")
         betas = value_at(config, f"{key}.adam_betas")
         if not all(0 <= beta < 1 for beta in betas):
-            yield ConfigError(f"{key}.adam_betas: {list(betas)} is given; expected two numbers from 0 to below 1")
+            yield ConfigError(f"{key}.adam_betas: got {list(betas)}; expected two numbers from 0 to below 1")
 
 
 def _sampling(config: Config) -> Iterator[ConfigError]:
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         top_p, top_k = value_at(config, f"{key}.top_p"), value_at(config, f"{key}.top_k")
         if top_p > 1:
-            yield ConfigError(f"{key}.top_p: {top_p} is given; expected above 0 and at most 1 (1 takes all tokens)")
+            yield ConfigError(f"{key}.top_p: got {top_p}; expected above 0 and at most 1 (1 takes all tokens)")
         if top_k != -1 and top_k < 1:
-            yield ConfigError(f"{key}.top_k: {top_k} is given; expected at least 1, or -1 for all tokens")
+            yield ConfigError(f"{key}.top_k: got {top_k}; expected at least 1, or -1 for all tokens")
 
 
 def _warn_of_temperatures(config: Config) -> None:
@@ -177,13 +250,13 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     where = "trainer.policy.model.lora"
     if not policy.merge_lora and policy.rank == 0:
         yield ConfigError(
-            f"{where}.merge_lora: false is given, and there is no adapter to send: set {where}.rank above 0, or "
+            f"{where}.merge_lora: got false, and there is no adapter to send: set {where}.rank above 0, or "
             "merge_lora=true"
         )
     for key in ("max_loras", "max_cpu_loras"):
         if policy.merge_lora and getattr(policy, key) != getattr(served, key):
             yield ConfigError(
-                f"{where}.{key}: {getattr(policy, key)} is given, but an engine with merged weights serves no "
+                f"{where}.{key}: got {getattr(policy, key)}, but an engine with merged weights serves no "
                 f"adapters; leave it out, or set {where}.merge_lora=false"
             )
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
@@ -251,7 +324,7 @@ def _groups(config: Config) -> Iterator[ConfigError]:
         needs = "trainer.algorithm.zero_variance_filter"
     if needs:
         yield ConfigError(
-            f"generator.n_samples_per_prompt: 1 is given; {needs} compares the samples of a prompt "
+            f"generator.n_samples_per_prompt: got 1; {needs} compares the samples of a prompt "
             "and learns nothing from one; give at least 2"
         )
 
@@ -268,10 +341,11 @@ def _kl(config: Config) -> Iterator[ConfigError]:
             "trainer.algorithm.kl_ctrl.type: adaptive steers the KL in the reward; set "
             "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
         )
-    if algorithm.use_kl_in_reward and algorithm.kl_estimator_type.endswith("+"):
+    estimator = algorithm.kl_estimator_type
+    if algorithm.use_kl_in_reward and estimator.endswith(("+", "_unbiased")):
         yield ConfigError(
-            f"trainer.algorithm.kl_estimator_type: {algorithm.kl_estimator_type} is about the gradient, "
-            f"which the KL in the reward does not have; write {algorithm.kl_estimator_type[:-1]}"
+            f"trainer.algorithm.kl_estimator_type: {estimator} is about the gradient, "
+            f"which the KL in the reward does not have; write {estimator.removesuffix('+').removesuffix('_unbiased')}"
         )
 
 
@@ -279,7 +353,7 @@ def _reduction(config: Config) -> Iterator[ConfigError]:
     algorithm = config.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (algorithm.max_seq_len or 0) > 0:
         yield ConfigError(
-            f"trainer.algorithm.max_seq_len: {algorithm.max_seq_len} is given; loss_reduction=seq_mean_token_sum_norm "
+            f"trainer.algorithm.max_seq_len: got {algorithm.max_seq_len}; loss_reduction=seq_mean_token_sum_norm "
             "divides by it and needs a number above 0, e.g. that of generator.sampling_params.max_generate_length"
         )
 
@@ -288,9 +362,20 @@ def _resume(config: Config) -> Iterator[ConfigError]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_path
     if (mode == "from_path") != (path is not None):
         yield ConfigError(
-            f"trainer.resume_path: {path!r} is given with trainer.resume_mode={mode}; "
+            f"trainer.resume_path: got {path!r} with trainer.resume_mode={mode}; "
             "a path belongs to from_path, and from_path needs one"
         )
+
+
+def _reward_functions(config: Config) -> Iterator[ConfigError]:
+    environment, key = config.environment, "environment.reward_functions"
+    if environment.reward_functions and environment.env_class != "reward_functions":
+        yield ConfigError(
+            f"{key}: they judge in place of an environment, and environment.env_class={environment.env_class} is one; "
+            "add environment.env_class=null to have the functions, or leave them out"
+        )
+    if environment.reward_weights and not environment.reward_functions:
+        yield ConfigError(f"environment.reward_weights: there are no functions to weigh; set {key}, or leave it out")
 
 
 _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {
@@ -308,5 +393,6 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kl: (),
     _reduction: (),
     _resume: (),
+    _reward_functions: (),
 }
 """Check → the keys that have to be within their bounds for it to be asked."""

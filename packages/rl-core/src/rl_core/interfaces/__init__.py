@@ -2,9 +2,9 @@
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`Inspectable`; of backends `Planner`, `RouteFollowing`; of engines `Sleepable`, `Scoring`, `WeightReceivers`,
-`Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
-with keys of its own `Configurable`.
+`Inspectable`; of backends `Planner`, `Rehearser`, `RouteFollowing`; of engines `EnginePlanner`, `Sleepable`, `Scoring`,
+`WeightReceivers`, `Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers
+`PhaseAware`; of any with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -29,6 +29,8 @@ from rl_core.interfaces.inference import (
     AdapterServing,
     Completion,
     EngineHealth,
+    EnginePlan,
+    EnginePlanner,
     EngineSpec,
     GenerateRequest,
     InferenceClient,
@@ -45,6 +47,7 @@ from rl_core.interfaces.messages import Message, Prompt, ToolSchema, require_mes
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.rollouts import (
     Action,
+    Closable,
     Environment,
     EnvironmentFactory,
     Generator,
@@ -55,6 +58,7 @@ from rl_core.interfaces.rollouts import (
     Placement,
     PlacementKind,
     Row,
+    RowChecking,
     Snapshotable,
     StepResult,
     Tools,
@@ -74,11 +78,13 @@ from rl_core.interfaces.runs import (
 from rl_core.interfaces.training import (
     Backend,
     BackgroundSaver,
+    HeldKind,
     Inspectable,
     LoraConfig,
     LossSpec,
     Metrics,
     ModelConfig,
+    ModelProving,
     Offloadable,
     OptimizerConfig,
     OptimizerStep,
@@ -88,6 +94,8 @@ from rl_core.interfaces.training import (
     Planner,
     RankInfo,
     RankPlan,
+    RehearsedPhase,
+    Rehearser,
     Role,
     RouteFollowing,
     Worker,
@@ -95,8 +103,11 @@ from rl_core.interfaces.training import (
 )
 from rl_core.interfaces.version import CONTRACT_VERSION, CONTRACTS, Contract
 from rl_core.interfaces.weights import (
+    CheckingTransport,
     Manifest,
+    NodeCheckingTransport,
     Rendezvous,
+    RunTransport,
     TensorRecord,
     WeightBucket,
     WeightReceiver,
@@ -133,10 +144,14 @@ __all__ = [
     "BackgroundSaver",
     "Perturbable",
     "Inspectable",
+    "HeldKind",
     "RankPlan",
     "Planner",
+    "RehearsedPhase",
+    "Rehearser",
     "Backend",
     "RouteFollowing",
+    "ModelProving",
     "WeightBucket",
     "TensorRecord",
     "Manifest",
@@ -144,6 +159,9 @@ __all__ = [
     "WeightSender",
     "WeightReceiver",
     "WeightTransport",
+    "CheckingTransport",
+    "NodeCheckingTransport",
+    "RunTransport",
     "SamplingParams",
     "GenerateRequest",
     "Completion",
@@ -156,11 +174,14 @@ __all__ = [
     "Scoring",
     "AdapterServing",
     "EngineSpec",
+    "EnginePlan",
+    "EnginePlanner",
     "InferencePlugin",
     "Action",
     "StepResult",
     "Environment",
     "EnvironmentFactory",
+    "RowChecking",
     "Tools",
     "Placement",
     "Snapshotable",
@@ -169,6 +190,7 @@ __all__ = [
     "Trajectory",
     "GroupRequest",
     "Generator",
+    "Closable",
     "GeneratorSpec",
     "GeneratorPlugin",
     "Configurable",

@@ -226,6 +226,36 @@ class EngineSpec:
     """Where the run leaves its files; logs of engines go into `logs` there. It may not exist yet."""
 
 
+@attrs.frozen(kw_only=True)
+class EnginePlan:
+    """What one device of an engine would hold."""
+
+    num_devices: int
+    """That one engine is split over."""
+    weight_bytes: int
+    kv_bytes_per_token: float
+    """Of keys and values, for every token of a sequence that is being computed."""
+    computing_bytes: int
+    """Estimate of what a step of the engine takes besides weights and keys and values."""
+    asleep_bytes: int
+    """Estimate of what stays on the device while the engine sleeps (see `Sleepable`)."""
+    asleep_host_bytes: int
+    """What it keeps in host memory for each device while it sleeps."""
+    memory_share: float
+    """Part of the device's memory that the engine takes for itself while it serves; what is left of it beside weights
+    and computation is for keys and values."""
+    can_sleep: bool
+
+
+@runtime_checkable
+class EnginePlanner(Protocol):
+    """An engine's plug-in that can say, without starting anything, what its devices would hold (`rl plan`)."""
+
+    def plan(self, spec: EngineSpec) -> EnginePlan:
+        """Raises ConfigError where the engine cannot be split like that, or the model's sizes are not known."""
+        ...
+
+
 @runtime_checkable
 class InferencePlugin(Protocol):
     """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no

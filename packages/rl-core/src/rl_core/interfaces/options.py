@@ -46,6 +46,6 @@ def between(low: float, high: float) -> Validator:
 def _bound(holds: Callable[[Any], bool], expected: str) -> Validator:
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if value is not None and not holds(value):
-            raise ConfigError(f"{field.name}: {value} is given; expected {expected}")
+            raise ConfigError(f"{field.name}: got {value}; expected {expected}")
 
     return require

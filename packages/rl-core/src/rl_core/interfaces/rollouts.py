@@ -79,15 +79,16 @@ class Tools(Protocol):
 class Placement(Protocol):
     """Of an `EnvironmentFactory` (a class attribute, or an attribute of a function): where its environments' code runs.
 
-    It holds for all episodes and is read before one starts. A factory without one runs `in_process`.
+    It holds for all episodes and is read before one starts. A factory without one runs in a `thread`;
+    `environment.placement` of the configuration goes before both.
     """
 
     @property
     def placement(self) -> PlacementKind:
         """`in_process`: beside all other episodes, so it must await whatever takes time. `thread`: each episode in a
         thread of its own, with an event loop of its own, the making of the environment included; it may block, and
-        must not touch other threads' objects unguarded. `process`: in another process; factory, row and options must
-        pickle. A generator refuses with a ConfigError what it cannot do."""
+        must not touch other threads' objects unguarded. `process`: in another process, one episode at a time; factory,
+        row, options and answers must pickle. A generator refuses with a ConfigError what it cannot do."""
         ...
 
 
@@ -157,8 +158,13 @@ class Trajectory:
     """The episode as text; empty from a generator that plays no turns."""
     end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
+    greedy_reward: float | None = None
+    """Of the greedy answer to the same prompt, which the loop plays for an estimator that compares with it, and adds
+    here."""
     failure: str | None = None
     """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
+    failure_kind: str = "unknown"
+    """What failures are counted by, e.g. the exception's type; read only where there is a `failure`."""
 
     @property
     def reward(self) -> float:
@@ -194,7 +200,20 @@ class Generator(Protocol):
         ...
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`."""
+        """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`.
+
+        A group may be asked for twice at a time: its samples, and one greedy answer (temperature 0) to compare them
+        with.
+        """
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """Of a generator that holds what has to be ended, such as processes."""
+
+    async def aclose(self) -> None:
+        """Ends it; called once, when nothing is played any more."""
         ...
 
 
@@ -221,6 +240,10 @@ class GeneratorSpec:
     """Passed to every environment."""
     environment_timeout_s: float
     """Longest wait for one answer of an environment."""
+    environment_placement: PlacementKind | None = None
+    """Where environments run, whatever they say themselves; None: where they say."""
+    environment_workers: int | None = None
+    """Threads or processes for environments; None: as many as the generator finds right."""
 
 
 @runtime_checkable
@@ -256,4 +279,14 @@ class GeneratorFactory(Protocol):
             config: the run's `rl_core.config.Config`.
             client: its pauses, aborts and new weights are the loop's.
         """
+        ...
+
+
+@runtime_checkable
+class RowChecking(Protocol):
+    """An environment class that can say before a run that a row is not one of its own."""
+
+    def require_row(self, row: Row) -> None:
+        """Called on the class (a static method), for every row that it is to play; starts nothing. Raises DataError
+        that says which column is missing or wrong."""
         ...

@@ -34,7 +34,8 @@ class TrackerFactory(Protocol):
             config: the run's `rl_core.config.Config`.
             total_steps: of the whole run.
             first_step: the first step that will be logged: 0 for a new run, the checkpoint's step + 1 for a resumed
-                one. What an earlier process logged for that step and those after it is dropped.
+                one, or the checkpoint's step itself where the run ended before its row was complete. What an earlier
+                process logged for that step and those after it is dropped.
         """
         ...
 

@@ -29,6 +29,8 @@ _UPDATE_BOUNDS: tuple[_Bound, ...] = (
 )
 
 Role = Literal["policy", "reference", "critic"]
+HeldKind = Literal["parameters", "gradients", "optimizer"]
+"""What a rank holds from step to step."""
 Metrics = Mapping[str, tuple[float, float]]
 """Name → (sum, weight): parts add up over micro-batches and ranks and are divided once, at the end."""
 Plan = Sequence[Sequence[int]]
@@ -135,6 +137,9 @@ class WorkerSpec:
     seed: int
     num_threads: int | None = None
     """Torch threads of a rank; None leaves torch's choice."""
+    is_proved: bool = True
+    """Of a backend that is `ModelProving`: the controller has proved the model. False: it could not, and rank 0 proves
+    it before any rank loads."""
 
 
 @attrs.frozen(kw_only=True)
@@ -159,9 +164,12 @@ class LossSpec:
     kl_coef: float = 0.0
     """Weight of the KL to `ref_logprobs`; 0 leaves the term (and the column) out."""
     kl_estimator: str = "k3"
-    """k1, k2, k3 or abs; with the suffix `+` the gradient-correct straight-through form."""
+    """k1, k2, k3 or abs; with the suffix `+` the gradient-correct straight-through form; or k3_unbiased."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 leaves the term out."""
+    off_policy_sequence_mask: float | None = None
+    """Tokens of negative advantage in sequences that the policy has left by more than so many nats per token since they
+    were sampled have no `loss[t]`; None: all have."""
 
 
 @attrs.frozen(kw_only=True)
@@ -201,10 +209,10 @@ class OptimizerUpdate:
         for name, is_right, expected in _UPDATE_BOUNDS:
             value = getattr(self, name)
             if value is not None and not is_right(value):
-                raise ConfigError(f"OptimizerUpdate.{name}: {value} was given; expected {expected}")
+                raise ConfigError(f"OptimizerUpdate.{name}: got {value}; expected {expected}")
         if self.adam_betas is not None and not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ConfigError(
-                f"OptimizerUpdate.adam_betas: {self.adam_betas} was given; expected two numbers from 0 to below 1"
+                f"OptimizerUpdate.adam_betas: got {self.adam_betas}; expected two numbers from 0 to below 1"
             )
 
 
@@ -347,6 +355,18 @@ class RankPlan:
     optimizer_bytes: int
     activation_bytes: int
     """Estimate of what forward passes keep for backward at the fullest moment, the output layer included."""
+    gathered_bytes: int = 0
+    """Estimate of what is whole for a moment in training besides what the rank holds: parameters that a layer gathers
+    from other ranks, and its gradients before they are summed and split."""
+    export_bytes: int = 0
+    """Estimate of what is whole for a moment while weights are sent or written: tensors gathered from other ranks, one
+    or a few at a time. Buckets are not counted."""
+    frees_gradients: bool = False
+    """Gradients take memory only from the first micro-batch to the optimizer step, not while weights are sent."""
+    on_host: tuple[HeldKind, ...] = ()
+    """Of what the rank holds, that which lies in host memory in all phases."""
+    loading_host_bytes: int = 0
+    """Host memory that the rank takes while the model is loaded; the first rank may have it whole."""
 
 
 @runtime_checkable
@@ -366,6 +386,39 @@ class Planner(Protocol):
 
         Raises:
             ConfigError: as `validate`, or the model's sizes are not known.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class RehearsedPhase:
+    """What one rank's device holds at the fullest moment of a phase, as its code made and freed tensors."""
+
+    phase: Literal["train", "step", "score"]
+    parts: Mapping[str, int]
+    """Bytes by what they are of: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (all others)."""
+    flops: int
+    """Of its matrix products and attention, recomputation included; causal attention counts half of a full one."""
+
+
+@runtime_checkable
+class Rehearser(Protocol):
+    """A backend whose worker can run a step alone, on tensors without data (`rl rehearse`)."""
+
+    def rehearse(
+        self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
+    ) -> tuple[RehearsedPhase, ...]:
+        """The first rank's step: `train` and `step`, or `score`.
+
+        Args:
+            spec: the model; of its files, only `config.json` is read.
+            world_size: ranks.
+            batch: what that rank computes, with the columns that the loss reads.
+            plan: its micro-batches.
+            loss: what is minimised; None: the batch is scored.
+
+        Raises:
+            ConfigError: as `validate`, or what is asked for cannot be rehearsed.
         """
         ...
 
@@ -407,6 +460,34 @@ class Backend(Protocol):
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
         """Called once, in the rank's process and thread."""
+        ...
+
+
+@runtime_checkable
+class ModelProving(Protocol):
+    """A backend with model code of its own. Before a rank loads, a small copy of each model is computed by it and by
+    transformers, and compared (`rl_core.rank_kit.require_proof`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
+        """Plain data that changes with whatever may change how it computes a model, but the model and transformers:
+        options, its libraries' versions, its own code, the kind of device. What was proved holds while it is the same.
+        """
+        ...
+
+    def proof_obstacle(self) -> str | None:
+        """Why the comparison cannot be made on this machine, for people; None where it can."""
+        ...
+
+    def proof_worker(self, spec: WorkerSpec) -> Worker:
+        """One rank alone that computes as ranks with these options do, and is `Inspectable`. Called in a process of its
+        own.
+
+        Args:
+            spec: names a small model in float32; its options are the run's, sizes of a mesh included.
+        """
         ...
 
 

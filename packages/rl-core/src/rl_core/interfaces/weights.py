@@ -122,3 +122,31 @@ class WeightTransport(Protocol):
         """On the controller, whether the sync succeeded or not: removes what `open` left, and ends both sides' waits. A
         second call does nothing."""
         ...
+
+
+@runtime_checkable
+class CheckingTransport(Protocol):
+    """A transport that cannot serve on every machine."""
+
+    def validate(self) -> None:
+        """Before a run, on the controller; starts nothing. Raises ConfigError where no sync could be opened."""
+        ...
+
+
+@runtime_checkable
+class NodeCheckingTransport(Protocol):
+    """A transport that needs something which several machines may not have in common."""
+
+    def validate_nodes(self, num_nodes: int) -> None:
+        """Before a run whose policy trains on so many machines, on the controller; starts nothing. Raises ConfigError
+        where weights could not get from one to another."""
+        ...
+
+
+@runtime_checkable
+class RunTransport(Protocol):
+    """A transport that leaves files, whose names say whose they are."""
+
+    def of_run(self, run: str) -> WeightTransport:
+        """The same, for the run of that name."""
+        ...

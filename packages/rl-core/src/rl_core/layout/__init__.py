@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rl_core.layout.merging import PrefixMerge, merge_prefixes, require_complete_trajectories
     from rl_core.layout.mesh import Coordinates, Mesh
     from rl_core.layout.packing import padded_lengths, plan_micro_batches
+    from rl_core.layout.rectangles import rectangle_cells, rectangle_rows
     from rl_core.layout.slices import (
         Layout,
         context_positions,
@@ -39,6 +40,8 @@ _MODULES = {
     "flop_cost": "balancing",
     "part_sums": "balancing",
     "part_members": "balancing",
+    "rectangle_rows": "rectangles",
+    "rectangle_cells": "rectangles",
     "Layout": "slices",
     "packed_layout": "slices",
     "padded_layout": "slices",
@@ -65,6 +68,8 @@ __all__ = [
     "flop_cost",
     "part_sums",
     "part_members",
+    "rectangle_rows",
+    "rectangle_cells",
     "Layout",
     "packed_layout",
     "padded_layout",

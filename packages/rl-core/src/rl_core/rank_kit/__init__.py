@@ -7,17 +7,24 @@
     optimizer_steps    all numbers of one step: configured, scheduled, or the caller's
     weight_buckets     packing and checking what a weight sync sends
     publishing         `Worker.publish`: whole weights or the adapter alone, from rank 0
-    state_files        the list that makes a worker's state on disk whole
+    state_files        the list, with checksums, that makes a worker's state on disk whole
     background_writer  saving while training goes on
     model_files        a model in Hugging Face format
     model_shapes       a model's sizes, read from its `config.json`
+    shipped_configs    configurations of public models that installed packages bring
     route_checks       whether a batch's routes fit the model that is to follow them
     expert_choices     the experts that a transformers model's routers choose, read or given
+    scoring            a package: a whole rank of a Hugging Face model, over whatever shards its parameters
+    row_moves          rows of a tensor to distinct places and back, without sums in the gradient
     perturbation       noise on the parameters for a moment
+    model_proof        whether a backend with model code of its own computes a model as transformers does
+    shrunken_models    a model's configuration made small
+    reference_models   a small model of transformers with random weights, and its numbers
+    proof_process      the process that compares
 
 Every rank of a model calls the same functions in the same order: some of them talk to the other ranks. Nothing here
-knows the controller. A module is loaded when a name of it is used; `worker_specs`, `learning_rates` and `model_shapes`
-import no torch.
+knows the controller. A module is loaded when a name of it is used; `worker_specs`, `learning_rates`, `model_shapes`,
+`shipped_configs`, `shrunken_models` and `model_proof` import no torch.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
         write_tokenizer,
         write_weights,
     )
+    from rl_core.rank_kit.model_proof import code_digest, config_at_hand, require_proof, version_of, written_config
     from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
     from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
     from rl_core.rank_kit.optimizer_steps import StepSettings, step_settings
@@ -50,10 +58,15 @@ if TYPE_CHECKING:
         new_cpu_group,
         own_device,
     )
+    from rl_core.rank_kit.proof_process import Differences, ProofJob, compare
     from rl_core.rank_kit.publishing import Exporting, on_first, pack_on_first, publish
     from rl_core.rank_kit.route_checks import RouteShape, require_routes
+    from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
+    from rl_core.rank_kit.shipped_configs import here_or_shipped, known_config, shipped_config
+    from rl_core.rank_kit.shrunken_models import shrunken
     from rl_core.rank_kit.state_files import (
         STATE_LIST,
+        FileSystemWriter,
         reason_of,
         require_complete_state,
         state_not_written,
@@ -106,6 +119,7 @@ _MODULES = {
     "broken_weights_file": "weight_buckets",
     "BackgroundWriter": "background_writer",
     "STATE_LIST": "state_files",
+    "FileSystemWriter": "state_files",
     "write_state_list": "state_files",
     "require_complete_state": "state_files",
     "state_not_written": "state_files",
@@ -122,10 +136,24 @@ _MODULES = {
     "model_shape": "model_shapes",
     "read_config": "model_shapes",
     "EXPERT_COUNTS": "model_shapes",
+    "here_or_shipped": "shipped_configs",
+    "known_config": "shipped_configs",
+    "shipped_config": "shipped_configs",
+    "require_proof": "model_proof",
+    "config_at_hand": "model_proof",
+    "written_config": "model_proof",
+    "version_of": "model_proof",
+    "code_digest": "model_proof",
+    "shrunken": "shrunken_models",
+    "compare": "proof_process",
+    "ProofJob": "proof_process",
+    "Differences": "proof_process",
     "RouteShape": "route_checks",
     "require_routes": "route_checks",
     "ExpertChoices": "expert_choices",
     "no_progress_bars": "expert_choices",
+    "scatter_rows": "row_moves",
+    "gather_rows": "row_moves",
     "Perturbation": "perturbation",
     "Piece": "perturbation",
 }
@@ -163,6 +191,7 @@ __all__ = [
     "broken_weights_file",
     "BackgroundWriter",
     "STATE_LIST",
+    "FileSystemWriter",
     "write_state_list",
     "require_complete_state",
     "state_not_written",
@@ -179,10 +208,24 @@ __all__ = [
     "model_shape",
     "read_config",
     "EXPERT_COUNTS",
+    "require_proof",
+    "config_at_hand",
+    "written_config",
+    "version_of",
+    "code_digest",
+    "here_or_shipped",
+    "known_config",
+    "shipped_config",
+    "shrunken",
+    "compare",
+    "ProofJob",
+    "Differences",
     "RouteShape",
     "require_routes",
     "ExpertChoices",
     "no_progress_bars",
+    "scatter_rows",
+    "gather_rows",
     "Perturbation",
     "Piece",
 ]

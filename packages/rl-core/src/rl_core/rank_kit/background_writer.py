@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_core.errors import WorkerError
+from rl_core.errors import DiskFullError, WorkerError
 from rl_core.rank_kit.process_group import new_cpu_group
 from rl_core.rank_kit.state_files import state_not_written
 
@@ -24,6 +24,7 @@ class BackgroundWriter:
         """For the writing's messages between ranks, which must not fall between those of training; None for one rank
         alone."""
         self._writing: Future[Any] | None = None
+        self._found_no_room = False
         self._directory = Path()
         self._finish: Callable[[Any], None] = lambda result: None
 
@@ -37,11 +38,17 @@ class BackgroundWriter:
 
         Raises:
             WorkerError: the state before is still being written.
+            CheckpointError: this state cannot be written; or the one before could not, unless it found no room and that
+                was told.
         """
-        if not self.is_done():
+        if not self._found_no_room and not self.is_done():
             raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
-        directory.mkdir(parents=True, exist_ok=True)
-        self._writing, self._directory, self._finish = write(), directory, finish
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writing, self._directory, self._finish = write(), directory, finish
+        except OSError as error:
+            raise state_not_written(directory, error, "in the background") from error
+        self._found_no_room = False
 
     def is_done(self) -> bool:
         """What was started is written and finished on this rank; never waits.
@@ -57,7 +64,9 @@ class BackgroundWriter:
         try:
             self._finish(self._writing.result())
         except (OSError, RuntimeError, CheckpointException) as error:
-            raise state_not_written(self._directory, error, "in the background") from error
+            told = state_not_written(self._directory, error, "in the background")
+            self._found_no_room = isinstance(told, DiskFullError)
+            raise told from error
         self._writing = None
         return True
 

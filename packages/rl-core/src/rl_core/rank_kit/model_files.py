@@ -23,7 +23,7 @@ ADAPTER_FOLDER = "adapter"
 """Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
 HEAD_FILE = "value_head.safetensors"
 """Of a critic, beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
-_MAX_FILE_BYTES = 2 << 30
+MAX_FILE_BYTES = 2 << 30
 
 
 def write_weights(
@@ -31,7 +31,7 @@ def write_weights(
     directory: Path,
     *,
     is_first: bool = True,
-    max_file_bytes: int = _MAX_FILE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """One file, or several and their index, as transformers reads them.
 

@@ -67,6 +67,57 @@ class ModelShape:
         """Some layer has experts."""
         return bool(self.moe_layers)
 
+    def layer_parameters(
+        self, layer: int, *, tensor: int = 1, expert: int = 1, expert_tensor: int = 1
+    ) -> tuple[int, int]:
+        """Parameters of one layer outside of its experts, and those of its experts, on one of `tensor` ranks that split
+        matrices, where `expert` ranks split the experts and `expert_tensor` ranks each expert's matrices."""
+        hidden = self.hidden_size
+        outside = 2 * hidden + self._attention_parameters(tensor)
+        if layer not in self.moe_layers:
+            return outside + 3 * hidden * self.ffn_hidden_size // tensor, 0
+        outside += self.num_experts * hidden + 3 * hidden * self.shared_ffn_hidden_size // tensor
+        per_expert = 3 * hidden * self.expert_ffn_hidden_size // expert_tensor
+        return outside, self.num_experts // expert * per_expert
+
+    def vocabulary_parameters(self, tensor: int = 1) -> int:
+        """Of the embedding, or of the output layer, on one of `tensor` ranks that split its rows."""
+        return -(-self.vocab_size // tensor) * self.hidden_size
+
+    def num_parameters(self) -> int:
+        """Of the whole model, a shared embedding once."""
+        layers = sum(sum(self.layer_parameters(layer)) for layer in range(self.num_layers))
+        return layers + self.hidden_size + self.vocabulary_parameters() * (1 if self.is_tied else 2)
+
+    def num_active_parameters(self) -> int:
+        """Of those, the ones that a token meets: of experts the chosen ones alone."""
+        if not self.is_moe:
+            return self.num_parameters()
+        per_layer = 3 * self.hidden_size * self.expert_ffn_hidden_size * (self.num_experts - self.experts_per_token)
+        return self.num_parameters() - per_layer * len(self.moe_layers)
+
+    def key_value_elements(self, *, tensor: int = 1) -> int:
+        """Elements that one layer's cache has for a token, on one of `tensor` ranks: a rank has one key/value head at
+        least, and latent attention's vectors whole."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.qk_rope_head_dim
+        return 2 * max(1, self.num_kv_heads // tensor) * self.head_dim
+
+    def _attention_parameters(self, tensor: int) -> int:
+        hidden, latent = self.hidden_size, self.latent
+        if latent is None:
+            outputs = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim // tensor
+            projections = hidden * outputs + self.num_heads * self.head_dim // tensor * hidden
+            return projections + outputs * self.has_qkv_bias + 2 * self.head_dim * self.has_qk_norm
+        query_size = self.num_heads * (latent.qk_head_dim + latent.qk_rope_head_dim) // tensor
+        if latent.q_rank is None:
+            query = hidden * query_size
+        else:
+            query = hidden * latent.q_rank + latent.q_rank + latent.q_rank * query_size
+        down = hidden * (latent.kv_rank + latent.qk_rope_head_dim) + latent.kv_rank
+        up = latent.kv_rank * self.num_heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
+        return query + down + up + self.num_heads * latent.v_head_dim // tensor * hidden
+
     def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
         """Estimate of the elements that one layer keeps per token until backward, on one of `tensor` ranks that split
         heads, units, and between matrices the tokens."""

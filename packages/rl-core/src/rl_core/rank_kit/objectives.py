@@ -31,7 +31,12 @@ def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
     """
     function = load_function("rl_core.policy_losses", spec.name, spec.params, key=key)
     objective = Objective(
-        function, spec.params, kl_coef=spec.kl_coef, kl_estimator=spec.kl_estimator, entropy_coef=spec.entropy_coef
+        function,
+        spec.params,
+        kl_coef=spec.kl_coef,
+        kl_estimator=spec.kl_estimator,
+        entropy_coef=spec.entropy_coef,
+        off_policy_sequence_mask=spec.off_policy_sequence_mask,
     )
     objective.try_out()
     return objective

@@ -48,8 +48,15 @@ def new_cpu_group() -> dist.ProcessGroup:
     return group
 
 
+def _is_rehearsed() -> bool:
+    """This rank stands for all of them: the others are not there (`scoring/rehearsal.py`)."""
+    return dist.get_backend() == "fake"
+
+
 def from_first(make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on all ranks; an RLError that it raises there is raised on all of them."""
+    if _is_rehearsed():
+        return make()
     made: list[tuple[T | None, RLError | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
@@ -65,6 +72,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 def agree(act: Callable[[], T]) -> T:
     """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
+    if _is_rehearsed():
+        return act()
     result, error = None, None
     try:
         result = act()

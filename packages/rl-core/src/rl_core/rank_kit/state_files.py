@@ -1,42 +1,93 @@
-"""`state.json`, written last beside the files of a worker's state: it lists them, and without it there is no state."""
+"""`state.json`, written last beside the files of a worker's state: it lists them with sizes and checksums, and without
+it there is no state.
+
+Each rank computes the checksums of what it wrote (`FileSystemWriter`), and reads a part of all
+files again before any rank loads one (`require_complete_state`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, DiskFullError
+from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, recorded
 
 STATE_LIST = "state.json"
+_OF_A_RANK = ".checksums"
+"""Ends the name of the file in which a rank notes what it wrote, until all is listed."""
+
+
+class FileSystemWriter(filesystem.FileSystemWriter):
+    """torch's writer of a rank's files, which also notes their checksums for `write_state_list`."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Writes, as torch's does, and reads once what was written."""
+        written = super().write_data(plan, planner)
+        directory, names = Path(self.path), {result.storage_data.relative_path for result in written.value()}
+        for name, record in recorded(directory, names).items():
+            (directory / f"{name}{_OF_A_RANK}").write_text(json.dumps(record.as_json()))
+        return written
 
 
 def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) -> None:
-    """Lists the state's files with their sizes, and the optimizer steps behind it."""
-    files = {name: (directory / name).stat().st_size for name in sorted(names)}
-    (directory / STATE_LIST).write_text(json.dumps({"steps_done": steps_done, "files": files}, indent=2) + "\n")
+    """Lists the state's files with sizes and checksums, and the optimizer steps behind it. Called by one rank, when all
+    have written."""
+    wanted = {name for name in names if not name.endswith(_OF_A_RANK)}
+    notes = {path.name.removesuffix(_OF_A_RANK): path for path in directory.glob(f"*{_OF_A_RANK}")}
+    files = {name: FileRecord.from_json(json.loads(path.read_text())) for name, path in notes.items()}
+    files |= recorded(directory, wanted - files.keys())
+    listed = {name: files[name].as_json() for name in sorted(wanted)}
+    (directory / STATE_LIST).write_text(json.dumps({"steps_done": steps_done, "files": listed}, indent=2) + "\n")
+    for path in notes.values():
+        path.unlink()
 
 
 def require_complete_state(directory: Path) -> int:
-    """The optimizer steps behind a state. Raises CheckpointError if a file of it is missing or cut off."""
+    """The optimizer steps behind a state. All ranks call it: each reads its part of the files.
+
+    Raises:
+        CheckpointError: a file is missing or cut off, or one that this rank reads is not what was written.
+    """
     path = directory / STATE_LIST
     try:
         listed = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        files = {name: FileRecord.from_json(entry) for name, entry in listed["files"].items()}
+        steps_done: int = listed["steps_done"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: missing or incomplete ({error}); resume from an earlier checkpoint") from error
-    for name, num_bytes in listed["files"].items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != num_bytes:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{path}: {state}, expected {num_bytes} bytes; resume from an earlier checkpoint")
-    return listed["steps_done"]
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = {name: files[name] for name in sorted(files)[rank::num_ranks]}
+    damage = missized(directory, files) or changed(directory, own)
+    if damage is not None:
+        raise CheckpointError(f"{damage}; resume from an earlier checkpoint")
+    return steps_done
+
+
+def listed_files(directory: Path) -> dict[str, FileRecord]:
+    """The files that lists of workers' states name with checksums, anywhere below `directory`, by their paths in it.
+    Those of a list that cannot be read are left out."""
+    files: dict[str, FileRecord] = {}
+    for path in directory.rglob(STATE_LIST):
+        above = path.parent.relative_to(directory)
+        try:
+            listed = json.loads(path.read_text())["files"].items()
+            records = {str(above / name): FileRecord.from_json(entry) for name, entry in listed}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        files |= {name: record for name, record in records.items() if record.crc32 is not None}
+    return files
 
 
 def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """A CheckpointError where the storage failed; else, as when a rank is lost, an error of this program.
+    """A DiskFullError where there was no room, a CheckpointError where the storage failed otherwise; else, as when a
+    rank is lost, an error of this program.
 
     Args:
         directory: of the state.
@@ -44,8 +95,12 @@ def state_not_written(directory: Path, error: BaseException, how: str = "") -> E
         how: "in the background", for the message.
     """
     failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    what = f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})"
+    # torch may say only that it found itself at another place in the file than it had written to.
+    if any(is_disk_full(failure, directory) for failure in failures):
+        return DiskFullError(f"disk full: {what}")
     kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
-    return kind(f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})")
+    return kind(what)
 
 
 def reason_of(error: BaseException) -> str:

@@ -19,7 +19,7 @@ def require_model_path(spec: WorkerSpec) -> str:
     """The model's directory or name. Raises ConfigError without one."""
     if spec.model.path is None:
         raise ConfigError(
-            f"{SECTIONS[spec.role]}.model.path: no model was given; expected a Hugging Face model directory or name"
+            f"{SECTIONS[spec.role]}.model.path: no model given; expected a Hugging Face model directory or name"
         )
     return spec.model.path
 
@@ -38,12 +38,12 @@ def require_training_settings(spec: WorkerSpec) -> None:
 def _require_lora(lora: LoraConfig, where: str) -> None:
     if lora.dropout > 0:
         raise ConfigError(
-            f"{where}.dropout: {lora.dropout} was given; log-probs would differ from the engine's, and "
+            f"{where}.dropout: got {lora.dropout}; log-probs would differ from the engine's, and "
             "results would depend on how the batch is split: set it to 0"
         )
     if lora.init_method not in LORA_INIT_METHODS:
         raise ConfigError(
-            f"{where}.init_method: {lora.init_method!r} was given; expected {' or '.join(LORA_INIT_METHODS)}, which "
+            f"{where}.init_method: got {lora.init_method!r}; expected {' or '.join(LORA_INIT_METHODS)}, which "
             "leave the model's own weights as they are"
         )
     if lora.alpha <= 0:

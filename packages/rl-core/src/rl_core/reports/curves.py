@@ -125,7 +125,10 @@ def linear_axis(values: Sequence[float]) -> Axis:
     return Axis(
         low=first * spacing,
         high=last * spacing,
-        ticks=[(i * spacing, _tick(i * spacing, spacing)) for i in range(first, last + 1)],
+        ticks=[
+            (i * spacing, _tick(i * spacing, spacing, max(abs(first), abs(last)) * spacing))
+            for i in range(first, last + 1)
+        ],
     )
 
 
@@ -152,9 +155,10 @@ def _round_spacing(spacing: float) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= spacing * (1 - 1e-9))
 
 
-def _tick(value: float, spacing: float) -> str:
-    """All ticks of an axis have the same unit and the decimals that tell neighbours apart: `250`, `1.5k`, `7.5e-5`."""
-    power = math.floor(math.log10(spacing) + 1e-9)
+def _tick(value: float, spacing: float, largest: float) -> str:
+    """All ticks of an axis have the same unit, which suits its largest value, and the decimals that tell neighbours
+    apart: `250`, `1.5k`, `7.5e-5`, `6.90423`."""
+    power = math.floor(math.log10(max(spacing, largest / 1000)) + 1e-9)
     unit, suffix = (
         (10.0**power, f"e{power}")
         if power < -3
@@ -164,7 +168,8 @@ def _tick(value: float, spacing: float) -> str:
         if power >= 3
         else (1.0, "")
     )
-    decimals = next(d for d in range(9) if math.isclose(round(spacing / unit, d), spacing / unit, rel_tol=1e-6))
+    step = spacing / unit
+    decimals = next((d for d in range(17) if math.isclose(round(step, d), step, rel_tol=1e-6)), 17)
     return f"{value / unit:,.{decimals}f}{suffix}" if value else "0"
 
 

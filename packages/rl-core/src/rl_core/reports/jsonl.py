@@ -3,43 +3,82 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
+from rl_core.stored_files import is_disk_full, sync
+
+logger = logging.getLogger(__name__)
 
 
 class StepLog:
     """Appends rows to a file; on opening, the rows of steps that will be run again are dropped.
 
     Killed between two rows, the file is complete; killed within one, its last line is cut off, and the next `StepLog`
-    on the file (like `read_rows`) leaves that line out.
+    on the file (like `read_rows`) leaves that line out. Rows that were written are on disk, so a crash of the machine
+    takes none of them; on a full disk they are kept in memory, and written with the first later ones that find room.
     """
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
+    def __init__(
+        self, path: Path, *, first_step: int, is_written_again: Callable[[Mapping[str, Any]], bool] | None = None
+    ) -> None:
         """Opens `path`, keeping only its rows with step < `first_step`.
+
+        Args:
+            is_written_again: rows of earlier steps that are dropped too; None: none.
 
         Raises:
             DataError: a line that is not the last one is no row. The file is left as it is.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _drop_rows_from(path, first_step)
-        # A lone surrogate, which no UTF-8 file can hold, becomes its JSON escape.
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+            _keep_rows(path, lambda row: row["step"] < first_step and not (is_written_again and is_written_again(row)))
+        self._path, self._waiting = path, b""
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+        sync(path.parent)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends rows, each with its `step`, and flushes. A number that is not finite is written as null."""
+        """Appends rows, each with its `step`; they are on disk when this returns, unless it is full. A number that is
+        not finite is written as null."""
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        self._file.write("".join(lines))
-        self._file.flush()
+        was_waiting = bool(self._waiting)
+        # A lone surrogate, which no UTF-8 file can hold, becomes its JSON escape.
+        self._waiting += "".join(lines).encode("utf-8", errors="backslashreplace")
+        self._write_waiting()
+        if self._waiting and not was_waiting:
+            logger.warning("disk full: rows of %s are kept in memory until there is room for them", self._path)
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
-        self._file.close()
+        if self._file.closed:
+            return
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+        if self._waiting:
+            logger.error("disk full: the last %d rows of %s are lost", self._waiting.count(b"\n"), self._path)
+
+    def _write_waiting(self) -> None:
+        """All of it or nothing."""
+        descriptor = self._file.fileno()
+        num_bytes = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(self._waiting)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, num_bytes)
+            if not is_disk_full(error):
+                raise
+        else:
+            self._waiting = b""
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -64,16 +103,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _drop_rows_from(path: Path, first_step: int) -> None:
+def _keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     """Rewrites the file beside itself and swaps it in, so that a kill leaves either the old or the new one."""
     rewritten = path.with_name(path.name + ".rewriting")
     with rewritten.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in read_rows(path):
-            if row["step"] < first_step:
+            if is_kept(row):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     rewritten.replace(path)
+    sync(path.parent)
 
 
 def _finite(value: Any) -> Any:

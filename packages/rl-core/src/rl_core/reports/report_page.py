@@ -76,13 +76,19 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     ]
     if seconds := values.get("time/step"):
         tiles.append(("Time", duration(sum(seconds)), f"{readable(statistics.median(seconds))} s a step"))
-    if tokens := values.get("rollout/tokens"):
-        speed = values.get("tokens_per_second")
-        remark = f"{readable(statistics.median(speed))} per second" if speed else ""
+    if tokens := values.get("rollout/sampled_tokens"):
+        speeds = [row["rollout/sampled_tokens"] / row["time/step"] for row in rows if _has_speed(row)]
+        remark = f"{readable(statistics.median(speeds))} per second" if speeds else ""
         tiles.append(("Sampled tokens", _large(sum(tokens)), remark))
     if failed := sum(values.get("rollout/failed", [])):
-        tiles.append(("Failed rollouts", readable(failed), "not trained on"))
+        kinds = {name: sum(counts) for name, counts in values.items() if name.startswith("rollout/failed/")}
+        parts = [f"{readable(kinds[name])} {name.rsplit('/', 1)[1]}" for name in sorted(kinds, key=lambda n: -kinds[n])]
+        tiles.append(("Failed samples", readable(failed), ", ".join([*parts, "not trained on"])))
     return [tile for tile in tiles if tile]
+
+
+def _has_speed(row: Row) -> bool:
+    return row.get("rollout/sampled_tokens") is not None and bool(row.get("time/step"))
 
 
 def _from_first_to_last(label: str, values: Sequence[float]) -> tuple[str, str, str] | None:
@@ -138,7 +144,8 @@ def _shown_samples(run_dir: Path) -> _ShownSamples:
     failures: list[Sample] = []
     num_failures = 0
     for sample in read_samples(run_dir):
-        steps[sample.purpose].add(sample.step)
+        if sample.failure is None:
+            steps[sample.purpose].add(sample.step)
         if sample.failure is not None:
             num_failures += 1
             failures += [sample] if num_failures <= _FAILURES_SHOWN else []
@@ -148,7 +155,7 @@ def _shown_samples(run_dir: Path) -> _ShownSamples:
         if sample.step in wanted[sample.purpose]:
             kept.setdefault((sample.purpose, sample.step), []).append(sample)
     return _ShownSamples(
-        stages=[_stage(i, wanted, kept) for i in range(max(map(len, wanted.values())))],
+        stages=[_stage(name, steps, kept) for name, steps in _stages(wanted)],
         failures=[_card(sample, f"step {sample.step}, {_PURPOSES[sample.purpose]}") for sample in failures],
         num_failures=num_failures,
     )
@@ -165,18 +172,24 @@ def _start_middle_end(steps: set[int]) -> list[int]:
     return [ordered[0], min(ordered[1:-1], key=lambda step: abs(step - middle)), ordered[-1]]
 
 
-def _stage(
-    i: int, wanted: Mapping[str, Sequence[int]], kept: Mapping[tuple[str, int], Sequence[Sample]]
-) -> dict[str, Any]:
-    names = {1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[max(map(len, wanted.values()))]
-    cards, steps = [], []
-    for purpose in ("eval", "train"):
-        if i < len(wanted[purpose]):
-            step = wanted[purpose][i]
-            steps.append(f"{_PURPOSES[purpose]}: step {step}")
-            choose = _first_prompts if purpose == "eval" else _best_and_worst
-            cards += choose(kept[purpose, step])
-    return {"name": names[i], "steps": " · ".join(steps), "cards": cards}
+def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
+    """(name, step of each purpose) of start, middle and end. The purpose with fewer steps stands where the other's are
+    nearest to them: of two evaluations the second is the end's."""
+    longest = max(wanted.values(), key=len)
+    names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
+    stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
+    for purpose, steps in wanted.items():
+        for step in steps:
+            place = min(range(len(longest)), key=lambda i: abs(longest[i] - step))
+            stages[steps.index(step) if len(steps) == len(longest) else place][1][purpose] = step
+    return stages
+
+
+def _stage(name: str, steps: Mapping[str, int], kept: Mapping[tuple[str, int], Sequence[Sample]]) -> dict[str, Any]:
+    choose = {"eval": _first_prompts, "train": _best_and_worst}
+    cards = [card for purpose in choose if purpose in steps for card in choose[purpose](kept[purpose, steps[purpose]])]
+    said = " · ".join(f"{_PURPOSES[purpose]}: step {steps[purpose]}" for purpose in choose if purpose in steps)
+    return {"name": name, "steps": said, "cards": cards}
 
 
 def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -202,7 +215,8 @@ def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 def _card(sample: Sample, label: str) -> dict[str, Any]:
     return {
         "label": label,
-        "prompt": _shortened(sample.prompt),
+        "prompt": _shortened(_prompt_of(sample)),
+        "ground_truth": None if sample.ground_truth is None else _shortened(sample.ground_truth),
         "response": _shortened(sample.response),
         "reward": "not finite" if sample.reward is None else f"{sample.reward:.3g}",
         "failure": sample.failure,
@@ -212,6 +226,13 @@ def _card(sample: Sample, label: str) -> dict[str, Any]:
             (name.replace("_", " "), readable(value)) for name, value in sample.metrics.items() if value is not None
         ],
     }
+
+
+def _prompt_of(sample: Sample) -> str:
+    """What was said, without the marks of the model's chat template."""
+    if not sample.messages:
+        return sample.prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in sample.messages)
 
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from rl_core import plugins
 from rl_core.batch import Batch
 from rl_core.config import Config
-from rl_core.interfaces import PhaseAware, Tracker, Trajectory
-from rl_core.reports.samples import FILE_NAME, SamplesWriter, sample_of, with_logprobs
+from rl_core.interfaces import PhaseAware, Row, Tracker, Trajectory
+from rl_core.reports.samples import FILE_NAME, Sample, SamplesWriter, sample_of, with_logprobs
 from rl_core.reports.trackers import JsonlTracker
 
 
 class RunReporter:
-    """Metrics to `metrics.jsonl` and the configured trackers, a few samples of each step to `samples.jsonl`."""
+    """Metrics to `metrics.jsonl` and the configured trackers, a few samples of each step, and all
+    that failed, to `samples.jsonl`."""
 
-    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        total_steps: int,
+        steps_done: int | None,
+        writes_last_row_again: bool = False,
+        train_row: Callable[[int], Row] | None = None,
+        eval_row: Callable[[int], Row] | None = None,
+    ):
+        """
+        Args:
+            steps_done: where a resumed run goes on; None for a new one.
+            writes_last_row_again: step `steps_done` is evaluated again, and its row replaced; its training samples
+                stay.
+            train_row: the row of data that a group plays, by its number; None: not known.
+            eval_row: the same of an evaluation.
+        """
+        first_step = 0 if steps_done is None else steps_done + 1
+        self._row_of = {"train": train_row, "eval": eval_row}
         self._num_samples = config.trainer.num_logged_samples
         self._with_logprobs = config.trainer.log_sample_logprobs
         factories = [plugins.load("rl_core.trackers", name, key="trainer.logger") for name in config.trainer.logger]
         if JsonlTracker not in factories:
             factories.insert(0, JsonlTracker)
         self._trackers: list[Tracker] = [
-            factory(config, run_dir, total_steps=total_steps, first_step=first_step) for factory in factories
+            factory(config, run_dir, total_steps=total_steps, first_step=first_step - writes_last_row_again)
+            for factory in factories
         ]
-        self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step)
+        self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step, evaluates_again=writes_last_row_again)
 
     def phase(self, name: str) -> None:
         """Shows what the run is doing."""
@@ -42,17 +65,30 @@ class RunReporter:
         """A few of a step's samples, evenly spread; `batch` holds their sequences, with `old_logprobs`, and
         `trajectory_id` is the index in `trajectories`."""
         chosen = _evenly_spread(len(trajectories), self._num_samples)
-        samples = [sample_of(trajectories[index], step=step, purpose="train") for index in chosen]
+        samples = [self._sample(trajectories[index], step, "train") for index in chosen]
         if self._with_logprobs:
             for position, index in enumerate(chosen):
                 rows = (batch["trajectory_id"] == index).nonzero().flatten()
                 samples[position] = with_logprobs(samples[position], batch.select(rows))
         self._samples.write(samples)
 
+    def failed_samples(
+        self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
+    ) -> None:
+        """All samples that failed on the way to a step, none of which it trained on; or of an evaluation that ended
+        with an error."""
+        self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
+
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """A few of an evaluation's samples, evenly spread."""
-        chosen = _evenly_spread(len(trajectories), self._num_samples)
-        self._samples.write([sample_of(trajectories[index], step=step, purpose="eval") for index in chosen])
+        """A few of an evaluation's samples, evenly spread, and all that failed."""
+        failed = {index for index, trajectory in enumerate(trajectories) if trajectory.failure is not None}
+        chosen = sorted(failed.union(_evenly_spread(len(trajectories), self._num_samples)))
+        self._samples.write([self._sample(trajectories[index], step, "eval") for index in chosen])
+
+    def _sample(self, trajectory: Trajectory, step: int, purpose: Literal["train", "eval"]) -> Sample:
+        row_of = self._row_of[purpose]
+        row = None if row_of is None else row_of(trajectory.group_id)
+        return sample_of(trajectory, step=step, purpose=purpose, row=row)
 
     def close(self) -> None:
         """Closes the files; a second call does nothing."""

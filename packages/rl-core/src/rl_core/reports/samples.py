@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from rl_core.errors import DataError
-from rl_core.interfaces import Trajectory
+from rl_core.interfaces import Row, Trajectory
 from rl_core.reports.jsonl import StepLog, read_rows
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Sample:
     sample: int
     """Index within the group."""
     prompt: str
+    """As the policy saw it, chat template included."""
     response: str
     reward: float | None
     """None for a failed rollout: it received no reward, which is not a reward of zero."""
@@ -39,6 +40,10 @@ class Sample:
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """What the environment measured."""
     failure: str | None = None
+    ground_truth: str | None = None
+    """What the row gives as the right answer; None where it gives none that is known by its name (`answer_of`)."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The row's prompt, where it is a chat."""
     turns: Sequence[Mapping[str, Any]] | None = None
     """Of an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each."""
     tokens: Sequence[Sequence[int]] | None = None
@@ -49,8 +54,20 @@ class Sample:
     """On request, aligned with `tokens`: log-probs of the trainer under the same weights."""
 
 
-def sample_of(trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"]) -> Sample:
-    """The row of a trajectory, without its tokens."""
+def answer_of(row: Row) -> str | None:
+    """The right answer that a row of data gives: `reward_spec.ground_truth`, `ground_truth` or `answer`."""
+    spec = row.get("reward_spec")
+    found = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+    for name in ("ground_truth", "answer"):
+        found = row.get(name) if found is None else found
+    return None if found is None else str(found)
+
+
+def sample_of(
+    trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"], row: Row | None = None
+) -> Sample:
+    """The row of a trajectory, without its tokens; `row` is the row of data that was played."""
+    prompt = None if row is None else row.get("prompt")
     failed = trajectory.failure is not None
     return Sample(
         step=step,
@@ -64,6 +81,8 @@ def sample_of(trajectory: Trajectory, *, step: int, purpose: Literal["train", "e
         end=trajectory.end,
         metrics=dict(trajectory.metrics),
         failure=trajectory.failure,
+        ground_truth=None if row is None else answer_of(row),
+        messages=prompt if isinstance(prompt, list) else None,
         turns=[attrs.asdict(turn) for turn in trajectory.turns] if len(trajectory.turns) > 1 else None,
     )
 
@@ -85,8 +104,17 @@ def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
 class SamplesWriter:
     """Appends to a file of samples; drops rows of `first_step` and later, left by the run that is resumed."""
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        self._log = StepLog(path, first_step=first_step)
+    def __init__(self, path: Path, *, first_step: int, evaluates_again: bool = False) -> None:
+        """
+        Args:
+            evaluates_again: the step before `first_step` is evaluated again: what an evaluation left of it goes.
+        """
+        evaluated = first_step - 1 if evaluates_again else None
+        self._log = StepLog(
+            path,
+            first_step=first_step,
+            is_written_again=lambda row: row["step"] == evaluated and row["purpose"] == "eval",
+        )
 
     def write(self, samples: Iterable[Sample]) -> None:
         """Appends and flushes; columns that were not asked for are left out of a row."""
@@ -112,7 +140,7 @@ def read_samples(run_dir: Path) -> Iterator[Sample]:
             ) from error
 
 
-_LEFT_OUT_IF_NONE = ("turns", "tokens", "rollout_logprobs", "trainer_logprobs")
+_LEFT_OUT_IF_NONE = ("ground_truth", "messages", "turns", "tokens", "rollout_logprobs", "trainer_logprobs")
 
 
 def _row(sample: Sample) -> dict[str, Any]:

@@ -35,9 +35,14 @@ class ConsoleTracker:
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._progress = Progress(run_dir.resolve().name, total_steps, "steps", done=max(first_step - 1, 0))
+        self._num_failed = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._progress.update(step, **{label: metrics[name] for name, label in _SHOWN.items() if name in metrics})
+        shown = {label: metrics[name] for name, label in _SHOWN.items() if name in metrics}
+        self._num_failed += int(sum(metrics.get(name, 0.0) for name in ("rollout/failed", "eval/failed")))
+        if self._num_failed:
+            shown["failed samples"] = self._num_failed
+        self._progress.update(step, **shown)
 
     def phase(self, name: str) -> None:
         self._progress.phase(name)
@@ -47,7 +52,7 @@ class ConsoleTracker:
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one row per step, flushed, so that a kill loses at most the row that was being written."""
+    """`metrics.jsonl`: one row per step, on disk before the step's checkpoint begins."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._log = StepLog(run_dir / METRICS_FILE_NAME, first_step=first_step)
@@ -113,5 +118,5 @@ class WandbTracker:
 def _missing(package: str, error: ImportError) -> PluginError:
     return PluginError(
         f"trainer.logger: the {package!r} tracker needs the package {package}, which cannot be imported ({error}). "
-        f"Install it with: pip install 'rl-core[{package}]'"
+        f"Install it with: pip install {package}"
     )

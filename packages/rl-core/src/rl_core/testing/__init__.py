@@ -49,6 +49,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
+        from rl_core.errors import install
+
         if error.name in ("pytest", "tokenizers", "transformers"):
-            error.add_note("the conformance suites need the extra: pip install 'rl-core[testing]'")
+            error.add_note(f"the conformance suites need the extra: {install('rl-core[testing]')}")
         raise

@@ -71,7 +71,10 @@ def _changed(options: Any) -> dict[str, Any]:
         return {}
     values = {field.name: getattr(options, field.name) for field in attrs.fields(type(options))}
     plain = type(options)()
-    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+    changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
+    for name in [name for name, value in changed.items() if attrs.has(type(value))]:
+        changed |= {f"{name}.{key}": value for key, value in _changed(changed.pop(name)).items()}
+    return changed
 
 
 VARIANTS = (
@@ -210,7 +213,7 @@ def open_case(
             case.kept.close()
 
 
-def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Batch:
+def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False, seed: int = 1) -> Batch:
     """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
 
     Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
@@ -219,8 +222,9 @@ def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Ba
     Args:
         reference: scores the tokens.
         forced_routes: adds `make_routes`, under which they are scored.
+        seed: of tokens, noise and advantages.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     vocabulary = reference.model.config.vocab_size
     sequences = []
     for i, length in enumerate(LENGTHS):
@@ -249,11 +253,13 @@ def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False) -> Ba
     return Batch.from_sequences(sequences)
 
 
-def make_routes(reference: ReferenceWorker, num_tokens: int, *, seed: int) -> dict[str, torch.Tensor]:
+def make_routes(
+    reference: ReferenceWorker, num_tokens: int, *, seed: int, has_gaps: bool = True
+) -> dict[str, torch.Tensor]:
     """`routed_experts` and `routed` of one sequence: random experts, not the router's, of all layers that have any.
 
-    The last token has no route, as an engine leaves it, nor have some others. What must not be read (there, and in
-    dense layers) is 255, which no tiny model has.
+    The last token has no route, as an engine leaves it, nor, with `has_gaps`, have some others. What must not be read
+    (there, and in dense layers) is 255, which no tiny model has.
     """
     config = reference.model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
@@ -262,6 +268,6 @@ def make_routes(reference: ReferenceWorker, num_tokens: int, *, seed: int) -> di
         ranked_TE = torch.rand((num_tokens, router.num_experts), generator=generator).argsort(1)  # pyright: ignore[reportCallIssue, reportArgumentType]
         routes_TLK[:, layer] = ranked_TE[:, : config.num_experts_per_tok]
     position_T = torch.arange(num_tokens)
-    routed_T = (position_T % 9 != 5) & (position_T < num_tokens - 1)
+    routed_T = ((position_T % 9 != 5) | (not has_gaps)) & (position_T < num_tokens - 1)
     routes_TLK[~routed_T] = 255
     return {"routed_experts": routes_TLK.to(torch.uint8), "routed": routed_T}

@@ -163,12 +163,11 @@ class EnvironmentConformance:
 
     def test_it_runs_where_its_placement_says(self) -> None:
         factory = type(self).factory
-        if not isinstance(factory, Placement):
-            pytest.skip("the factory has no placement: its environments run in_process")
-        assert factory.placement in get_args(PlacementKind), f"placement is {factory.placement!r}"
-        if factory.placement == "process":
+        placement = _placement_of(factory)
+        assert placement in get_args(PlacementKind), f"placement is {placement!r}"
+        if placement == "process":
             _require_pickles({"factory": factory, "row": dict(self.row), "options": dict(self.options)})
-        if factory.placement != "in_process":
+        if placement != "in_process":
             for response in self.rewards:
                 assert _in_thread(lambda response=response: self._play(response)) == _run(self._play(response)), (
                     response
@@ -176,14 +175,15 @@ class EnvironmentConformance:
 
     def test_it_does_not_hold_up_other_episodes(self) -> None:
         factory = type(self).factory
-        if isinstance(factory, Placement) and factory.placement != "in_process":
+        if _placement_of(factory) != "in_process":
             pytest.skip("it has a thread or process of its own")
         for response in self.rewards:
             # The first time it may import what it needs; a busy machine does not stall it in every one of three more.
             _run(self._play(response))
             pause_s = min(_run(_longest_pause(self._play(response))) for _ in range(3))
             assert pause_s < _LONGEST_PAUSE_S, (
-                f"all episodes stood still for {pause_s:.1f} s: await what takes time, or set placement = 'thread'"
+                f"all episodes stood still for {pause_s:.1f} s: await what takes time, or leave out placement = "
+                "'in_process'"
             )
 
     def test_an_episode_goes_on_from_a_snapshot(self) -> None:
@@ -324,6 +324,11 @@ def _in_thread(make: Callable[[], Awaitable[T]]) -> T:
     if failures:
         raise failures[0]
     return results[0]
+
+
+def _placement_of(factory: EnvironmentFactory) -> PlacementKind:
+    """A thread where the factory does not say."""
+    return factory.placement if isinstance(factory, Placement) else "thread"
 
 
 def _run(coroutine: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +29,7 @@ from rl_core.interfaces import (
     Sampler,
     SamplingParams,
     Trajectory,
+    TrajectoryStep,
 )
 from rl_core.testing.models import character_tokenizer
 from rl_core.testing.scripted_engine import Exchange, ScriptedClient
@@ -67,8 +69,7 @@ class GeneratorConformance:
 
     def test_what_the_engine_sampled_is_what_is_trained_on(self) -> None:
         client = self._client()
-        for trajectory in self._play(client):
-            _require_the_engines_tokens(trajectory, client.exchanges)
+        _require_the_engines_tokens(self._play(client), client.exchanges)
 
     def test_a_sample_that_is_given_back_unfinished_is_continued(self) -> None:
         client = self._client(abort_after=_after_some_tokens(random.Random(1)))
@@ -76,7 +77,7 @@ class GeneratorConformance:
         assert any(exchange.completion.stop_reason == "abort" for exchange in client.exchanges)
         for trajectory in trajectories:
             assert all(step.stop_reason != "abort" for step in trajectory.steps), "a part was taken for the whole"
-            _require_the_engines_tokens(trajectory, client.exchanges)
+        _require_the_engines_tokens(trajectories, client.exchanges)
 
     def test_every_request_has_an_id_of_its_own(self) -> None:
         client = self._client()
@@ -154,8 +155,11 @@ class GeneratorConformance:
 
 
 class _FailsAtTimes(ScriptedClient):
+    num_asked = 0
+
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        if len(self.exchanges) % 3 == 1:
+        self.num_asked += 1
+        if self.num_asked % 3 == 2:
             await super().generate(request)
             raise GenerationError("the engine is gone")
         return await super().generate(request)
@@ -165,40 +169,54 @@ def _after_some_tokens(rng: random.Random) -> Callable[[GenerateRequest], int | 
     return lambda request: rng.choice([None, 0, 1, 4])
 
 
-def _require_the_engines_tokens(trajectory: Trajectory, exchanges: Sequence[Exchange]) -> None:
+def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
     """Every step is a request and its answer; what is marked as sampled was sampled, in the engine's numbers."""
-    assert trajectory.failure is None, trajectory.failure
-    # An answer without a token would stand in the place of the part before it.
-    by_tokens = {(*e.request.prompt_tokens, *e.completion.tokens): e for e in exchanges if e.completion.tokens}
-    for step in trajectory.steps:
-        assert tuple(step.tokens) in by_tokens, "a step's tokens are those of its last request and its answer"
-        inside = [e for tokens, e in by_tokens.items() if tokens == tuple(step.tokens[: len(tokens)])]
-        logprobs, versions = [0.0] * len(step.tokens), [-1] * len(step.tokens)
-        known = [False] * len(step.tokens)
-        for exchange in inside:
-            start = len(exchange.request.prompt_tokens)
-            place = slice(start, start + len(exchange.completion.tokens))
-            logprobs[place], versions[place] = exchange.completion.logprobs, exchange.completion.policy_versions
-            known[place] = [True] * len(exchange.completion.tokens)
-        sampled = list(step.sampled)
-        assert sampled[-1], "a step ends with a sampled token"
-        assert all(mine <= theirs for mine, theirs in zip(sampled, known, strict=True)), "not all of it was sampled"
-        # A turn may be another step's, but a turn is never trained on in part.
-        for exchange in inside:
-            start = len(exchange.request.prompt_tokens)
-            part = sampled[start : start + len(exchange.completion.tokens)]
-            assert len(set(part)) <= 1, "a part of a response is marked as sampled, another is not"
-        expected = [value if flag else 0.0 for value, flag in zip(logprobs, sampled, strict=True)]
-        assert list(step.rollout_logprobs) == expected
-        assert list(step.policy_version) == [v if flag else -1 for v, flag in zip(versions, sampled, strict=True)]
-    num_sampled = sum(len(e.completion.tokens) for e in exchanges if _is_of(e, trajectory))
-    num_trained = sum(sum(step.sampled) for step in trajectory.steps)
-    assert num_trained == num_sampled, "each sampled token is trained on once"
+    # Two samples may begin with the same tokens, but no two log-probs are equal: each tells the answer that it is from.
+    origins = {
+        logprob: (number, offset)
+        for number, exchange in enumerate(exchanges)
+        for offset, logprob in enumerate(exchange.completion.logprobs)
+    }
+    num_trained: Counter[int] = Counter()
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    for trajectory in trajectories:
+        assert trajectory.failure is None, trajectory.failure
+    for step in steps:
+        num_trained += _trained_tokens(step, exchanges, origins)
+    for number, exchange in enumerate(exchanges):
+        tokens = _tokens_of(exchange)
+        # A generator may throw an answer away, but not one that a step contains.
+        if any(tokens == tuple(step.tokens[: len(tokens)]) for step in steps):
+            assert num_trained[number] == len(exchange.completion.tokens), "each sampled token is trained on once"
 
 
-def _is_of(exchange: Exchange, trajectory: Trajectory) -> bool:
-    tokens = (*exchange.request.prompt_tokens, *exchange.completion.tokens)
-    return any(tokens == tuple(step.tokens[: len(tokens)]) for step in trajectory.steps)
+def _trained_tokens(
+    step: TrajectoryStep, exchanges: Sequence[Exchange], origins: Mapping[float, tuple[int, int]]
+) -> Counter[int]:
+    """How many tokens of each exchange, by its number, the step is trained on."""
+    num_trained: Counter[int] = Counter()
+    assert step.sampled[-1], "a step ends with a sampled token"
+    for position, is_sampled in enumerate(step.sampled):
+        logprob, version = step.rollout_logprobs[position], step.policy_version[position]
+        if not is_sampled:
+            assert (logprob, version) == (0.0, -1), "a token that was not sampled has a log-prob or a version"
+            continue
+        assert logprob in origins, "the log-prob of a sampled token is not the engine's"
+        number, offset = origins[logprob]
+        exchange = exchanges[number]
+        assert position == len(exchange.request.prompt_tokens) + offset, "the log-prob is another token's"
+        assert version == exchange.completion.policy_versions[offset], "the version is another token's"
+        num_trained[number] += 1
+    for number in num_trained:
+        tokens = _tokens_of(exchanges[number])
+        assert tokens == tuple(step.tokens[: len(tokens)]), "the tokens are not the request's and its answer's"
+    last = exchanges[origins[step.rollout_logprobs[-1]][0]]
+    assert tuple(step.tokens) == _tokens_of(last), "a step's tokens are those of its last request and its answer"
+    return num_trained
+
+
+def _tokens_of(exchange: Exchange) -> tuple[int, ...]:
+    return (*exchange.request.prompt_tokens, *exchange.completion.tokens)
 
 
 def _ask(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:

@@ -32,7 +32,16 @@ QUANTITIES: dict[str, str] = {
     "next loss": "relative, after loading, against the ranks that saved",
     "next step": "absolute, any weight, one step after loading, against the ranks that saved",
 }
-"""What is measured, in the table's order."""
+"""What is measured in float32, in the table's order."""
+BFLOAT16_QUANTITIES: dict[str, str] = {
+    "bf16 logprobs": "mean absolute difference in nats",
+    "bf16 direction": "1 − the cosine of the angle between the gradients of all parameters",
+    "bf16 weights": "after three AdamW steps, RMS difference over the RMS of what the steps changed",
+    "bf16 engine and trainer": "mean absolute difference in nats between the log-probs of engine and trainer, each in "
+    "bfloat16, in multiples of √2 plain errors of log-probs, since both err",
+    "bf16 engine and replaying trainer": "the same, of a trainer that follows the engine's routes",
+}
+"""What is measured in bfloat16."""
 
 
 @attrs.frozen(kw_only=True)
@@ -49,12 +58,17 @@ class Measurement:
     """The difference must reach the limit (a control), not stay below."""
     loaded_at: str | None = None
     """State was saved by `mesh` and loaded by this one."""
+    unit: float | None = None
+    """Of a quantity in bfloat16: what `difference` is a multiple of."""
 
     def __attrs_post_init__(self) -> None:
-        if self.quantity not in QUANTITIES:
-            raise ValueError(f"Measurement: {self.quantity!r} is none of {', '.join(QUANTITIES)}")
+        if self.quantity not in QUANTITIES | BFLOAT16_QUANTITIES:
+            known = ", ".join(QUANTITIES | BFLOAT16_QUANTITIES)
+            raise ValueError(f"Measurement: {self.quantity!r} is none of {known}")
 
     def __str__(self) -> str:
+        if self.unit is not None:
+            return f"{self.difference:.2f} of {self.unit:.1e}"
         if self.limit == 0:
             return "equal" if self.difference == 0 else f"{self.difference:.1e} > 0"
         return f"{self.difference:.1e} {'≥' if self.at_least else '≤'} {self.limit:.0e}"
@@ -87,10 +101,36 @@ def _badness(measurement: Measurement) -> float:
 
 def page(measurements: Sequence[Measurement]) -> str:
     """The table as Markdown."""
-    backends = sorted({m.backend for m in measurements})
-    sections = [_section(backend, [m for m in measurements if m.backend == backend]) for backend in backends]
-    shown = [f"- **{name}**: {what}" for name, what in QUANTITIES.items()]
-    return "\n".join([_HEADER, *shown, "", *sections])
+    exact = [m for m in measurements if m.unit is None]
+    backends = sorted({m.backend for m in exact})
+    sections = [_section(backend, [m for m in exact if m.backend == backend]) for backend in backends]
+    text = "\n".join([_HEADER, *_list(QUANTITIES), "", *sections])
+    rounded = [m for m in measurements if m.unit is not None]
+    return text + _bfloat16_section(rounded) if rounded else text
+
+
+def _list(quantities: dict[str, str]) -> list[str]:
+    return [f"- **{name}**: {what}" for name, what in quantities.items()]
+
+
+def _bfloat16_section(measurements: Sequence[Measurement]) -> str:
+    """One table for all backends and engines, with the largest multiple of each quantity above it."""
+    limit = max(m.limit for m in measurements)
+    cells = [((m.backend, m.mesh), m) for m in measurements]
+    head = _BFLOAT16_HEADER.format(limit=f"{limit:g}", worst=f"{max(m.difference for m in measurements):.2f}")
+    table = _table(("backend or engine", "mesh"), cells, BFLOAT16_QUANTITIES)
+    return "\n".join(["", head, *_list(BFLOAT16_QUANTITIES), "", *table, ""])
+
+
+_BFLOAT16_HEADER = """\
+## bfloat16
+
+How far each is from float32 when it computes in bfloat16, in multiples of what plain transformers in bfloat16 (float32
+sums of gradients and master weights; one process, one sequence at a time) is off on the same model and batches. `0.90
+of 6.1e-03` is an error of 0.9 times 6.1e-03. The limit of every cell is {limit}; the worst is {worst}. Checkpoints are
+stored in bfloat16, so that float32 starts from the same weights; all numbers are over many tokens
+(`rl_core.testing.bfloat16`).
+"""
 
 
 _HEADER = """\
@@ -109,18 +149,20 @@ ranks` alone has the backend's default options, packed, with tied embeddings.
 def _section(backend: str, measurements: Sequence[Measurement]) -> str:
     computed = [m for m in measurements if m.loaded_at is None]
     loaded = [m for m in measurements if m.loaded_at is not None]
-    lines = [f"## {backend}", "", *_table(("mesh",), [((m.mesh,), m) for m in computed])]
+    lines = [f"## {backend}", "", *_table(("mesh",), [((m.mesh,), m) for m in computed], QUANTITIES)]
     if loaded:
         lines += ["", "State saved by one mesh and loaded by another:", ""]
-        lines += _table(("saved by", "loaded by"), [((m.mesh, m.loaded_at or ""), m) for m in loaded])
+        lines += _table(("saved by", "loaded by"), [((m.mesh, m.loaded_at or ""), m) for m in loaded], QUANTITIES)
     return "\n".join([*lines, ""])
 
 
-def _table(keys: Sequence[str], cells: Iterable[tuple[tuple[str, ...], Measurement]]) -> list[str]:
+def _table(
+    keys: Sequence[str], cells: Iterable[tuple[tuple[str, ...], Measurement]], known: dict[str, str]
+) -> list[str]:
     rows: dict[tuple[str, ...], dict[str, Measurement]] = {}
     for row, measurement in cells:
         rows.setdefault(row, {})[measurement.quantity] = measurement
-    quantities = [name for name in QUANTITIES if any(name in row for row in rows.values())]
+    quantities = [name for name in known if any(name in row for row in rows.values())]
     lines = [[*keys, *quantities], ["---"] * (len(keys) + len(quantities))]
     lines += [[*row, *(str(found.get(name, "")) for name in quantities)] for row, found in sorted(rows.items())]
     return [f"| {' | '.join(line)} |" for line in lines]

@@ -131,7 +131,7 @@ class ProcessRanks:
     """Ranks in processes of their own."""
 
     def __init__(self, backend: Backend, spec: WorkerSpec, mesh: Mesh, timeout_s: float):
-        context = _fork_server()
+        context = fork_server()
         self._mesh = mesh
         self._folder = tempfile.TemporaryDirectory(prefix="rl-ranks-")
         num_gpus = torch.cuda.device_count()
@@ -262,7 +262,7 @@ class ProcessRanks:
         self._folder.cleanup()
 
 
-def _fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """The context of a server that is running; this process's first call starts it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))

@@ -27,6 +27,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.objectives import require_scores
+from rl_core.rank_kit.reference_models import as_in_a_checkpoint
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.testing.forced_routes import forced_routes
 
@@ -43,8 +44,10 @@ class ReferenceWorker:
         assert spec.model.path is not None
         self.spec = spec
         self.model = AutoModelForCausalLM.from_pretrained(
-            spec.model.path, dtype=torch.float32, attn_implementation="eager"
+            spec.model.path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
+        self.computing = self.model
+        """What scores: another one in other precision computes with copies of the model's weights."""
         self.steps_done = 0
         self.optimizer = None
         if spec.optimizer is not None:
@@ -68,8 +71,8 @@ class ReferenceWorker:
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each token of one sequence; 0 at the first. `routes`: its routed_experts and
         routed."""
-        with nullcontext() if routes is None else forced_routes(self.model, *routes):
-            logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0, :-1] / temperature
+        with nullcontext() if routes is None else forced_routes(self.computing, *routes):
+            logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float() / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
         logprobs_T = all_logprobs_TV[range(len(tokens_T) - 1), tokens_T[1:]]
         entropies_T = -(all_logprobs_TV.exp() * all_logprobs_TV).sum(-1)
@@ -129,12 +132,12 @@ class ReferenceWorker:
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.model.named_parameters()
         }
-        return {name: gradient.clone() for name, gradient in self._as_in_a_checkpoint(gradients).items()}
+        return {name: gradient.clone() for name, gradient in as_in_a_checkpoint(self.model, gradients).items()}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """All parameters in float32."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return pack_buckets(self._as_in_a_checkpoint(parameters).items(), max_bucket_bytes)
+        return pack_buckets(as_in_a_checkpoint(self.model, parameters).items(), max_bucket_bytes)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`."""
@@ -170,12 +173,6 @@ class ReferenceWorker:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _as_in_a_checkpoint(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """transformers holds all experts of a layer as one tensor; a checkpoint names each."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return revert_weight_conversion(self.model, tensors)
-
     def _sequences(self, batch: Batch, plan: Plan) -> list[slice]:
         bounds = batch.offsets.tolist()
         return [slice(bounds[i], bounds[i + 1]) for micro_batch in plan for i in micro_batch]
@@ -187,7 +184,8 @@ def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """What is weighted and summed, written out from the formulas; all are of the trained tokens."""
-    if loss.params or loss.kl_estimator != "k3" or loss.name not in ("ppo_clip", "cross_entropy"):
+    is_known = loss.kl_estimator == "k3" and loss.off_policy_sequence_mask is None
+    if loss.params or not is_known or loss.name not in ("ppo_clip", "cross_entropy"):
         raise ConfigError(
             f"the reference worker knows ppo_clip and cross_entropy with default settings and KL k3, not {loss}"
         )

@@ -24,7 +24,7 @@ from rl_core.algorithms.trajectories import (
     trajectory_scores,
 )
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError
+from rl_core.errors import ShapeError
 from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import Metrics
 
@@ -32,23 +32,10 @@ Estimator = Callable[..., Any]
 
 
 def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
-    """The advantage estimator of that name. Raises ConfigError when it needs what this run does not make."""
-    key = "trainer.algorithm.advantage_estimator"
-    estimator = plugins.load_function("rl_core.advantage_estimators", name, params, key=key)
-    reason = why_not_in_a_run(estimator)
-    if reason is not None:
-        raise ConfigError(f"{key}: {name!r} {reason}")
-    return estimator
-
-
-def why_not_in_a_run(estimator: Estimator) -> str | None:
-    """What it needs that a training run does not make, and what to choose instead; None where nothing is missing."""
-    if "greedy_scores_N" in positional_parameters(estimator):
-        return (
-            "compares with greedy answers, which this version's loop does not play yet; rloo takes the other samples "
-            "of the prompt as its baseline"
-        )
-    return None
+    """The advantage estimator of that name."""
+    return plugins.load_function(
+        "rl_core.advantage_estimators", name, params, key="trainer.algorithm.advantage_estimator"
+    )
 
 
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
@@ -57,8 +44,10 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
     An outcome estimator sees one row per trajectory, with the sum of its rewards; its value is given to every sampled
     token of every step. A token estimator sees the stream.
     """
-    columns = _estimator_columns(batch)
-    result = estimator(*(columns[name] for name in positional_parameters(estimator)), **params)
+    columns, names = _estimator_columns(batch), positional_parameters(estimator)
+    if "trajectory_T" in names:
+        _require_steps_in_order(batch)
+    result = estimator(*(columns[name] for name in names), **params)
     if isinstance(result, TokenAdvantages):
         advantages_T, returns_T = result.advantages_T.float(), result.returns_T.float()
         return batch.with_columns(advantages=advantages_T, returns=returns_T)
@@ -71,11 +60,12 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
 
 def with_kl_in_reward(batch: Batch, *, coef: float, estimator: str) -> tuple[Batch, Metrics]:
     """Takes coef · KL(policy ‖ reference) of each trained token off its reward (Ziegler et al. 2019, arXiv
-    1909.08593)."""
+    1909.08593); what the environment gave stays as `environment_rewards`."""
     mask_T = batch["loss_mask"]
     kl_T = estimate_kl(batch["old_logprobs"], batch["ref_logprobs"], mask_T, estimator=estimator)
     metrics = {"policy/kl": (float(kl_T.sum()), float(mask_T.sum()))}
-    return batch.with_columns(rewards=batch["rewards"] - coef * kl_T), metrics
+    rewards_T = batch["rewards"]
+    return batch.with_columns(rewards=rewards_T - coef * kl_T, environment_rewards=rewards_T), metrics
 
 
 def with_normalized_advantages(batch: Batch) -> Batch:
@@ -84,16 +74,12 @@ def with_normalized_advantages(batch: Batch) -> Batch:
 
 
 def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple[Batch, Metrics]:
-    """Applies the correction for the difference between trainer and engine: weights scale the advantage, masks clear
-    the loss.
-
-    Every loss that uses advantages is linear in them for non-negative factors, so scaling them scales the token's loss.
-    One that also chooses tokens by them gets no weights (`rl_core.config.correction_params`).
-    """
+    """The correction for the difference between trainer and engine: adds `correction_weights`, clears what a mask drops
+    from the loss mask. How the weights reach the loss is the loss's affair (`Objective.prepare`)."""
     result = off_policy_correction(
         batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.sequence_index, **params
     )
-    corrected = batch.with_columns(advantages=batch["advantages"] * result.weights_T, loss_mask=result.loss_mask_T)
+    corrected = batch.with_columns(correction_weights=result.weights_T, loss_mask=result.loss_mask_T)
     return corrected, {f"correction/{name}": value for name, value in result.metrics.items()}
 
 
@@ -109,17 +95,41 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
     return batch.with_columns(loss_weights=function(*columns, **params))
 
 
+def _require_steps_in_order(batch: Batch) -> None:
+    """For an estimator whose time runs over all steps of a trajectory."""
+    trajectory, step = batch["trajectory_id"], batch["step_index"]
+    wrong = (trajectory.diff() < 0) | ((trajectory.diff() == 0) & (step.diff() <= 0))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0]) + 1
+        raise ShapeError(
+            f"row {row} (trajectory {int(trajectory[row])}, step {int(step[row])}) stands behind trajectory "
+            f"{int(trajectory[row - 1])}, step {int(step[row - 1])}; the steps of a trajectory lie together and "
+            "in order, trajectories in ascending order"
+        )
+
+
 def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
     trajectory_N, last_N, sequence_T = batch["trajectory_id"], batch["is_last_step"], batch.sequence_index
     require_complete_trajectories(trajectory_N, last_N, batch["step_index"])
+
+    def scores_of(rewards_T: Tensor) -> Tensor:
+        return group_sum(sequence_sum(rewards_T, sequence_T), trajectory_N).float()
+
     columns = {
-        "scores_N": group_sum(sequence_sum(batch["rewards"], sequence_T), trajectory_N).float(),
+        "scores_N": scores_of(batch["rewards"]),
+        "environment_scores_N": scores_of(
+            batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
+        ),
         "lengths_N": trajectory_lengths(sequence_sum(batch["sampled"], sequence_T).long(), trajectory_N),
         "group_N": trajectory_scores(batch["group_id"], trajectory_N, last_N),
         "rewards_T": batch["rewards"],
         "mask_T": batch["sampled"],
         "sequence_T": sequence_T,
     }
+    # As the rows of what ends in _N, which are in ascending order of ids.
+    columns["trajectory_T"] = trajectory_N.unique(return_inverse=True)[1][sequence_T]
+    if "greedy_score" in batch:
+        columns["greedy_scores_N"] = trajectory_scores(batch["greedy_score"], trajectory_N, last_N)
     if "values" in batch:
         columns["values_T"] = batch["values"]
     return columns

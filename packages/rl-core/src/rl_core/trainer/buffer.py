@@ -36,7 +36,7 @@ class GroupBuffer:
     consumes     groups from the generating task (`finish`, `drop`)
     produces     `groups_per_step` groups for every step (`take`)
     waits for    `permission`: a step being taken or a version being published; `take`: enough finished groups
-    unblocked by `take`, `published`, `drop`, `finish`, `fail`
+    unblocked by `take`, `trained`, `rejected`, `published`, `drop`, `finish`, `fail`
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, version: int, last_version: int):
@@ -52,13 +52,16 @@ class GroupBuffer:
         self._last_version = last_version
         self._outstanding: dict[int, int] = {}
         self._finished: dict[int, FinishedGroup] = {}
+        self._taken: tuple[int, ...] = ()
+        self._given_up: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Groups that were started and not yet trained on, dropped ones aside: what a resumed run starts again."""
-        return tuple(sorted(self._outstanding))
+        """Groups that no finished step accounts for: what a resumed run starts again. Those that a step took are among
+        them until it has trained on them, and so are those that were dropped or rejected since the step before."""
+        return tuple(sorted((*self._outstanding, *self._taken, *self._given_up)))
 
     @property
     def version(self) -> int:
@@ -88,6 +91,7 @@ class GroupBuffer:
         """Gives a started group up; its room goes to another group."""
         async with self._changed:
             del self._outstanding[group_id]
+            self._given_up.add(group_id)
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
@@ -118,13 +122,23 @@ class GroupBuffer:
             taken = self._choice()
             for group in taken:
                 del self._outstanding[group.group_id], self._finished[group.group_id]
+            self._taken = tuple(group.group_id for group in taken)
             self._next_step += 1
             self._changed.notify_all()
             return taken
 
-    async def rejected(self) -> None:
-        """The groups of the last `take` are not trained on after all: the step is to be taken again."""
+    async def trained(self) -> None:
+        """The groups of the last `take` were trained on; those dropped before this call count in the same step."""
+        self._taken = ()
+        self._given_up.clear()
         async with self._changed:
+            self._changed.notify_all()
+
+    async def rejected(self) -> None:
+        """The groups of the last `take` are given up: the step is to be taken again."""
+        async with self._changed:
+            self._given_up.update(self._taken)
+            self._taken = ()
             self._next_step -= 1
             self._changed.notify_all()
 
@@ -134,7 +148,8 @@ class GroupBuffer:
         return len(self._outstanding) < steps_left * self._groups_per_step
 
     def _is_over(self) -> bool:
-        return self._failure is not None or self._next_step > self._last_version
+        # The last step's groups may be rejected as long as they are not trained on.
+        return self._failure is not None or (self._next_step > self._last_version and not self._taken)
 
     def _choice(self) -> list[FinishedGroup]:
         """The oldest finished groups, if there are enough and no other group would expire; else an empty list."""

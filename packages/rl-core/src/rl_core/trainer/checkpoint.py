@@ -1,25 +1,32 @@
 """Checkpoints: complete or not there.
 
-A checkpoint is written into `step_N.partial`, then its files' sizes are listed in `complete.json`, then the directory
-is renamed. A kill at any moment leaves either a `.partial` directory, which is ignored, or a whole checkpoint.
+A checkpoint is written into `step_N.partial`, then its files are listed in `complete.json` with sizes and checksums and
+brought to disk, then the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
+ignored, or a whole checkpoint. What a worker lists itself (`rank_kit.state_files`) its ranks check when they read it;
+everything else is checked here.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from rl_core.errors import CheckpointError
+from rl_core.rank_kit.state_files import listed_files
+from rl_core.stored_files import FileRecord, changed, make_directory, missized, recorded, sync, sync_all
 
+COMPLETE = "complete.json"
+"""The list of a checkpoint's files, written last."""
+_RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
+"""End of the name of a directory that is being written."""
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
@@ -39,67 +46,91 @@ class RunState:
     """Skipped optimizer steps of the policy in a row."""
     critic_nonfinite_steps: int = 0
     """The same of the critic."""
+    unfinished_row: Mapping[str, float] | None = None
+    """Metrics of `step` where a stop or an error came before its evaluation was done: a resumed run begins with that,
+    and writes the row again."""
 
 
-async def save_checkpoint(root: Path, state: RunState, save_workers: Callable[[Path], Awaitable[None]]) -> Path:
-    """Writes `root/step_N`, whole or not at all; returns its path."""
-    partial = begin_checkpoint(root, state)
-    await save_workers(partial)
-    return complete_checkpoint(partial)
+def partial_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written until it is complete."""
+    return root / f"step_{step:06d}{PARTIAL}"
 
 
-def begin_checkpoint(root: Path, state: RunState) -> Path:
-    """Makes `root/step_N.partial` with the controller's state in it; what an earlier attempt left there goes."""
-    partial = root / f"step_{state.step:06d}{_PARTIAL}"
+def begin_checkpoint(root: Path, state: RunState, *, fingerprint: Mapping[str, Any] | None = None) -> Path:
+    """Makes `root/step_N.partial` with the controller's state in it; what an earlier attempt left there goes.
+
+    Args:
+        fingerprint: what the run is (`trainer.fingerprint`); None for none.
+    """
+    partial = partial_path(root, state.step)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / "run.json").write_text(json.dumps(attrs.asdict(state), indent=1))
+    make_directory(partial)
+    (partial / _RUN).write_text(json.dumps(attrs.asdict(state), indent=1))
+    if fingerprint is not None:
+        (partial / _FINGERPRINT).write_text(json.dumps(fingerprint, indent=1))
     return partial
 
 
 def complete_checkpoint(partial: Path) -> Path:
     """Makes a checkpoint of a directory to which nothing more is written; its path, `root/step_N`."""
     root, final = partial.parent, partial.with_suffix("")
-    sizes = {
-        str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
-    }
-    (partial / "complete.json").write_text(json.dumps(sizes, indent=1))
-    _flush_to_disk(partial)
-    shutil.rmtree(final, ignore_errors=True)
+    names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
+    # Its ranks have read what a worker lists.
+    files = {name: record for name, record in listed_files(partial).items() if name in names}
+    files |= recorded(partial, names - files.keys())
+    listing = {name: files[name].as_json() for name in sorted(files)}
+    (partial / COMPLETE).write_text(json.dumps(listing, indent=1))
+    sync_all(partial)
+    _remove(final)
     partial.rename(final)
-    _flush_to_disk(root)
+    sync(root)
     return final
 
 
 def load_state(checkpoint: Path) -> RunState:
-    """The controller's state. Raises CheckpointError when the checkpoint is missing, cut off or damaged."""
-    listing = checkpoint / "complete.json"
+    """The controller's state. Raises CheckpointError when the checkpoint is missing, cut off or damaged; of the files
+    that a worker lists, only their sizes are looked at."""
+    listing = checkpoint / COMPLETE
     if not listing.is_file():
         raise CheckpointError(
             f"{checkpoint}: not a complete checkpoint (no complete.json). Give another one as trainer.resume_path"
         )
-    sizes = _read_json(listing)
-    for name, size in sizes.items():
-        path = checkpoint / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            has = "is missing" if found is None else f"has {found} bytes"
-            raise CheckpointError(f"{path} {has}, {size} were written: this checkpoint is damaged. {_EARLIER}")
-    raw = _read_json(checkpoint / "run.json")
     try:
-        return RunState(**{**raw, "restart_groups": tuple(raw["restart_groups"])})
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / 'run.json'}: not a run's state of this version ({error})") from error
+        files = {name: FileRecord.from_json(entry) for name, entry in _read_json(listing).items()}
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{listing}: not a list of files ({error}): this checkpoint is damaged. {_EARLIER}"
+        ) from error
+    damage = missized(checkpoint, files)
+    state = _read_state(checkpoint / _RUN) if damage is None else None
+    if damage is None:
+        of_workers = listed_files(checkpoint)
+        damage = changed(checkpoint, {name: record for name, record in files.items() if name not in of_workers})
+    if damage is not None:
+        raise CheckpointError(f"{damage}: this checkpoint is damaged. {_EARLIER}")
+    assert state is not None
+    return state
+
+
+def load_fingerprint(checkpoint: Path) -> dict[str, Any] | None:
+    """What the run was; None where the checkpoint does not say. Raises CheckpointError where it cannot be read."""
+    path = checkpoint / _FINGERPRINT
+    return _read_json(path) if path.exists() else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Checkpoints by their names, oldest first."""
     return sorted((path for path in root.glob("step_*") if is_step_name(path.name) and path.is_dir()), key=step_of)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Those with the list of their files. A directory of such a name without one is somebody else's."""
+    return [path for path in list_checkpoints(root) if (path / COMPLETE).is_file()]
 
 
 def list_unfinished(root: Path) -> list[Path]:
     """What runs left that ended while they saved, oldest first."""
-    return sorted(root.glob(f"step_*{_PARTIAL}"))
+    return sorted(root.glob(f"step_*{PARTIAL}"))
 
 
 def is_step_name(name: str) -> bool:
@@ -115,8 +146,30 @@ def step_of(path: Path) -> int:
 def delete_old_checkpoints(root: Path, keep: int) -> None:
     """Deletes all but the newest `keep`; nothing for a negative number."""
     if keep >= 0:
-        for path in list_checkpoints(root)[: -keep or None]:
-            shutil.rmtree(path)
+        for path in complete_checkpoints(root)[: -keep or None]:
+            _remove(path)
+
+
+def remove_unfinished(partial: Path) -> None:
+    """Removes what a save left that did not end."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Killed on the way, it leaves a directory that no longer looks complete."""
+    if checkpoint.exists():
+        doomed = checkpoint.with_name(f"{checkpoint.name}.removed{PARTIAL}")
+        remove_unfinished(doomed)
+        checkpoint.rename(doomed)
+        remove_unfinished(doomed)
+
+
+def _read_state(path: Path) -> RunState:
+    raw = _read_json(path)
+    try:
+        return RunState(**{**raw, "restart_groups": tuple(raw["restart_groups"])})
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: not a run's state of this version ({error})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -127,12 +180,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): this checkpoint is damaged. {_EARLIER}") from error
     return content
-
-
-def _flush_to_disk(directory: Path) -> None:
-    for path in [directory, *directory.rglob("*")]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -21,7 +21,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
     Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (a step's on its last
     sampled token, or where it says), group_id, trajectory_id (index in `trajectories`), step_index, is_last_step,
-    and routed_experts with `routed` where the engine returned them.
+    greedy_score where greedy answers were played, and routed_experts with `routed` where the engine returned them.
 
     Raises:
         GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length; it is named.
@@ -52,6 +52,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
             "trajectory_id": trajectory_id,
             "step_index": step_index,
             "is_last_step": step_index == counts[trajectory_id] - 1,
+            **_greedy_scores(trajectories, trajectory_id),
             **_routes(steps, offsets),
         },
     )
@@ -92,6 +93,18 @@ def _rewards(steps: Sequence[TrajectoryStep], sampled: Tensor, offsets: Tensor) 
         if step.token_rewards is not None:
             rewards[start:end] = torch.tensor(step.token_rewards, dtype=torch.float32)
     return rewards
+
+
+def _greedy_scores(trajectories: Sequence[Trajectory], trajectory_id: Tensor) -> dict[str, Tensor]:
+    scores = [trajectory.greedy_reward for trajectory in trajectories]
+    known = [score for score in scores if score is not None]
+    if not known:
+        return {}
+    if len(known) < len(scores):
+        lacking = trajectories[scores.index(None)]
+        where = f"group {lacking.group_id}, sample {lacking.sample_index}"
+        raise GenerationError(f"{where}: no greedy_reward, which {len(known)} other trajectories of the batch have")
+    return {"greedy_score": torch.tensor(known, dtype=torch.float32)[trajectory_id]}
 
 
 def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:

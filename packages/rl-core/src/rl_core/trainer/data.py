@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 import attrs
 import numpy as np
 
+from rl_core.data_sets import is_data_set, read_data_set
 from rl_core.errors import DataError
 from rl_core.interfaces import Row
+from rl_core.remote_files import is_remote, opened
 from rl_core.seeds import generator_of
+
+logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(eq=False)
@@ -24,58 +31,103 @@ class DataRow:
     """`file:row`, rows (of JSON lines: lines) counted from 1."""
 
 
-def read_rows(paths: Sequence[str | Path], *, key: str) -> list[DataRow]:
-    """All rows of parquet, JSON-lines or JSON files, in order.
+FORMATS = (".parquet", ".jsonl", ".json", ".csv")
+"""Ends of the names of files that hold rows."""
+_STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
+"""Columns whose cells of a CSV file are JSON."""
+
+
+def is_at_hand(path: str) -> bool:
+    """A file that is here, or what is read from elsewhere: no recipe makes it."""
+    return Path(path).is_file() or is_remote(path) or is_data_set(path)
+
+
+def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
+    """All rows of parquet, JSON-lines, JSON or CSV files, here or at an address that fsspec knows, and of data sets, in
+    order.
 
     Args:
         key: the configuration key that names the files, for messages.
+        prompt_key: the column that holds the prompt.
 
     Raises:
-        DataError: a file is missing, unreadable or empty, or a row has no usable `prompt`; file and row are named.
+        DataError: a file is missing, unreadable or empty, or a row has no usable prompt; file and row are named.
+        ConfigError: what it takes to read it is not installed or not in reach.
     """
     rows: list[DataRow] = []
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise DataError(f"{key}: {path} does not exist. Give the path of a .parquet, .jsonl or .json file")
+    for path in map(str, paths):
+        if not is_at_hand(path):
+            raise DataError(f"{key}: {path} does not exist. Give the path of a {', '.join(FORMATS[:-1])} or .csv file")
         count = len(rows)
         try:
-            rows += [_checked(row, f"{path}:{number}") for number, row in _read(path)]
+            rows += [_checked(row, f"{path}:{number}", prompt_key) for number, row in _read(path, key)]
         except OSError as error:
             raise DataError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
         if len(rows) == count:
             raise DataError(f"{key}: {path} has no rows")
     if not rows:
-        raise DataError(f"{key}: no file is given")
+        raise DataError(f"{key}: no file given")
     return rows
 
 
-def _read(path: Path) -> Iterator[tuple[int, Any]]:
+def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
     """Rows with their numbers from 1; of JSON lines those of their lines, of which blank ones are skipped."""
-    if path.suffix == ".parquet":
-        yield from enumerate(_read_parquet(path), start=1)
-    elif path.suffix == ".jsonl":
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = _decoded(line, f"{path}:{number}").strip()
-                if text:
-                    yield number, _parse_json(text, f"{path}:{number}")
-    elif path.suffix == ".json":
-        parsed = _parse_json(_decoded(path.read_bytes(), str(path)), str(path))
-        if not isinstance(parsed, list):
-            raise DataError(f"{path}: expected a list of rows, got {type(parsed).__name__}")
-        yield from enumerate(parsed, start=1)
-    else:
-        raise DataError(f"{path}: {path.suffix or 'no suffix'} is not a known format; use .parquet, .jsonl or .json")
+    if is_data_set(path):
+        yield from enumerate(read_data_set(path, key=key), start=1)
+        return
+    read = {".parquet": _read_parquet, ".jsonl": _read_lines, ".json": _read_json, ".csv": _read_csv}
+    suffix = PurePosixPath(path).suffix
+    if suffix not in read:
+        raise DataError(
+            f"{path}: {suffix or 'no suffix'} is not a known format; use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        )
+    with opened(path) as file:
+        yield from read[suffix](file, path)
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def _read_lines(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, start=1):
+        text = _decoded(line, f"{path}:{number}").strip()
+        if text:
+            yield number, _parse_json(text, f"{path}:{number}")
+
+
+def _read_json(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
+    parsed = _parse_json(_decoded(file.read(), path), path)
+    if not isinstance(parsed, list):
+        raise DataError(f"{path}: expected a list of rows, got {type(parsed).__name__}")
+    yield from enumerate(parsed, start=1)
+
+
+def _read_csv(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
+    """Cells are text, and in some columns JSON; an empty one there is a missing one."""
+    lines = io.StringIO(_decoded(file.read(), path), newline="")
+    try:
+        for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
+            place = f"{path}:{number}"
+            if None in row or None in row.values():
+                raise DataError(f"{place}: has more or fewer cells than the first line has names")
+            cells = {name: cell for name, cell in row.items() if cell or name not in _STRUCTURED}
+            yield (
+                number,
+                {
+                    name: _parse_json(cell, f"{place}, column {name}") if name in _STRUCTURED else cell
+                    for name, cell in cells.items()
+                },
+            )
+    except csv.Error as error:
+        raise DataError(f"{path}: not a readable CSV file: {error}") from error
+
+
+def _read_parquet(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
+    yield from enumerate(rows, start=1)
 
 
 def _decoded(data: bytes, place: str) -> str:
@@ -95,21 +147,50 @@ def _parse_json(text: str, place: str) -> Any:
         raise DataError(f"{place}: not valid JSON: {error.msg} ({where})") from error
 
 
-def _checked(row: Any, place: str) -> DataRow:
-    if not isinstance(row, dict) or "prompt" not in row:
-        columns = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{place}: expected a row with the column 'prompt', got {columns or 'an empty row'}")
-    prompt = row["prompt"]
-    is_text = isinstance(prompt, str) and prompt != ""
-    is_chat = (
+def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
+    if isinstance(row, dict) and prompt_key == "prompt" and "prompt" not in row and "messages" in row:
+        row = _opened_conversation(row, place)
+    if not isinstance(row, dict) or prompt_key not in row:
+        columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise DataError(
+            f"{place}: expected a row with the column {prompt_key!r}, got {columns or 'an empty row'}"
+            + ("; data.prompt_key names another one" if isinstance(row, dict) and row else "")
+        )
+    prompt = row[prompt_key]
+    if not ((isinstance(prompt, str) and prompt != "") or _is_chat(prompt)):
+        shown = repr(prompt)[:80]
+        raise DataError(
+            f"{place}: {prompt_key!r} must be text or a list of messages with 'role' and 'content', got {shown}"
+        )
+    if prompt_key != "prompt":
+        row = {**row, "prompt": prompt}
+    if "reward_model" in row and row.get("reward_spec") is None:
+        row = {**row, "reward_spec": row["reward_model"]}  # as verl's data sets call it
+    return DataRow(row, place)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return bool(
         isinstance(prompt, list)
         and prompt
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
     )
-    if not (is_text or is_chat):
-        shown = repr(prompt)[:80]
-        raise DataError(f"{place}: 'prompt' must be text or a list of messages with 'role' and 'content', got {shown}")
-    return DataRow(row, place)
+
+
+def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Of a whole conversation, as TRL's data sets have it: the assistant's last words are the completion, what stands
+    before them is the prompt."""
+    messages = row["messages"]
+    if not _is_chat(messages):
+        shown = repr(messages)[:80]
+        raise DataError(f"{place}: 'messages' must be a list of messages with 'role' and 'content', got {shown}")
+    # Parquet has every field in every message, and None where there was none.
+    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    is_answered = plain[-1]["role"] == "assistant"
+    prompt = plain[:-1] if is_answered else plain
+    if not prompt:
+        raise DataError(f"{place}: 'messages' has nothing before the assistant's; a prompt is needed")
+    return {"prompt": prompt, **({"completion": plain[-1:]} if is_answered else {}), **row}
 
 
 class PromptSource:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import attrs
 
-from rl_core.errors import DeadlineError, GenerationError, first_error
-from rl_core.interfaces import Generator, Trajectory
+from rl_core.errors import DeadlineError, GenerationError
+from rl_core.interfaces import Generator, Row, Trajectory
+from rl_core.tasks import first_error
 from rl_core.trainer.data import DataRow
+from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.rollouts import RolloutSettings, generate_group, group_request
 
 
@@ -19,9 +21,11 @@ class Evaluation:
     """What the policy does on held-out prompts."""
 
     metrics: dict[str, float]
-    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, `eval/failed`; means over samples that did
-    not fail."""
+    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, means over samples that did not fail; and
+    `eval/failed`, with the kinds of failures."""
     trajectories: tuple[Trajectory, ...]
+    rows: tuple[Row, ...] = ()
+    """The rows of data that were played; a trajectory's `group_id` is an index in them."""
 
 
 async def evaluate(
@@ -32,21 +36,26 @@ async def evaluate(
     version: int,
     batch_size: int,
     timeout_s: float,
+    failures: FailureAccount | None = None,
 ) -> Evaluation:
     """Plays every row `num_samples` times.
 
     Args:
         batch_size: rows that are in flight together.
         timeout_s: deadline of the whole evaluation.
+        failures: takes note of samples that fail, also where this raises; None: one of its own.
 
     Raises:
-        GenerationError: every sample failed. DeadlineError: not finished in time.
+        GenerationError: more samples failed than `settings` allow, or all. DeadlineError: not finished in time.
     """
     room = asyncio.Semaphore(batch_size)
+    failures = failures or evaluation_failures(rows, settings)
 
     async def play(number: int, row: DataRow) -> tuple[Trajectory, ...]:
         async with room:
-            return await generate_group(generator, group_request(row, number, version, settings))
+            trajectories = await generate_group(generator, group_request(row, number, version, settings))
+        failures.add(trajectories)
+        return trajectories
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as playing:
@@ -65,8 +74,13 @@ async def evaluate(
         )
     metrics = {f"eval/{name}": value for name, value in trajectory_means(good).items()}
     return Evaluation(
-        metrics={**metrics, "eval/failed": float(len(trajectories) - len(good))}, trajectories=trajectories
+        metrics=metrics | failures.lap()[0], trajectories=trajectories, rows=tuple(row.row for row in rows)
     )
+
+
+def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> FailureAccount:
+    """The account of an evaluation's failed samples."""
+    return FailureAccount("eval", max_rate=settings.max_failure_rate, num_expected=len(rows) * settings.num_samples)
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

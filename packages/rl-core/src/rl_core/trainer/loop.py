@@ -16,11 +16,10 @@ models share devices (`EngineTurns`), the next groups are started after all that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import attrs
 
@@ -41,13 +40,16 @@ from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.colocation import EngineTurns
+from rl_core.trainer.concurrency import alongside, unless_set
 from rl_core.trainer.data import DataRow
-from rl_core.trainer.evaluation import Evaluation, evaluate, trajectory_means
+from rl_core.trainer.evaluation import evaluate, evaluation_failures
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.models import Models
 from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.remote_checkpoints import CheckpointCopies
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
+from rl_core.trainer.step_metrics import divided, rollout_metrics
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
 from rl_core.trainer.verification import VerificationSettings, verification_of
@@ -63,6 +65,10 @@ class Reporter(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None: ...
+
+    def failed_samples(
+        self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
+    ) -> None: ...
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None: ...
 
@@ -89,6 +95,10 @@ class LoopSettings:
     saves_in_background: bool
     merge_steps: bool
     """Steps that continue each other are trained as one sequence."""
+    fingerprint: Mapping[str, Any] | None = None
+    """What the run is, written into its checkpoints; None: nothing."""
+    checkpoint_copies: CheckpointCopies | None = None
+    """Where checkpoints are copied; None: nowhere."""
 
 
 class TrainingLoop:
@@ -112,6 +122,7 @@ class TrainingLoop:
         callbacks: Sequence[Callback],
         turns: EngineTurns,
         steps_done: int,
+        unfinished_row: Mapping[str, float] | None = None,
     ):
         self._settings = settings
         self._models = models
@@ -136,10 +147,16 @@ class TrainingLoop:
             in_background=settings.saves_in_background,
             timeout_s=settings.worker_timeout_s,
             on_complete=self._checkpoint_completed,
+            fingerprint=settings.fingerprint,
+            copies=settings.checkpoint_copies,
         )
         self._between_versions = asyncio.Lock()
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
+        self._is_whole_version = True
+        self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
+        """Metrics of the last step that was done, until its row is complete."""
+        self._row_is_written = False
         self._verification = verification_of(settings.verification, models.policy, client, self._publish_weights)
         self.steps_done = steps_done
 
@@ -149,36 +166,65 @@ class TrainingLoop:
 
     @property
     def was_stopped(self) -> bool:
-        """`stop` was called before the last step was done."""
-        return self._stop.is_set() and self.steps_done < self._settings.last_step
+        """`stop` was called before the last step was done, its evaluation included."""
+        return self._stop.is_set() and (self.steps_done < self._settings.last_step or self._row is not None)
 
     async def run(self) -> None:
-        """Trains until the last step, or until `stop`; either way a checkpoint of the last finished step is there."""
+        """Trains until the last step, or until `stop`; either way a checkpoint of the last finished step is there. An
+        error too leaves one, where the weights are those of a finished step."""
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
         if self._verification is not None and self._settings.verification.prove_at_start:
             await self._verification.prove()
             await self._turns.to_engine()
-        async with _alongside(self._bring_back_engines()):
-            starts = not self._is_resumed and not self._stop.is_set()
-            if starts and self._settings.eval_before_train and self._eval_rows:
-                metrics = await self._evaluate()
-                self._reporter.step(0, metrics | self._times.lap())
-            async with _alongside(self._rollouts.run()):
-                while self.steps_done < self._settings.last_step:
-                    groups = await self._next_groups()
-                    if groups is None:
-                        break
-                    await self._step(groups)
-            # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
-            if self._settings.ckpt_interval > 0 or self._stop.is_set():
-                await self._checkpoint()
-            with self._times.phase("checkpoint"):
-                await self._saver.finish()
+        async with alongside(self._bring_back_engines()):
+            try:
+                await self._train()
+                # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
+                if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                    await self._checkpoint()
+                with self._times.phase("checkpoint"):
+                    await self._saver.finish()
+            except Exception as error:
+                await self._save_after(error)
+                raise
             await self._turns.to_models()
         for callback in self._callbacks:
             callback.on_run_end(self.steps_done)
+
+    async def _train(self) -> None:
+        starts = not self._is_resumed and not self._stop.is_set()
+        if starts and self._settings.eval_before_train and self._eval_rows:
+            metrics = await self._evaluate()
+            if metrics is None:
+                return
+            self._reporter.step(0, metrics | self._times.lap())
+        if self._row is not None:
+            await self._finish_step()
+        elif self._is_resumed and not self._export_directory.exists():
+            # A kill may have come between the checkpoint and the model.
+            await self._export()
+        async with alongside(self._rollouts.run()):
+            while self.steps_done < self._settings.last_step:
+                groups = await self._next_groups()
+                if groups is None:
+                    break
+                await self._step(groups)
+
+    async def _save_after(self, error: Exception) -> None:
+        """Saves the last finished step before the run ends with an error; says so where that cannot be done. Samples
+        that failed since then are written under the step that was not reached."""
+        self._reporter.failed_samples(self.steps_done + 1, self._rollouts.failed())
+        if self.steps_done == 0 or not self._is_whole_version:
+            return
+        try:
+            self._write_row()
+            await self._checkpoint()
+            with self._times.phase("checkpoint"):
+                await self._saver.finish()
+        except Exception as second:
+            logger.warning("step %d could not be saved after %s: %s", self.steps_done, type(error).__name__, second)
 
     async def _step(self, groups: list[FinishedGroup]) -> None:
         step = self.steps_done + 1
@@ -193,46 +239,82 @@ class TrainingLoop:
                 batch = await self._update.score(batch)
             agreement = rollout_agreement(batch, version=self.steps_done)
             batch = self._selection.masked(batch, trajectories)
+            self._is_whole_version = False
             batch, prepared = self._update.prepare(batch)
             self._reporter.phase("train")
             with self._times.phase("train"):
                 trained = await self._update.train(batch, step)
-            self.steps_done = step
-            agreed = await self._publish()
+            self._is_whole_version, self.steps_done = True, step
+            await self._buffer.trained()
+            counts, failed = self._rollouts.lap()
+            metrics = divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
+            self._row_is_written = False
+            self._row = metrics | rollout_metrics(groups, batch, version=step - 1) | counts
+            self._reporter.train_samples(step, trajectories, batch)
+            self._reporter.failed_samples(step, failed)
+            self._row |= await self._publish()
         if not self._turns.are_shared:
             await self._buffer.published(step)
-
-        metrics = _divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
-        metrics |= _rollout_metrics(groups, batch, version=step - 1) | self._rollouts.lap() | agreed
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
-        self._reporter.train_samples(step, trajectories, batch)
-        await self._finish_step(step, metrics)
+        await self._finish_step()
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
         return merged(collate(trajectories)) if self._settings.merge_steps else (collate(trajectories), {})
 
-    async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        settings = self._settings
+    async def _finish_step(self) -> None:
+        """Evaluates, asks the callbacks, writes the row and saves, as far as each is due. A stop leaves the evaluation
+        and what comes after it to the run that is resumed."""
+        step, settings = self.steps_done, self._settings
+        assert self._row is not None
         is_last = step == settings.last_step
-        if self._eval_rows and _is_due(step, settings.eval_interval, is_last):
-            metrics |= await self._evaluate()
-        control = self._ask_callbacks(step, metrics)
-        if control.evaluate and self._eval_rows and "eval/reward" not in metrics:
-            metrics |= await self._evaluate()
+        if not await self._evaluated(self._row, is_due=_is_due(step, settings.eval_interval, is_last)):
+            return
+        control = self._ask_callbacks(step, self._row)
+        if not await self._evaluated(self._row, is_due=control.evaluate and "eval/reward" not in self._row):
+            return
         if control.stop:
             self.stop()
         # The row is written before the checkpoint, so a checkpoint never lacks the row of its step; saving counts in
         # the next row.
-        times = self._times.lap()
-        tokens_per_second = {"tokens_per_second": metrics["rollout/tokens"] / times["time/step"]}
-        self._reporter.step(step, metrics | tokens_per_second | times)
-        if _is_due(step, settings.ckpt_interval, is_last) or control.save:
+        self._write_row()
+        self._row = None
+        if _is_due(step, settings.ckpt_interval, is_last) or control.save or self._saver.is_behind:
             await self._checkpoint()
-        if settings.hf_save_interval > 0 and step % settings.hf_save_interval == 0:
+        await self._export()
+
+    async def _export(self) -> None:
+        """The model of a step at which one is due."""
+        interval = self._settings.hf_save_interval
+        if interval > 0 and self.steps_done % interval == 0:
             with self._times.phase("checkpoint"):
                 await self._turns.to_models()
-                await self._models.save_model(settings.export_root / f"step_{step:06d}")
+                await self._saver.export(self._export_directory)
+
+    @property
+    def _export_directory(self) -> Path:
+        return self._settings.export_root / f"step_{self.steps_done:06d}"
+
+    async def _evaluated(self, row: dict[str, float], *, is_due: bool) -> bool:
+        """Adds an evaluation that is due to the row; False where a stop cut it off."""
+        if not is_due or not self._eval_rows:
+            return True
+        metrics = await self._evaluate()
+        if metrics is None:
+            self._write_row()
+            return False
+        row |= metrics
+        return True
+
+    def _write_row(self) -> None:
+        """Of the last step that was done, with what is known of it by now; once."""
+        if self._row is None or self._row_is_written:
+            return
+        for name, seconds in self._times.lap().items():
+            self._row[name] = self._row.get(name, 0.0) + seconds
+        self._row["tokens_per_second"] = self._row["rollout/tokens"] / self._row["time/step"]
+        self._row_is_written = True
+        self._reporter.step(self.steps_done, dict(self._row))
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
         """The groups of the next step; None when the run is to stop."""
@@ -244,23 +326,13 @@ class TrainingLoop:
         self._reporter.phase("generate")
         with self._times.phase("generate"):
             while True:
-                taking = asyncio.create_task(self._buffer.take(self._settings.generation_timeout_s))
-                stopping = asyncio.create_task(self._stop.wait())
-                try:
-                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                    taking.cancel()
-                    await asyncio.wait({taking})
-                    # A batch that was taken all the same is trained on: no checkpoint would list its groups.
-                    if taking.cancelled():
-                        return None
-                    groups = taking.result()
-                    if self._selection.replaces_groups:
-                        groups = self._selection.chosen(groups)
-                finally:
-                    for task in (taking, stopping):
-                        task.cancel()
-                if groups is not None:
+                groups = await unless_set(self._stop, self._buffer.take(self._settings.generation_timeout_s))
+                # After a stop as well, a batch that was taken is trained on, or given up.
+                if groups is None or not self._selection.replaces_groups:
                     return groups
+                chosen = self._selection.chosen(groups)
+                if chosen is not None:
+                    return chosen
                 await self._buffer.rejected()
 
     async def _publish(self) -> dict[str, float]:
@@ -316,24 +388,35 @@ class TrainingLoop:
         except Exception as error:
             await self._buffer.fail(error)
 
-    async def _evaluate(self) -> dict[str, float]:
+    async def _evaluate(self) -> dict[str, float] | None:
+        """The metrics; None where a stop cut it off."""
         self._reporter.phase("evaluate")
-        with self._times.phase("evaluate"):
-            result: Evaluation = await evaluate(
-                self._generator,
-                self._eval_rows,
-                self._eval_settings,
-                version=self.steps_done,
-                batch_size=self._settings.eval_batch_size,
-                timeout_s=self._settings.generation_timeout_s,
-            )
+        failures = evaluation_failures(self._eval_rows, self._eval_settings)
+        evaluation = evaluate(
+            self._generator,
+            self._eval_rows,
+            self._eval_settings,
+            version=self.steps_done,
+            batch_size=self._settings.eval_batch_size,
+            timeout_s=self._settings.generation_timeout_s,
+            failures=failures,
+        )
+        try:
+            with self._times.phase("evaluate"):
+                result = await unless_set(self._stop, evaluation)
+        except Exception:
+            self._reporter.failed_samples(self.steps_done + 1, failures.lap()[1], purpose="eval")
+            raise
+        if result is None:
+            return None
         self._reporter.eval_samples(self.steps_done, result.trajectories)
         for callback in self._callbacks:
             callback.on_evaluation(self.steps_done, result.metrics)
         return result.metrics
 
     async def _checkpoint(self) -> None:
-        if self._saved_step == self.steps_done or self.steps_done == 0:
+        is_saved = self._saved_step == self.steps_done and not self._saver.is_behind
+        if is_saved or self.steps_done == 0:
             return
         self._reporter.phase("checkpoint")
         state = RunState(
@@ -343,11 +426,13 @@ class TrainingLoop:
             kl_coef=self._update.kl_coef,
             nonfinite_steps=self._update.nonfinite_steps,
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
+            unfinished_row=self._row,
         )
+        # Before it is there: what could not be saved once is not tried again when that error ends the run.
+        self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
             await self._turns.to_models()
             await self._saver.save(state)
-        self._saved_step = self.steps_done
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
         for callback in self._callbacks:
@@ -362,42 +447,5 @@ class TrainingLoop:
         )
 
 
-@contextlib.asynccontextmanager
-async def _alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` as a task of its own until the block ends."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
 def _is_due(step: int, interval: int, is_last: bool) -> bool:
     return interval > 0 and (step % interval == 0 or is_last)
-
-
-def _divided(metrics: Metrics) -> dict[str, float]:
-    return {name: total / weight for name, (total, weight) in metrics.items() if weight}
-
-
-def _rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int) -> dict[str, float]:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    means = trajectory_means(trajectories)
-    mean = means.pop("reward")
-    spread = (sum((trajectory.reward - mean) ** 2 for trajectory in trajectories) / len(trajectories)) ** 0.5
-    return {
-        "reward/mean": mean,
-        "reward/std": spread,
-        "rollout/tokens": float(batch.num_tokens),
-        "rollout/sampled_tokens": float(batch["sampled"].sum()),
-        "rollout/response_length": means.pop("response_length"),
-        "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories)
-        / len(trajectories),
-        "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
-        "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
-        "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
-        "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
-        **{f"environment/{name}": value for name, value in means.items()},
-    }

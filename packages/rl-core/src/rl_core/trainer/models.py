@@ -6,6 +6,7 @@ from pathlib import Path
 
 import attrs
 
+from rl_core.errors import CheckpointError
 from rl_core.workers import WorkerGroup
 
 
@@ -32,8 +33,17 @@ class Models:
             await self.critic.start_saving(checkpoint / "critic")
 
     async def has_saved(self) -> bool:
-        """What `start_saving` began is complete. Raises what went wrong with it."""
-        return await self.policy.has_saved() and (self.critic is None or await self.critic.has_saved())
+        """What `start_saving` began is complete. Raises what went wrong with it, once nothing is being written."""
+        answers: list[bool] = []
+        errors: list[CheckpointError] = []
+        for group in (self.policy, self.critic):
+            try:
+                answers += [] if group is None else [await group.has_saved()]
+            except CheckpointError as error:
+                errors.append(error)
+        if errors and all(answers):
+            raise errors[0]
+        return all(answers) and not errors
 
     async def load_state(self, checkpoint: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""

@@ -7,23 +7,33 @@ looked at once it is there: here, or by `prepare`.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core import plugins
-from rl_core.config import Config, Loaded
+from rl_core import hub, plugins
+from rl_core.config import Config, Loaded, generator_spec
 from rl_core.config.checks import gather_playing, gather_plugins
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
-from rl_core.errors import ConfigError, DataError, Mistakes
-from rl_core.interfaces import Role
+from rl_core.errors import ConfigError, DataError, Mistakes, PluginError
+from rl_core.interfaces import Completion, GenerateRequest, Role, RowChecking
 from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.model_proof import require_proof, written_config
+from rl_core.rank_kit.shipped_configs import shipped_config
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_core.trainer.data import DataRow, read_rows
+from rl_core.trainer.checkpoint import load_state
+from rl_core.trainer.data import DataRow, is_at_hand, read_rows
+from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
+from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting_rows, require_room_for_responses
+from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
 from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
+
+logger = logging.getLogger(__name__)
 
 _RANKS_READ = (
     "trainer.strategy",
@@ -58,11 +68,25 @@ _TRAINING_DATA = ("data.train_data", "data.val_data")
 _DIRECTORIES = ("trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path")
 
 
-def preflight(run: Config | Loaded) -> None:
-    """All checks of a training run; takes, makes and writes nothing.
+_FEW = 32
+"""Prompts of the shortest, and of the longest, that are encoded before a run."""
+
+
+class NoSampler:
+    """Stands where a generator has its engine, for what needs none."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        raise AssertionError("nothing is sampled before a run")
+
+
+def preflight(run: Config | Loaded) -> tuple[str, ...]:
+    """All checks of a training run; takes, makes and writes nothing, but for the note that a model was proved.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
+
+    Returns:
+        What is left for the start to prove, in sentences.
 
     Raises:
         ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: all of several.
@@ -73,11 +97,37 @@ def preflight(run: Config | Loaded) -> None:
     gather_files(config, mistakes, makes=loaded.makes)
     gather_plugins(config, mistakes, chosen=loaded.chosen_keys)
     mistakes.passes(_prepare_function, loaded)
-    rows = _gather_rows(config, _TRAINING_DATA, mistakes)
+    rows = _gather_rows(loaded, _TRAINING_DATA, mistakes)
+    _gather_room(config, mistakes)
+    _gather_prompts(config, rows, mistakes, makes=loaded.makes)
     _gather_ranks(config, rows["data.train_data"], mistakes)
     if not mistakes.about(*_DIRECTORIES):
         mistakes.passes(require_unused, config)
+        mistakes.passes(require_own_files, config)
+    if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
+        mistakes.passes(_require_resumable, config, rows["data.train_data"])
     mistakes.raise_found()
+    # Last, and only of what is right otherwise: it takes seconds.
+    left = _prove_models(config)
+    if _is_elsewhere(config.policy_model_path):
+        left += (f"prompts are measured at the start ({config.policy_model_path} is not here yet)",)
+    return left
+
+
+def _is_elsewhere(path: str) -> bool:
+    """A public model that was not fetched yet, whose sizes alone are known."""
+    return shipped_config(path) is not None and written_config(path) is None
+
+
+def _require_resumable(config: Config, train_rows: Sequence[DataRow] | None) -> None:
+    """The checkpoint to go on from is whole as far as sizes show it, and of a run that can go on as configured."""
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None:
+        load_state(checkpoint)
+        if train_rows is not None:
+            now = fingerprint(config, train_rows)
+            require_same_groups(checkpoint, now)
+            warn_of_changes(checkpoint, now)
 
 
 def prepare(run: Config | Loaded) -> None:
@@ -88,14 +138,17 @@ def prepare(run: Config | Loaded) -> None:
         ConfigError, DataError, PluginError: what was made cannot be trained on; ConfigErrors: for several reasons.
     """
     config, make = config_of(run), _prepare_function(_loaded(run))
+    _fetch_models(config, list(model_shapes(config)), _loaded(run).makes)
     if make is None:
         return
     make(config)
     mistakes = Mistakes()
     gather_files(config, mistakes)
-    rows = _gather_rows(config, _TRAINING_DATA, mistakes)
+    rows = _gather_rows(_loaded(run), _TRAINING_DATA, mistakes)
+    _gather_room(config, mistakes)
     mistakes.passes(_planned_steps, config, rows["data.train_data"])
     mistakes.raise_found()
+    _prove_models(config)
 
 
 def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = None) -> None:
@@ -114,13 +167,14 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
         mistakes.passes(_require_new, output)
     gather_playing(config, mistakes, reads=reads, makes=loaded.makes)
     mistakes.passes(_prepare_function, loaded)
-    _gather_rows(config, [reads], mistakes)
+    _gather_prompts(config, _gather_rows(loaded, [reads], mistakes), mistakes, makes=loaded.makes)
     mistakes.raise_found()
     make = _prepare_function(loaded)
+    _fetch_models(config, ["policy"], loaded.makes)
     if make is not None:
         make(config)
         gather_playing(config, mistakes, reads=reads)
-        _gather_rows(config, [reads], mistakes)
+        _gather_rows(loaded, [reads], mistakes)
         mistakes.raise_found()
 
 
@@ -140,27 +194,115 @@ def _prepare_function(loaded: Loaded) -> Callable[[Config], object] | None:
     return plugins.load_preparation(loaded.recipe.prepare)
 
 
+def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -> None:
+    """Those that are named are in the hub's cache, before many processes ask for them at a time."""
+    fetched: set[str] = set()
+    for role in roles:
+        key = f"{SECTIONS[role]}.model.path"
+        path = value_at(config, key)
+        if path not in fetched and path not in made and hub.is_name(path):
+            hub.fetch_model(path, key=key)
+            fetched.add(path)
+
+
 def _require_new(output: Path) -> None:
     if output.exists():
         raise DataError(f"{output} exists already: give another file, or remove it first")
 
 
-def _gather_rows(config: Config, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:
+def _gather_room(config: Config, mistakes: Mistakes) -> None:
+    """Notes responses that are longer than what the model takes, where its files say how much that is."""
+    for sampling in (TRAINING, EVALUATION):
+        if not mistakes.about("trainer.policy.model.path", f"{sampling}.max_generate_length"):
+            mistakes.passes(require_room_for_responses, config, sampling)
+
+
+def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:
     """The rows of each key's files, None where a file is missing or cannot be read. Notes what is wrong with them."""
+    config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
-    # A key may name one environment for all rows; another generator may play without environments.
-    if config.environment.env_class is None and config.generator.type == "environment":
-        for found in rows.values():
-            _gather_environments(found or [], mistakes)
+    # Another generator may play without environments.
+    if config.generator.type == "environment" and not mistakes.about("environment.env_class"):
+        everything = [row for found in rows.values() for row in found or []]
+        if config.environment.env_class is None:
+            _gather_environments(everything, mistakes)
+        else:
+            mistakes.passes(_require_own_environment, loaded, everything)
+        _gather_unfit_rows(config, everything, mistakes)
     return rows
+
+
+def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
+    """Rows that name another environment than the one for all rows are played by that only if the user said so."""
+    key, chosen = "environment.env_class", loaded.config.environment.env_class
+    others = [row for row in rows if isinstance(row.row.get("env_class"), str) and row.row["env_class"] != chosen]
+    if not others:
+        return
+    message = (
+        f"{key}: {chosen!r} is for all rows, and {len(others)} of {len(rows)} rows name another one, the first "
+        f"{others[0].row['env_class']!r} ({others[0].place})"
+    )
+    is_users = key in loaded.chosen_keys or loaded.config.environment.reward_functions
+    if loaded.recipe is not None and not is_users:
+        raise ConfigError(f"{message}. It is the recipe's: write {key}=null to play each row's own, or {key}={chosen}")
+    logger.warning("%s; theirs are not played. With %s=null each row's own is", message, key)
+
+
+def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
+    """Notes the first row of each environment that this environment cannot play, where it can say so beforehand."""
+    unfit: set[str] = set()
+    for row in rows:
+        name = config.environment.env_class or row.row.get("env_class")
+        if not isinstance(name, str) or name in unfit:
+            continue
+        with mistakes.gathered():
+            try:
+                environment = plugins.load("rl_core.environments", name)
+            except PluginError:  # said where its name stands
+                unfit.add(name)
+                continue
+            if not isinstance(environment, RowChecking):
+                unfit.add(name)
+                continue
+            try:
+                environment.require_row(row.row)
+            except DataError as error:
+                unfit.add(name)
+                raise DataError(f"{row.place}: {error}") from error
+
+
+def _gather_prompts(
+    config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
+) -> None:
+    """Notes prompts that are too long, of those that have most and fewest characters: a run counts the tokens of all
+    prompts once more. And that a model's tokenizer cannot be had. Only where nothing else is wrong."""
+    # Another generator may start something when it is made.
+    is_made = config.policy_model_path in makes
+    if mistakes or config.generator.type != "environment" or (is_made and not Path(config.policy_model_path).exists()):
+        return
+    if _is_elsewhere(config.policy_model_path):
+        return
+    with mistakes.gathered():
+        plugin, told = generator_spec(config)
+        try:
+            generator = plugin.create(told, NoSampler())
+        except ConfigError:
+            if is_made:
+                return  # again, because it is not whole
+            raise
+        for key, found in rows.items():
+            ordered = sorted(found or [], key=lambda row: len(str(row.row["prompt"])))
+            likely = [*ordered[:_FEW], *ordered[max(_FEW, len(ordered) - _FEW) :]]
+            if likely:
+                fitting_rows(likely, generator, config, TRAINING if key == _TRAINING_DATA[0] else EVALUATION)
 
 
 def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
     files = value_at(config, key)
-    if not files or not all(Path(file).is_file() for file in files):
+    if not files or not all(is_at_hand(file) for file in files) or mistakes.about(key):
         return None  # a mistake that is known, or what the recipe is going to make
     with mistakes.gathered():
-        return read_rows(files, key=key)
+        return read_rows(files, key=key, prompt_key=config.data.prompt_key)
     return None
 
 
@@ -212,9 +354,33 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
     """The backend can train this model, and a micro-batch of its ranks holds the longest sequence."""
     nodes, per_node = model_shapes(config)[role]
     backend, spec = worker_spec(config, role, num_training_steps=num_training_steps)
-    backend.validate(spec, nodes * per_node)
+    with _keys_of(role, backend.config_section):
+        backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
+
+
+def _prove_models(config: Config) -> tuple[str, ...]:
+    """The backend computes each model as transformers does. Returns which cannot be proved now, and why."""
+    mistakes, left = Mistakes(), []
+    for role in model_shapes(config):
+        backend, spec = worker_spec(config, role, num_training_steps=None)
+        with mistakes.gathered():
+            if (reason := require_proof(backend, spec)) is not None:
+                left.append(f"{SECTIONS[role]}.model.path: proved at the start ({reason})")
+    mistakes.raise_found()
+    return tuple(left)
+
+
+@contextmanager
+def _keys_of(role: Role, section: str) -> Iterator[None]:
+    """A backend knows its section, not whose it is: its errors get the whole key."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(f"{section}."):
+            raise
+        raise ConfigError(f"{SECTIONS[role]}.{error}") from error
 
 
 def require_token_budget(config: Config, mesh: Mesh) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import attrs
 
-from rl_core.errors import GenerationError, first_error
+from rl_core.errors import GenerationError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
+from rl_core.tasks import all_of, first_error
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.group_selection import has_zero_variance
 
 
@@ -28,6 +30,12 @@ class RolloutSettings:
     """More groups than that dropped between two that are kept stop the run."""
     limit_rule: str = "one batch"
     """Where `max_dropped_groups` comes from, for the message."""
+    plays_greedy: bool = False
+    """A greedy answer is played beside the samples of each prompt: a baseline, which is not trained on."""
+    max_failure_rate: float = 1.0
+    """A larger fraction of failed samples stops the run."""
+    samples_per_step: int = 1
+    """Of which that fraction is taken, until more have ended."""
 
 
 class Rollouts:
@@ -56,7 +64,13 @@ class Rollouts:
         self._restart = deque(restart_groups)
         self.next_group = next_group
         self._dropped_in_a_row = 0
-        self._counts: Counter[str] = Counter()
+        self._dropped: dict[int, str] = {}
+        """Groups that gave nothing to train on, and why."""
+        self._greedy_tokens: Counter[int] = Counter()
+        """Of each group's greedy answer."""
+        self._failures = FailureAccount(
+            "rollout", max_rate=settings.max_failure_rate, num_expected=settings.samples_per_step
+        )
 
     async def run(self) -> None:
         """Until no step needs another group. An error ends the buffer's consumer too."""
@@ -79,22 +93,38 @@ class Rollouts:
         """Groups of an earlier run that were not started again yet."""
         return tuple(self._restart)
 
-    def lap(self) -> dict[str, float]:
-        """Counts since the last call: groups dropped and why, failed samples."""
-        counts = {
-            f"rollout/{name}": float(self._counts[name])
-            for name in ("failed", "dropped_failed", "dropped_zero_variance")
-        }
-        self._counts.clear()
-        return counts
+    def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
+        """Counts since the last call: groups dropped and why, failed samples by kind, tokens of greedy answers; and the
+        failed samples. Groups that are outstanding are left for the step that accounts for them: a resumed run plays
+        those again."""
+        later = set(self._buffer.outstanding)
+        dropped = Counter(reason for group, reason in self._dropped.items() if group not in later)
+        self._dropped = {group: reason for group, reason in self._dropped.items() if group in later}
+        counts = {f"rollout/{reason}": float(dropped[reason]) for reason in ("dropped_failed", "dropped_zero_variance")}
+        if self._settings.plays_greedy:
+            done = [group for group in self._greedy_tokens if group not in later]
+            counts["rollout/greedy_tokens"] = float(sum(self._greedy_tokens.pop(group) for group in done))
+        failed_counts, failed = self._failures.lap(later=later)
+        return counts | failed_counts, failed
+
+    def failed(self) -> tuple[Trajectory, ...]:
+        """All samples that failed and that no `lap` gave, of groups that are outstanding too."""
+        return self._failures.lap()[1]
 
     async def _play(self, group_id: int, start_version: int) -> None:
         row = self._source.row(group_id)
         request = group_request(row, group_id, start_version, self._settings)
-        trajectories = await generate_group(self._generator, request)
+        baselines = [greedy_request(request)] if self._settings.plays_greedy else []
+        trajectories, *answers = await all_of(generate_group(self._generator, one) for one in (request, *baselines))
+        greedy = answers[0][0] if answers else None
         usable = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
-        self._counts["failed"] += len(trajectories) - len(usable)
-        if not usable:
+        self._failures.add(trajectories if greedy is None else [*trajectories, greedy])
+        if greedy is not None:
+            self._greedy_tokens[group_id] = sum(sum(step.sampled) for step in greedy.steps)
+            usable = tuple(attrs.evolve(trajectory, greedy_reward=greedy.reward) for trajectory in usable)
+        if greedy is not None and greedy.failure is not None:
+            await self._drop(group_id, "dropped_failed", f"its greedy answer: {greedy.failure}")
+        elif not usable:
             await self._drop(group_id, "dropped_failed", trajectories[0].failure or "")
         elif self._settings.drop_zero_variance and has_zero_variance(usable):
             await self._drop(group_id, "dropped_zero_variance", "all its samples had the same reward")
@@ -103,7 +133,7 @@ class Rollouts:
             await self._buffer.finish(group_id, usable)
 
     async def _drop(self, group_id: int, reason: str, text: str) -> None:
-        self._counts[reason] += 1
+        self._dropped[group_id] = reason
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > self._settings.max_dropped_groups:
             raise GenerationError(
@@ -145,3 +175,9 @@ def group_request(row: DataRow, group_id: int, start_version: int, settings: Rol
         seed=settings.seed,
         start_version=start_version,
     )
+
+
+def greedy_request(request: GroupRequest) -> GroupRequest:
+    """One answer to the same prompt, of the most likely token each time."""
+    params = attrs.evolve(request.params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    return attrs.evolve(request, num_samples=1, params=params)

@@ -6,31 +6,51 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, Loaded, engine_spec, generator_spec
+from rl_core.config import Config, Loaded, engine_spec, generator_spec, needs_greedy_answers
 from rl_core.config.resolving import value_at
-from rl_core.errors import ConfigError, DataError, RLError
-from rl_core.interfaces import AdapterServing, Callback, Generator, InferenceClient, Role
+from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
+from rl_core.interfaces import (
+    AdapterServing,
+    Callback,
+    Closable,
+    Generator,
+    InferenceClient,
+    Role,
+    RunTransport,
+    WeightTransport,
+)
 from rl_core.reports.report_page import write_report
 from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, sample_of
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.buffer import GroupBuffer
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
+from rl_core.trainer.fingerprint import fingerprint, require_same_groups, with_prompts
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.preflight import config_of, preflight, prepare, prepare_playing
+from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
+from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
-from rl_core.trainer.run_directory import RunSummary, open_run_directory, set_aside_later_steps, write_summary
+from rl_core.trainer.run_directory import (
+    RunSummary,
+    checkpoint_to_resume,
+    open_run_directory,
+    set_aside_later_steps,
+    write_summary,
+)
 from rl_core.trainer.run_lock import held_directories
 from rl_core.trainer.settings import (
     eval_rollouts,
@@ -73,7 +93,12 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     with held_directories(resolved):
         prepare(config)
         interrupts = Interrupts()
-        return interrupts.run(lambda: _train(resolved, begun, interrupts))
+        try:
+            return interrupts.run(lambda: _train(resolved, begun, interrupts))
+        except (OSError, WorkerError) as error:
+            if isinstance(error, DiskFullError) or not is_disk_full(error):
+                raise
+            raise DiskFullError(f"disk full: {error}. Make room, and resume the run in {resolved.run_dir}") from error
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
@@ -122,8 +147,11 @@ def _make_directory(directory: Path) -> None:
 
 async def _train(config: Config, started: float, interrupts: Interrupts) -> RunSummary:
     trainer, update = config.trainer, update_settings(config)
-    train_rows = read_rows(config.data.train_data, key="data.train_data")
-    eval_rows = read_rows(config.data.val_data, key="data.val_data") if config.data.val_data else []
+    train_rows = _rows(config, "data.train_data")
+    eval_rows = _rows(config, "data.val_data") if config.data.val_data else []
+    run_is = fingerprint(config, train_rows)
+    fetch_checkpoint(config)
+    _require_same_groups(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
     async with AsyncExitStack() as closing:
@@ -132,16 +160,27 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             client, colocate_all=trainer.placement.colocate_all, max_staleness=trainer.max_staleness
         )
         models = await closing.enter_async_context(_models(config, train_rows))
-        train_rows = await _fitting(train_rows, generator, config)
-        eval_rows = await _fitting(eval_rows, generator, config)
+        train_rows = await fitting(train_rows, generator, config, TRAINING)
+        eval_rows = await fitting(eval_rows, generator, config, EVALUATION)
         total_steps = num_steps(config, len(train_rows))
+        run_is = with_prompts(run_is, len(train_rows))
         if checkpoint is None:
             state = attrs.evolve(state, kl_coef=trainer.algorithm.kl_loss_coef)
         else:
+            require_same_groups(checkpoint, run_is)
             logger.info("continuing from %s", checkpoint)
             await models.load_state(checkpoint)
             set_aside_later_steps(config, state.step)
-        reporter = RunReporter(config, run_dir, total_steps=total_steps, first_step=state.step + 1 if checkpoint else 0)
+        prompts = PromptSource(train_rows, seed=trainer.seed, shuffle=config.data.shuffle)
+        reporter = RunReporter(
+            config,
+            run_dir,
+            total_steps=total_steps,
+            steps_done=state.step if checkpoint else None,
+            writes_last_row_again=state.unfinished_row is not None,
+            train_row=lambda group: prompts.row(group).row,
+            eval_row=lambda group: eval_rows[group].row,
+        )
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
             max_staleness=trainer.max_staleness,
@@ -150,14 +189,14 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         )
         rollouts = Rollouts(
             generator,
-            PromptSource(train_rows, seed=trainer.seed, shuffle=config.data.shuffle),
+            prompts,
             buffer,
-            train_rollouts(config),
+            train_rollouts(config, plays_greedy=needs_greedy_answers(config)),
             next_group=state.next_group,
             restart_groups=state.restart_groups,
         )
         loop = TrainingLoop(
-            loop_settings(config, total_steps),
+            loop_settings(config, total_steps, run_is),
             models=models,
             update=BatchUpdate(
                 update,
@@ -171,13 +210,14 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             selection=Selection.from_config(config),
             generator=generator,
             client=client,
-            transport=plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend),
+            transport=_transport(config),
             eval_rows=eval_rows,
             eval_settings=eval_rollouts(config),
             reporter=reporter,
             callbacks=[_callback(path) for path in trainer.callbacks],
             turns=EngineTurns(client, models.policy, are_shared=are_shared),
             steps_done=state.step,
+            unfinished_row=state.unfinished_row,
         )
         try:
             with interrupts.stops(loop.stop), _data_outside_garbage_collection():
@@ -193,26 +233,38 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     return summary
 
 
+def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
+    """Again, where the recipe made the rows, or another run wrote the directory since it was looked at."""
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None:
+        require_same_groups(checkpoint, now)
+
+
 async def _evaluate(config: Config) -> dict[str, float]:
-    rows = read_rows(config.data.val_data, key="data.val_data")
-    return (await _play(config, rows, eval_rollouts(config))).metrics
+    rows = _rows(config, "data.val_data")
+    return (await _play(config, rows, eval_rollouts(config), EVALUATION)).metrics
 
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
-    rows = read_rows(value_at(config, reads), key=reads)[:limit]
-    result = await _play(config, rows, train_rollouts(config))
+    rows = _rows(config, reads)[:limit]
+    # Whoever looks at samples wants to see those that failed too.
+    result = await _play(config, rows, attrs.evolve(train_rollouts(config), max_failure_rate=1.0), TRAINING)
     writer = SamplesWriter(output, first_step=0)
-    writer.write([sample_of(trajectory, step=0, purpose="eval") for trajectory in result.trajectories])
+    writer.write([sample_of(one, step=0, purpose="eval", row=result.rows[one.group_id]) for one in result.trajectories])
     writer.close()
     return len(result.trajectories)
 
 
-async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings) -> Evaluation:
-    """Plays the rows once with the model at `trainer.policy.model.path`."""
+def _rows(config: Config, key: str) -> list[DataRow]:
+    return read_rows(value_at(config, key), key=key, prompt_key=config.data.prompt_key)
+
+
+async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
+    """Plays the rows once with the model at `trainer.policy.model.path`, as the keys of `sampling` say."""
     async with _engine(config) as (_, generator):
         return await evaluate(
             generator,
-            await _fitting(rows, generator, config),
+            await fitting(rows, generator, config, sampling),
             settings,
             version=0,
             batch_size=config.trainer.eval_batch_size,
@@ -230,10 +282,15 @@ async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Genera
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
-                f"trainer.policy.model.lora.merge_lora: false is given, and the engine {engine.name!r} takes whole "
+                f"trainer.policy.model.lora.merge_lora: got false, and the engine {engine.name!r} takes whole "
                 "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
             )
-        yield client, generator.create(generator_told, client)
+        playing = generator.create(generator_told, client)
+        try:
+            yield client, playing
+        finally:
+            if isinstance(playing, Closable):
+                await _closed(playing.aclose, "the generator")
     finally:
         await _closed(client.close, "the inference engine")
 
@@ -256,6 +313,8 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
                 ranks_per_node=ranks_per_node,
                 share_devices_of=beside,
                 timeout_s=config.trainer.worker_timeout_s,
+                start_timeout_s=config.trainer.worker_start_timeout_s,
+                silence_s=config.trainer.worker_silence_s,
             )
             closing.push_async_callback(_closed, group.close, f"the {role} model")
             if config.trainer.async_save and role != "reference" and not group.can_save_in_background:
@@ -285,34 +344,10 @@ async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
         logger.warning("%s did not close: %s", name, str(error) or f"still busy after {CLOSE_S:g} s")
 
 
-async def _fitting(rows: Sequence[DataRow], generator: Generator, config: Config) -> list[DataRow]:
-    """The rows whose prompts are within `max_prompt_length`; a longer one is an error or is left out, as
-    `data.on_long_prompt` says."""
-    limit, fitting = config.trainer.max_prompt_length, []
-    for number, row in enumerate(rows):
-        if number % 256 == 0:
-            await asyncio.sleep(0)  # a signal is answered between events
-        try:
-            length = generator.prompt_length(row.row)
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from error
-        if length <= limit:
-            fitting.append(row)
-        elif config.data.on_long_prompt == "error":
-            raise DataError(
-                f"{row.place}: the prompt has {length} tokens, trainer.max_prompt_length is {limit}. Raise it, "
-                "shorten the prompt, or leave such rows out with data.on_long_prompt=drop"
-            )
-    if len(fitting) < len(rows):
-        logger.warning(
-            "%d of %d rows were left out: longer than trainer.max_prompt_length=%d",
-            len(rows) - len(fitting),
-            len(rows),
-            limit,
-        )
-    if rows and not fitting:
-        raise DataError(f"all {len(rows)} prompts are longer than trainer.max_prompt_length={limit}")
-    return fitting
+def _transport(config: Config) -> WeightTransport:
+    name = config.generator.inference_engine.weight_sync_backend
+    transport = plugins.load("rl_core.weight_transports", name)
+    return transport.of_run(config.run_dir.resolve().name) if isinstance(transport, RunTransport) else transport
 
 
 def _callback(path: str) -> Callback:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,22 +13,30 @@ from typing import Any
 import attrs
 
 from rl_core.config import Config, dump_yaml
-from rl_core.errors import CheckpointError, ConfigError
+from rl_core.errors import CheckpointError, ConfigError, DataError
 from rl_core.reports.jsonl import StepLog, read_rows
 from rl_core.reports.samples import FILE_NAME as SAMPLES_FILE_NAME
 from rl_core.reports.trackers import METRICS_FILE_NAME
+from rl_core.stored_files import make_directory, write_whole
 from rl_core.trainer.checkpoint import (
     RunState,
+    complete_checkpoints,
     is_step_name,
-    list_checkpoints,
     list_unfinished,
     load_state,
+    remove_unfinished,
     step_of,
 )
 
 logger = logging.getLogger(__name__)
 
 _RESUMED = re.compile(r"config\.resumed-(\d+)\.yaml")
+_OWN_ENTRIES = re.compile(
+    r"(metrics|samples)\.jsonl(\.rewriting)?|config(\.resumed-\d+)?\.yaml(\.writing)?|summary\.json(\.writing)?|"
+    r"report\.html(\.writing)?|checkpoints|model|tensorboard|wandb|wandb_run_id\.txt|replaced_\d+|logs|"
+    r"\.rl-lock"
+)
+"""What a run and its own trackers and engines write into its directory."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,21 +73,25 @@ def open_run_directory(config: Config) -> RunStart:
     """Makes the run's directory ready and finds the checkpoint to continue from.
 
     A checkpoint of `trainer.ckpt_path` continues the run that is there (`set_aside_later_steps` makes room for it).
-    Without one, or with one of elsewhere, a run begins: an earlier one in the directory is moved aside as a whole, to
-    `<run_dir>.1`, `.2`, …. Nothing is overwritten. `config.yaml` is how the run began; a resumed run with another
-    configuration writes `config.resumed-1.yaml`, `-2`, ….
+    Without one, or with one of elsewhere, a run begins: an earlier one in the directory is moved aside, to
+    `<run_dir>.1`, `.2`, …; of a directory in which other files lie too, what the run wrote. Nothing is overwritten.
+    `config.yaml` is how the run began; a resumed run with another configuration writes `config.resumed-1.yaml`, `-2`,
+    …. What saves left that did not end is removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or it is damaged; nothing was changed.
-        ConfigError: the directory cannot be made or written.
+        ConfigError: the directory cannot be made or written, or what lies there under a run's names is no run.
     """
-    run_dir, checkpoint = config.run_dir, _checkpoint_to_resume(config)
+    require_own_files(config)
+    run_dir, checkpoint = config.run_dir, checkpoint_to_resume(config)
     state = _start_state() if checkpoint is None else load_state(checkpoint)
+    _remove_unfinished(config, checkpoint)
+    _warn_of_lost_rows(config, checkpoint)
     is_continued = checkpoint is not None and checkpoint.resolve().parent == config.ckpt_dir.resolve()
     try:
         if not is_continued:
             checkpoint = _move_aside(config, checkpoint)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(run_dir)
         _write_config(config, is_continued=is_continued)
     except OSError as error:
         raise ConfigError(
@@ -95,7 +108,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
     directory. Killed on the way, it leaves either what was there or less of it, and a copy of each row.
     """
     run_dir = config.run_dir
-    checkpoints = [path for path in list_checkpoints(config.ckpt_dir) if step_of(path) > step]
+    checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]
     logs = {name: _rows_after(run_dir / name, step) for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)}
     if not checkpoints and not any(logs.values()):
         return
@@ -139,7 +152,7 @@ def write_summary(run_dir: Path, *, interrupted: bool, total_seconds: float, see
         seed=seed,
     )
     fields = {name: value for name, value in attrs.asdict(summary).items() if name != "run_dir"}
-    (run_dir / "summary.json").write_text(json.dumps(fields, indent=1) + "\n")
+    write_whole(run_dir / "summary.json", json.dumps(fields, indent=1) + "\n")
     return summary
 
 
@@ -147,7 +160,11 @@ def _start_state() -> RunState:
     return RunState(step=0, next_group=0, restart_groups=(), kl_coef=float("nan"), nonfinite_steps=0)
 
 
-def _checkpoint_to_resume(config: Config) -> Path | None:
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """What a run would go on from: `resume_path`, or the newest complete checkpoint, whatever rows are there; None: it
+    begins anew.
+
+    Raises CheckpointError where `resume_path` is no directory."""
     trainer = config.trainer
     if trainer.resume_mode == "none":
         return None
@@ -158,19 +175,52 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
                 f"trainer.resume_path: {path} is not a directory; give a checkpoint such as …/checkpoints/step_000010"
             )
         return path
-    # A row is written before its step's checkpoint: a checkpoint without one is not of the run that the rows tell of.
-    last = _last_row_step(config.run_dir / METRICS_FILE_NAME)
-    found = [path for path in list_checkpoints(config.ckpt_dir) if last is None or step_of(path) <= last]
-    newest = found[-1] if found else None
+    found = complete_checkpoints(config.ckpt_dir)
+    return found[-1] if found else None
+
+
+def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
+    going_on = f"from {checkpoint.name}" if checkpoint else "without a checkpoint"
     for path in list_unfinished(config.ckpt_dir):
-        going_on = f"from {newest.name}" if newest else "without a checkpoint"
         logger.warning("%s was left by a run that ended while it saved; it is not used, going on %s", path, going_on)
-    return newest
+        remove_unfinished(path)
+    for path in list_unfinished(config.export_dir):
+        remove_unfinished(path)
 
 
-def _last_row_step(metrics: Path) -> int | None:
-    """None for a file that is not there or has no rows: it contradicts no checkpoint."""
-    return max((row["step"] for row in read_rows(metrics)), default=None) if metrics.exists() else None
+def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
+    """A row is on disk before its step's checkpoint, so something else took those that are missing."""
+    metrics = config.run_dir / METRICS_FILE_NAME
+    if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
+        return
+    there = {row["step"] for row in read_rows(metrics)}
+    # The row of a step whose evaluation was cut off is written again by the run that goes on.
+    last = step_of(checkpoint) - (load_state(checkpoint).unfinished_row is not None)
+    lost = [step for step in range(1, last + 1) if step not in there]
+    if lost:
+        steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, {lost[0]} to {lost[-1]}"
+        logger.warning("%s lacks the rows of %s; %s is whole, going on from it", metrics, steps, checkpoint.name)
+
+
+def require_own_files(config: Config) -> None:
+    """What lies in the run's directory under the names of a run's files was written by one.
+
+    Raises ConfigError: it was not, so the run would write into, or move, what is somebody else's.
+    """
+    run_dir, model = config.run_dir, config.trainer.policy.model.path
+    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME):
+        try:
+            for _ in read_rows(run_dir / name) if (run_dir / name).exists() else ():
+                pass
+        except (DataError, OSError) as error:
+            raise ConfigError(
+                f"trainer.run_dir: {run_dir} is no run's directory: {error}. Give another directory, or move that file"
+            ) from error
+    if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
+        raise ConfigError(
+            f"trainer.export_path: {config.export_dir} is the model that the run starts from, which it would write "
+            "over; give another directory"
+        )
 
 
 def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -188,13 +238,14 @@ def _ends(config: Config, step: int) -> list[Path]:
 def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
     """Makes room for a new run; `checkpoint`, or where it is now if it moved too."""
     run_dir, ckpt_dir = config.run_dir.absolute(), config.ckpt_dir.absolute()
-    checkpoints = list_checkpoints(ckpt_dir)
+    checkpoints = complete_checkpoints(ckpt_dir)
     is_inside = run_dir in ckpt_dir.parents
     if (run_dir / METRICS_FILE_NAME).exists() or (is_inside and checkpoints):
         aside = _free(run_dir.with_name(f"{run_dir.name}."))
-        if checkpoint is not None and checkpoint.resolve().is_relative_to(run_dir.resolve()):
+        own = _own_entries(config)
+        if checkpoint is not None and any(checkpoint.resolve().is_relative_to(path.resolve()) for path in own):
             checkpoint = aside / checkpoint.resolve().relative_to(run_dir.resolve())
-        run_dir.rename(aside)
+        _move_run(run_dir, own, aside)
         _say_moved(config, aside)
     if checkpoints and not is_inside:
         aside = _free(ckpt_dir / "replaced_")
@@ -202,6 +253,29 @@ def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
             _move(path, aside / path.name)
         _say_moved(config, aside)
     return checkpoint
+
+
+def _own_entries(config: Config) -> list[Path]:
+    """What a run wrote of what lies in its directory, the rows last; without what this run is going to read."""
+    run_dir = config.run_dir.absolute()
+    models = (config.trainer.policy.model.path, config.trainer.ref.model.path, config.trainer.critic.model.path)
+    reads = [Path(os.path.realpath(path)) for path in (*models, *config.data.train_data, *config.data.val_data) if path]
+    found = [
+        path
+        for path in sorted(run_dir.iterdir())
+        if _OWN_ENTRIES.fullmatch(path.name) and not any(read.is_relative_to(path.resolve()) for read in reads)
+    ]
+    return sorted(found, key=lambda path: path.name == METRICS_FILE_NAME)
+
+
+def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
+    """The directory as a whole where nothing else lies in it."""
+    if len(own) == len(list(run_dir.iterdir())) and not Path.cwd().is_relative_to(run_dir.resolve()):
+        run_dir.rename(aside)
+        return
+    for path in own:
+        _move(path, aside / path.name)
+    logger.warning("%s holds files that no run wrote: they stay there", run_dir)
 
 
 def _say_moved(config: Config, aside: Path) -> None:
@@ -222,7 +296,7 @@ def _write_config(config: Config, *, is_continued: bool) -> None:
         if newest.read_text(encoding="utf-8") == text:
             return
         newest = config.run_dir / f"config.resumed-{_resumed_number(newest) + 1}.yaml"
-    newest.write_text(text, encoding="utf-8")
+    write_whole(newest, text)
 
 
 def _resumed_number(path: Path) -> int:

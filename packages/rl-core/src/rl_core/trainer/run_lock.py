@@ -5,6 +5,10 @@ however it ends, so a file that a killed run left keeps nobody out. The file lie
 `.<name>.rl-lock`: a run moves an earlier run's directory away, and a file inside would go with it, lock and all. Only
 where the directory cannot be moved, because it is a mount point or the one above it cannot be written, is it inside.
 
+Locks of one host may not be seen by another one that shares the file system, and some file systems have none. So a run
+also touches its lock files every few seconds, and where a file names a process of another host, it is watched for such
+a sign of life before it is taken over.
+
 What lies inside another directory of the run needs no lock of its own: a run looks for those of others around its own
 directories too, above them and directly inside. It does so once it has its locks, so of two runs whose directories
 overlap at least one sees the other.
@@ -18,9 +22,10 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -37,6 +42,10 @@ _SUFFIX = ".rl-lock"
 _PATIENCE_S = 2.0
 """So long a lock is asked for that somebody has who has not written yet who he is, or who only looks."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+_BEAT_S, _WATCH_S = 4.0, 10.0
+"""A run touches its lock files so often; one that nobody touches for so long is a dead run's."""
+_dead: set[tuple[Path, Holder]] = set()
+"""Who was found dead in this process: each is watched for once."""
 _descriptors: set[int] = set()
 """Of the locks of this process. A child that is forked would keep them after its parent's end."""
 
@@ -64,11 +73,10 @@ def held_directories(config: Config) -> Iterator[None]:
         _require_unused(config, directories, taken)
         for directory, key in sorted(directories.items()):
             path = _lock_file(directory)
-            descriptor = _taken(config, key, path)
-            if descriptor is not None:
-                taken[path] = descriptor
+            taken[path] = _taken(config, key, path)
         _require_unused(config, directories, taken)
-        yield
+        with _signs_of_life(taken.values()):
+            yield
     finally:
         if os.getpid() == pid:  # not in a forked child, which unwinds the same stack
             for path, descriptor in taken.items():
@@ -89,7 +97,8 @@ def _directories(config: Config) -> dict[Path, str]:
     what lies in another of them."""
     found: dict[Path, str] = {}
     for key in _KEYS:
-        named = Path(value_at(config, key)).absolute()
+        path = str(config.ckpt_dir) if key == "trainer.ckpt_path" else value_at(config, key)
+        named = Path(path).absolute()
         if named.name != "..":
             found.setdefault(Path(os.path.realpath(named.parent), named.name), key)
         found.setdefault(Path(os.path.realpath(named)), key)
@@ -136,65 +145,128 @@ def _require_free(config: Config, key: str, path: Path) -> None:
     except OSError:  # most are not there; who may not read one may not write the directory either
         return
     try:
-        _lock(config, key, path, descriptor, fcntl.LOCK_SH)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_SH)
+        _require_dead(config, key, path, descriptor, has_lock=has_lock)
     finally:
         os.close(descriptor)
 
 
-def _taken(config: Config, key: str, path: Path) -> int | None:
-    """The descriptor of a new lock; None, with a warning, where the file system has none."""
+def _taken(config: Config, key: str, path: Path) -> int:
+    """The descriptor of a new lock file, with a warning where the file system has no locks."""
     try:
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             _descriptors.add(descriptor)
             try:
-                _lock(config, key, path, descriptor, fcntl.LOCK_EX)
+                has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_EX)
+                _require_dead(config, key, path, descriptor, has_lock=has_lock)
             except BaseException:
                 _close(descriptor)
                 raise
+            if not has_lock:
+                message = "%s: the file system of %s has no locks, so runs on it are told apart by signs of life alone"
+                logger.warning(message, key, _directory_of(path))
             if _is_at(path, descriptor):
                 _write_holder(descriptor)
                 return descriptor
             _close(descriptor)  # its holder removed the file after it was opened here
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise ConfigError(
-                f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Give another directory"
-            ) from error
-        logger.warning(
-            "%s: the file system of %s has no locks (%s), so nothing keeps a second run out of it",
-            key,
-            _directory_of(path),
-            error.strerror,
-        )
-        path.unlink(missing_ok=True)
-        return None
+        raise ConfigError(
+            f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Give another directory"
+        ) from error
 
 
-def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> None:
-    """Takes a lock of that kind. Raises ConfigError with its holder where another process has one."""
+def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> bool:
+    """Takes a lock of that kind; whether the file system has any. Raises ConfigError with its holder where another
+    process has one."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return
+            return True
         except (BlockingIOError, PermissionError):
             holder = _read_holder(descriptor)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
         if _is_running_here(holder) or time.monotonic() > deadline:
-            raise _in_use(config, key, _directory_of(path), holder)
+            raise _in_use(config, key, path, holder)
         time.sleep(0.02)
 
 
-def _in_use(config: Config, key: str, directory: Path, holder: Holder | None) -> ConfigError:
+def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_lock: bool) -> None:
+    """Whom the lock file names no longer runs, though nothing or no lock shows it. Raises ConfigError where it does."""
+    holder = _read_holder(descriptor)
+    if holder is None or (path, holder) in _dead:
+        return
+    is_here = holder.host == socket.gethostname()
+    if is_here and (has_lock or holder.pid == os.getpid() or not _is_running_here(holder)):
+        return
+    if _is_touched(path):
+        raise _in_use(config, key, path, holder)
+    _dead.add((path, holder))
+    logger.warning(
+        "%s: process %d on %s, started %s, left %s and shows no sign of life; its lock is taken over",
+        key,
+        holder.pid,
+        holder.host,
+        holder.started,
+        path,
+    )
+
+
+def _is_touched(path: Path) -> bool:
+    """Somebody does while it is watched. No clocks of two hosts are compared."""
+    first, deadline = _touched_at(path), time.monotonic() + _WATCH_S
+    while first is not None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        now = _touched_at(path)
+        if now != first:
+            return now is not None
+    return False
+
+
+def _touched_at(path: Path) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)  # opened anew: a shared file system asks its server then
+    except FileNotFoundError:
+        return None
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
+    """Inside, the files are touched every few seconds."""
+    ends, held = threading.Event(), list(descriptors)
+
+    def touch() -> None:
+        while not ends.wait(_BEAT_S):
+            for descriptor in held:
+                with suppress(OSError):  # a full or lost disk ends the run elsewhere
+                    os.utime(descriptor)
+
+    thread = threading.Thread(target=touch, name="run-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> ConfigError:
     who = f"process {holder.pid} on {holder.host}, started {holder.started}," if holder else "a process yet unknown"
     other = f"trainer.run_name or {key}" if key == "trainer.run_dir" else key
+    is_here = holder is not None and holder.host == socket.gethostname()
+    if_gone = "" if is_here else f"; if that machine is gone for good, remove {path}"
     return ConfigError(
-        f"{key}: {value_at(config, key)} is in use: {who} writes {directory}. Wait for that run or stop it, or give "
-        f"another {other}"
+        f"{key}: {value_at(config, key)} is in use: {who} writes {_directory_of(path)}. Wait for that run or stop it, "
+        f"or give another {other}{if_gone}"
     )
 
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, DiskFullError
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.checkpoint import (
+    PARTIAL,
     RunState,
     begin_checkpoint,
     complete_checkpoint,
+    complete_checkpoints,
     delete_old_checkpoints,
-    save_checkpoint,
+    partial_path,
+    remove_unfinished,
     step_of,
 )
 from rl_core.trainer.models import Models
+from rl_core.trainer.remote_checkpoints import CheckpointCopies
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 
@@ -23,6 +33,9 @@ _POLL_S = 0.05
 class CheckpointSaver:
     """Writes checkpoints, one at a time. One that is written in the background is completed at the first step boundary
     at which all ranks have their files: until then it is a partial directory that no run resumes from.
+
+    A full disk does not end the run: what was written is removed, and `is_behind` says that the next step boundary is
+    to try again.
 
     consumes     states of the run (`save`)
     produces     complete checkpoints, of which `on_complete` hears
@@ -39,6 +52,8 @@ class CheckpointSaver:
         in_background: bool,
         timeout_s: float,
         on_complete: Callable[[int, Path], None],
+        fingerprint: Mapping[str, Any] | None = None,
+        copies: CheckpointCopies | None = None,
     ):
         self._root = root
         self._models = models
@@ -46,39 +61,106 @@ class CheckpointSaver:
         self._in_background = in_background
         self._timeout_s = timeout_s
         self._on_complete = on_complete
+        self._fingerprint = fingerprint
+        self._copies = copies
         self._partial: Path | None = None
+        self._full: BaseException | None = None
+        self._deadline: float | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """The last checkpoint found no room."""
+        return self._full is not None
 
     async def save(self, state: RunState) -> None:
-        """Writes the checkpoint of `state.step`; in the background, it starts to. Raises what the save before met."""
-        await self.finish()
-        if self._in_background:
-            partial = begin_checkpoint(self._root, state)
-            await self._models.start_saving(partial)
-            self._partial = partial
-        else:
-            self._completed(await save_checkpoint(self._root, state, self._models.save_state))
+        """Writes the checkpoint of `state.step`; in the background, it starts to. Raises what the save before met, but
+        not that a disk is full."""
+        await self._wait()
+        self._full = None
+        partial = partial_path(self._root, state.step)
+        with self._room_for(partial):
+            begin_checkpoint(self._root, state, fingerprint=self._fingerprint)
+            if self._in_background:
+                await self._models.start_saving(partial)
+                self._partial, self._deadline = partial, None
+            else:
+                await self._models.save_state(partial)
+                self._completed(complete_checkpoint(partial))
+                await self._copy()
+
+    async def export(self, directory: Path) -> None:
+        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; on a full disk it
+        says so."""
+        partial = directory.with_name(f"{directory.name}{PARTIAL}")
+        remove_unfinished(partial)
+        try:
+            await self._models.save_model(partial)
+            remove_unfinished(directory)
+            partial.rename(directory)
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            remove_unfinished(partial)
+            logger.warning("disk full: %s was not written (%s); training goes on", directory, error)
 
     async def poll(self) -> None:
         """Completes the checkpoint in the background if all ranks have their files. Raises what went wrong with it."""
-        if self._partial is not None and await self._models.has_saved():
-            partial, self._partial = self._partial, None
-            # Flushing large files takes seconds, in which the engine's answers can be read.
-            self._completed(await asyncio.to_thread(complete_checkpoint, partial))
+        if self._partial is None:
+            return
+        partial = self._partial
+        with self._room_for(partial):
+            if await self._models.has_saved():
+                # Flushing large files takes seconds, in which the engine's answers can be read.
+                self._partial, path = None, await asyncio.to_thread(complete_checkpoint, partial)
+                self._completed(path)
+                await self._copy()
 
     async def finish(self) -> None:
-        """Waits until no checkpoint is in the background. Raises what went wrong with it, DeadlineError."""
+        """Waits until no checkpoint is in the background. Raises what went wrong with it, DeadlineError, and
+        DiskFullError where the last one found no room."""
+        await self._wait()
+        if self._full is not None:
+            complete = complete_checkpoints(self._root)
+            there = f"the last complete one is {complete[-1].name}" if complete else "there is none"
+            raise DiskFullError(
+                f"disk full: no room in {self._root} for the run's last checkpoint; {there}. Make room, and resume"
+            ) from self._full
+        if self._copies is not None:
+            self._copies.require_sent()
+
+    async def _wait(self) -> None:
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout_s
         while self._partial is not None:
             await self.poll()
             if self._partial is None:
                 return
-            if clock() > deadline:
+            # Of all waits for this checkpoint together: the end of a run does not wait once more for it.
+            self._deadline = self._deadline or clock() + self._timeout_s
+            if clock() > self._deadline:
                 raise DeadlineError(
                     f"{self._partial}: waited {self._timeout_s:g} s (trainer.worker_timeout_s) for the ranks to write "
                     "this checkpoint in the background; the one before it is complete. Is the storage too slow or full?"
                 )
             await asyncio.sleep(_POLL_S)
+
+    @contextmanager
+    def _room_for(self, partial: Path) -> Iterator[None]:
+        """What finds no room inside is removed, and noted."""
+        try:
+            yield
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._partial, self._full = None, error
+            remove_unfinished(partial)
+            logger.warning(
+                "disk full: %s was removed, the run goes on and saves as soon as there is room (%s)", partial, error
+            )
+
+    async def _copy(self) -> None:
+        """To where `trainer.ckpt_path` says; the engine's answers can be read meanwhile."""
+        if self._copies is not None:
+            await asyncio.to_thread(self._copies.send, self._root)
 
     def _completed(self, path: Path) -> None:
         delete_old_checkpoints(self._root, self._keep)

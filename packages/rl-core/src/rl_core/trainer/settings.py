@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -13,6 +15,7 @@ from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
 from rl_core.trainer.batch_advantages import load_estimator
 from rl_core.trainer.loop import LoopSettings
 from rl_core.trainer.model_update import ModelUpdateSettings
+from rl_core.trainer.remote_checkpoints import copies_of
 from rl_core.trainer.rollouts import RolloutSettings
 from rl_core.trainer.update import UpdateSettings
 from rl_core.trainer.verification import LIMITS, VerificationSettings
@@ -81,7 +84,7 @@ def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | N
     return num_training_steps * -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
 
 
-def loop_settings(config: Config, total_steps: int) -> LoopSettings:
+def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, Any] | None = None) -> LoopSettings:
     """When the loop evaluates, saves and verifies, where it writes, and how long it waits."""
     trainer = config.trainer
     return LoopSettings(
@@ -92,7 +95,7 @@ def loop_settings(config: Config, total_steps: int) -> LoopSettings:
         ckpt_interval=trainer.ckpt_interval,
         max_ckpts_to_keep=trainer.max_ckpts_to_keep,
         hf_save_interval=trainer.hf_save_interval,
-        checkpoint_root=Path(trainer.ckpt_path or ""),
+        checkpoint_root=config.ckpt_dir,
         export_root=Path(trainer.export_path or ""),
         max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
         num_engines=config.generator.inference_engine.num_engines,
@@ -102,6 +105,8 @@ def loop_settings(config: Config, total_steps: int) -> LoopSettings:
         worker_timeout_s=trainer.worker_timeout_s,
         saves_in_background=trainer.async_save,
         merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
+        fingerprint=fingerprint,
+        checkpoint_copies=copies_of(config),
     )
 
 
@@ -113,13 +118,14 @@ def _verification(config: Config) -> VerificationSettings:
         interval=verification.interval,
         num_tokens=verification.num_tokens,
         limit=verification.limit if verification.limit is not None else max(LIMITS[dtype] for dtype in dtypes),
+        limit_grows=verification.limit is None,
         seed=config.trainer.seed,
         limits=_limits(config, config.trainer.micro_forward_batch_size_per_gpu),
     )
 
 
-def train_rollouts(config: Config) -> RolloutSettings:
-    """How training prompts are played."""
+def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSettings:
+    """How training prompts are played; `plays_greedy`: for an estimator that compares with greedy answers."""
     dynamic = config.trainer.algorithm.dynamic_sampling
     filters = dynamic.type == "filter"
     batches = dynamic.max_sample_batches if dynamic.type is not None else 1
@@ -133,6 +139,9 @@ def train_rollouts(config: Config) -> RolloutSettings:
         drop_zero_variance=filters,
         max_dropped_groups=batches * config.trainer.train_batch_size,
         limit_rule=rule,
+        plays_greedy=plays_greedy,
+        max_failure_rate=config.trainer.max_failure_rate,
+        samples_per_step=config.trainer.train_batch_size * config.generator.n_samples_per_prompt,
     )
 
 
@@ -163,6 +172,7 @@ def update_settings(config: Config) -> UpdateSettings:
             kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
             kl_estimator=algorithm.kl_estimator_type,
             entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+            off_policy_sequence_mask=algorithm.off_policy_sequence_mask,
         ),
         reduction=algorithm.loss_reduction,
         reduction_params={"max_seq_len": algorithm.max_seq_len} if uses_max_seq_len else {},

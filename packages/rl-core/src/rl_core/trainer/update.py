@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ import attrs
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
 from rl_core.columns import ROUTE_COLUMNS
-from rl_core.errors import first_error
 from rl_core.interfaces import Metrics
+from rl_core.tasks import all_of
 from rl_core.trainer.batch_advantages import (
     Estimator,
     with_advantages,
@@ -84,11 +83,9 @@ class BatchUpdate:
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
         groups = [group for group in (models.policy, models.reference, models.critic) if group is not None]
         others = batch.without_columns(*ROUTE_COLUMNS)
-        scores = await asyncio.gather(
-            *(
-                group.forward(batch if group is models.policy else others, limits, temperature=temperature)
-                for group in groups
-            )
+        scores = await all_of(
+            group.forward(batch if group is models.policy else others, limits, temperature=temperature)
+            for group in groups
         )
         by_group = dict(zip(groups, scores, strict=True))
         policy = by_group[models.policy]
@@ -132,12 +129,8 @@ class BatchUpdate:
         own = {self._policy: batch, self._critic: batch.without_columns(*ROUTE_COLUMNS)}
         if critic.shares_devices_with(policy):
             return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
-        try:
-            async with asyncio.TaskGroup() as both:
-                trainings = [both.create_task(update.train(its_batch, step)) for update, its_batch in own.items()]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return {name: value for training in trainings for name, value in training.result().items()}
+        metrics = await all_of(update.train(its_batch, step) for update, its_batch in own.items())
+        return {name: value for its_metrics in metrics for name, value in its_metrics.items()}
 
 
 def explained_variance(batch: Batch) -> Metrics:

@@ -30,9 +30,22 @@ LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
 Measured on random Qwen3 models: float32 2e-6 at most; bfloat16 0.02, with MoE layers, where rounding flips a router's
 choice.
 """
-NOISE_SCALE = 1.0
-"""Measured on random Qwen3 models of 4 and 12 layers, dense and MoE: with this noise one stale tensor moves the mean by
-0.07 to 0.3 at least (weakest are the norms of queries and keys), with half of it by 0.006."""
+_USUAL_LOGPROB = -5.0
+"""Rounding is relative, so a default limit is of a mean log-prob from here up and grows in proportion below: a
+pretrained model gives random tokens less than a random model does (SmolLM2-135M in bfloat16: -15.3, and trainer and
+engine 0.12 apart)."""
+LEAST_NOISE = 0.125
+"""The scale of noise that is tried first, and doubled until it has an effect."""
+_LARGEST_FACTOR = 8192
+"""Times `LEAST_NOISE`, at most: an adapter of rank 1 on a tiny model needs 32 or 64."""
+_WANTED_EFFECT = 1.5
+"""Nats by which noise is to move the trainer's log-probs. Random Qwen3 models of 4 and 12 layers, dense and MoE, get
+noise of scale 1 for it: one stale tensor then moves the mean by 0.04 at least (weakest are the norms of queries and
+keys), with half of that noise by 0.01. SmolLM2-135M gets 1/8: of scale 1 it would compute nothing but noise, and two
+right bfloat16 implementations would differ by 3.7."""
+_GROWTH = 1.25
+"""Noise that is doubled and moves log-probs by less than this times as far is doubled no more: norms bound its effect
+(adapters of a tiny model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more of it would hide a tensor that is missing."""
 _NOISY_LIMIT = 3.0
 """Limits that a model full of noise may differ by: in bfloat16 rounding alone moves it by 0.12. So bfloat16 may hide
 the weakest tensors of a deep model; float32 hides none."""
@@ -54,6 +67,8 @@ class VerificationSettings:
     """That are scored, at least."""
     limit: float
     """Largest mean |difference| of log-probs in nats."""
+    limit_grows: bool = False
+    """With the mean log-prob below -5, in proportion."""
     seed: int
     limits: MicroBatchLimits
     """Of the trainer's forward passes."""
@@ -74,7 +89,7 @@ class WeightVerification:
         self._client = client
         self._publish = publish
         self._sequences = _fixed_tokens(settings, client.vocab_size)
-        self._num_syncs = 0
+        self._has_probed = False
 
     async def prove(self) -> None:
         """Proves that each trained tensor reaches every engine, both ways; the engines end with the trainer's weights.
@@ -85,19 +100,10 @@ class WeightVerification:
         if not await self._policy.is_perturbable():
             logger.warning("the training backend cannot perturb its weights: that each tensor arrives is not proved")
             return
-        limit = _NOISY_LIMIT * self._settings.limit
-        clean_T = await self._trainer_logprobs()
-        await self._policy.perturb(self._settings.seed, NOISE_SCALE)
         try:
-            moved = float((await self._trainer_logprobs() - clean_T).abs().mean())
-            if moved < _LEAST_EFFECT * limit:
-                raise WeightSyncError(
-                    f"noise on every weight moved the trainer's own log-probs by {moved:.3g} on average: too little to "
-                    "prove that weights arrive. Switch it off with generator.inference_engine.weight_verification"
-                    ".prove_at_start=false"
-                )
+            moved = await self._perturb()
             await self._publish()
-            perturbed = await self._probe("every weight was perturbed", limit)
+            perturbed = await self._probe("every weight was perturbed", _NOISY_LIMIT)
         except Exception:  # not when the run is cancelled: its weights are of no use, and a busy rank would hold it up
             await self._policy.restore()
             raise
@@ -105,7 +111,7 @@ class WeightVerification:
         if not perturbed:
             raise WeightSyncError("no engine was in service when it was to be proved that weights arrive")
         await self._publish()
-        restored = await self._probe("every weight was restored", self._settings.limit)
+        restored = await self._probe("every weight was restored")
         logger.info(
             "weights proved: noise moved log-probs by %.3g, and engines followed within %.3g; restored within %.3g",
             moved,
@@ -113,12 +119,43 @@ class WeightVerification:
             restored.get("weight_sync/logprob_diff_mean", math.nan),
         )
 
+    async def _perturb(self) -> float:
+        """Puts noise on the weights, of the least scale that moves the trainer's log-probs as far as is wanted; by how
+        much it does, in nats. Small adapters move a model less than all of its weights do.
+
+        Raises:
+            WeightSyncError: no noise moves them far enough to see whether it arrives.
+        """
+        clean_T = await self._trainer_logprobs()
+        factor, moved = 1, 0.0
+        while True:
+            await self._policy.perturb(self._settings.seed, factor * LEAST_NOISE)
+            noisy_T = await self._trainer_logprobs()
+            moved_before, moved = moved, float((noisy_T - clean_T).abs().mean())
+            is_enough = moved >= _LEAST_EFFECT * _NOISY_LIMIT * self._limit(noisy_T)
+            is_saturated = is_enough and moved < _GROWTH * moved_before
+            if not moved < _WANTED_EFFECT or is_saturated or factor == _LARGEST_FACTOR:
+                break
+            factor *= 2
+        if not is_enough:
+            raise WeightSyncError(
+                f"noise on every trained weight, {factor * LEAST_NOISE:g} times its size, moved the trainer's own "
+                f"log-probs by {moved:.3g} on average: too little to prove that weights arrive. Do they take part in "
+                "the forward pass? Switch the proof off with "
+                "generator.inference_engine.weight_verification.prove_at_start=false"
+            )
+        return moved
+
     async def after_sync(self, version: int) -> dict[str, float]:
-        """Called after every sync: probes when it is time; the metrics, if it was."""
-        self._num_syncs += 1
+        """Called after every sync: probes when it is time; the metrics, if it was.
+
+        By the version, so that a resumed run probes where the uninterrupted one does; and after the process's first
+        sync, in which engines that have just started get their weights.
+        """
         interval = self._settings.interval
-        if interval == 0 or (self._num_syncs - 1) % interval:
+        if interval == 0 or (version % interval and self._has_probed):
             return {}
+        self._has_probed = True
         return await self.probe(version)
 
     async def probe(self, version: int) -> dict[str, float]:
@@ -131,10 +168,11 @@ class WeightVerification:
         Raises:
             WeightSyncError: an engine's mean is above the limit; the message has both sides' numbers.
         """
-        return await self._probe(f"weight version {version} was published", self._settings.limit)
+        return await self._probe(f"weight version {version} was published")
 
-    async def _probe(self, what: str, limit: float) -> dict[str, float]:
+    async def _probe(self, what: str, num_limits: float = 1.0) -> dict[str, float]:
         trainer_T = await self._trainer_logprobs()
+        limit = num_limits * self._limit(trainer_T)
         scores = await self._client.score(self._sequences)
         if not scores:
             logger.warning("after %s, no engine was in service: nothing is verified", what)
@@ -149,12 +187,16 @@ class WeightVerification:
                     f"after {what}, engine {engine} does not compute with the trainer's weights: on {len(trainer_T)} "
                     f"fixed tokens the trainer's mean log-prob is {float(trainer_T.mean()):.6f}, the engine's "
                     f"{float(engine_T.mean()):.6f}, their mean |difference| {mean:.3g} (limit "
-                    f"{limit:g}), the largest {float(difference_T.max()):.3g}"
+                    f"{limit:.3g}), the largest {float(difference_T.max()):.3g}"
                 )
             for name, value in (("mean", mean), ("max", float(difference_T.max()))):
                 key = f"weight_sync/logprob_diff_{name}"
                 worst[key] = max(worst[key], value)
         return worst
+
+    def _limit(self, trainer_T: Tensor) -> float:
+        growth = float(trainer_T.mean()) / _USUAL_LOGPROB if self._settings.limit_grows else 1.0
+        return self._settings.limit * max(growth, 1.0)
 
     async def _trainer_logprobs(self) -> Tensor:
         sequences = [{"tokens": tokens, "routed": [False] * len(tokens)} for tokens in self._sequences]

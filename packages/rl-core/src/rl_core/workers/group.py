@@ -6,6 +6,7 @@ each a list of sequences. A sequence is never split over micro-batches or ranks.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -34,6 +35,7 @@ from rl_core.interfaces import (
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches
+from rl_core.rank_kit.model_proof import require_proof
 from rl_core.rank_kit.weight_buckets import merge_manifests
 from rl_core.workers.devices import SharedDevices, Tenant
 from rl_core.workers.inline import InlineRank
@@ -81,6 +83,8 @@ class WorkerGroup:
         ranks_per_node: int = 1,
         share_devices_of: WorkerGroup | None = None,
         timeout_s: float = 3600.0,
+        start_timeout_s: float | None = None,
+        silence_s: float = 300.0,
     ) -> Self:
         """Starts the ranks and builds their models. One rank runs in this process, several as Ray actors.
 
@@ -91,14 +95,21 @@ class WorkerGroup:
             ranks_per_node: GPUs on each; on machines without, processes.
             share_devices_of: a group of as many ranks whose devices this one uses too: `Offloadable` workers
                 leave them while the other group computes. None: devices of its own.
-            timeout_s: longest wait for this start and for each later call.
+            timeout_s: longest wait for each later call.
+            start_timeout_s: longest wait for this start; None: `timeout_s`.
+            silence_s: ranks in other processes that neither answer nor work for so long are dead, whatever time is
+                left.
 
         Raises:
-            ConfigError: the backend cannot arrange or train what is asked for, or there are not enough devices.
+            ConfigError: the backend cannot arrange or train what is asked for, or computes the model otherwise than
+                transformers; or there are not enough devices.
             WorkerError, DeadlineError: a rank failed to start.
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
+        # Known by now in a run, whose checks asked before anything was started. Where this machine cannot prove it,
+        # rank 0 does.
+        spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
         devices, beside = SharedDevices(), None
@@ -107,7 +118,9 @@ class WorkerGroup:
             devices, beside = share_devices_of._devices, share_devices_of._ranks
             await devices.clear()
         if world_size == 1 and not backend.needs_own_process():
-            ranks: Ranks = await InlineRank.start(backend, spec, timeout_s=timeout_s)
+            ranks: Ranks = await InlineRank.start(
+                backend, spec, timeout_s=timeout_s, start_timeout_s=start_timeout_s or timeout_s
+            )
         else:
             # Only here: everything else runs where Ray is not installed.
             from rl_core.workers.ray_ranks import RayRanks
@@ -119,6 +132,8 @@ class WorkerGroup:
                 shape=shape,
                 beside=beside if isinstance(beside, RayRanks) else None,
                 timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s or timeout_s,
+                silence_s=silence_s,
             )
         keeps_optimizer = spec.optimizer is not None and not spec.optimizer.offload_after_step
         tenant = Tenant(ranks, keeps_optimizer=keeps_optimizer)

@@ -53,24 +53,28 @@ class InlineRank:
     def __init__(self, role: str, timeout_s: float):
         self._role = role
         self._timeout_s = timeout_s
+        self._timeout_key = "trainer.worker_start_timeout_s"
+        self._stuck_in: str | None = None
         self._thread = _Thread(f"rl-rank-{role}")
         self._host: RankHost | None = None
         self.abilities = Abilities()
 
     @classmethod
-    async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float) -> Self:
-        """Builds the worker."""
-        rank = cls(spec.role, timeout_s)
+    async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float, start_timeout_s: float) -> Self:
+        """Builds the worker, in `start_timeout_s` at the most; `timeout_s` is that of later calls."""
+        rank = cls(spec.role, start_timeout_s)
         try:
             host = await rank._run("start", lambda: RankHost(backend, spec, RankInfo()))
         except BaseException:
             rank._thread.end()
             raise
         rank._host, rank.abilities = host, host.abilities
+        rank._timeout_s, rank._timeout_key = timeout_s, "trainer.worker_timeout_s"
         return rank
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it still runs."""
+        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it still runs, and no call waits for
+        it."""
         if self._host is None:
             raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
         host = self._host
@@ -99,14 +103,17 @@ class InlineRank:
             self._thread.end()
 
     async def _run(self, phase: str, function: Callable[[], Any]) -> Any:
+        if self._stuck_in is not None:
+            raise WorkerError(f"{self._role} rank 0 was asked to {phase}, but is still busy with {self._stuck_in}")
         future = asyncio.wrap_future(self._thread.submit(function))
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
         except TimeoutError as error:
             if future.done() and future.exception() is error:
                 raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
+            self._stuck_in = phase
             raise DeadlineError(
-                f"{self._role} rank 0 did not finish {phase} within {self._timeout_s:g} s (trainer.worker_timeout_s)"
+                f"{self._role} rank 0 did not finish {phase} within {self._timeout_s:g} s ({self._timeout_key})"
             ) from error
         except RLError:
             raise

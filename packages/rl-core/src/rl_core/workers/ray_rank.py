@@ -27,6 +27,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
+from rl_core.workers.heartbeat import Pulse, pulse_of
 from rl_core.workers.rank import Abilities, RankHost
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class RankAddress:
 
     node: str
     """Its address."""
+    node_id: str
+    """Ray's name of it."""
     pid: int
     free_port: int
     """Nothing listened there when it was asked for."""
@@ -88,6 +91,7 @@ class RayRank:
         node_id = ray.get_runtime_context().get_node_id()
         return RankAddress(
             node=_address_of(node_id),
+            node_id=node_id,
             pid=os.getpid(),
             free_port=port,
             gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -124,6 +128,11 @@ class RayRank:
         frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
         stack = " ← ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames)
         return f"{method} for {time.monotonic() - started:.0f} s, in {stack}" if stack else method
+
+    @ray.method(concurrency_group="status")
+    def pulse(self) -> Pulse:
+        """What its process has used up by now."""
+        return pulse_of(os.getpid())
 
     def _result_of(self, call: RankCall, *batch: Batch) -> Any:
         assert self._host is not None

@@ -1,191 +1,60 @@
 """Ranks as Ray actors, one per rank, in a placement group: what the controller does. `ray_rank.py` is the other side.
 
-Of rl_core only these two modules know Ray.
+Of rl_core only these two modules and `ray_cluster.py` know Ray.
 
 Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
 the first rank that fails, or by the deadline. After an error other than a mistake that all ranks agree on, the ranks
 are out of step (some may wait in a collective for one that is gone), so all of them are killed.
-
-Resources: a node of the group is one bundle of its placement group. A rank takes one GPU of it or, where Ray has no
-GPUs, only `_CPUS` of a CPU: ranks on CPUs share cores by time, so that number only bounds how many a machine takes. A
-group that shares the devices of another takes nothing: it stands in the same bundles and sees the same GPUs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pickle
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Self
 
 from rl_core.batch import Batch
-from rl_core.errors import ConfigError, DeadlineError, WorkerError
+from rl_core.errors import DeadlineError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers.rank import Abilities, P, Part, R
+from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
 
-if "RAY_ADDRESS" not in os.environ:
-    # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Ray would run ranks and inference servers at niceness 15: any other work on the machine starves them.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+# isort: split
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-try:
-    import ray
-    from ray.exceptions import RayActorError, RayError
-    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        "several ranks, or a backend that needs a process of its own, run on Ray, which is not installed: "
-        "pip install 'rl-core[ray]'"
-    ) from error
-
+from rl_core.workers.heartbeat import Heartbeats, Pulse, pulse_of
 from rl_core.workers.ray_rank import (
     Failure,
     RankAddress,
     RankCall,
     rank_actor,
-)  # it imports Ray, so what Ray reads is set by now
+)
 
-_CPUS = 1 / 16
-"""CPU resource of a rank; a machine of two cores takes 32 ranks."""
 _SETTLE_S = 3.0
 """After a failure the others have so long: a rank that lost its peer may say so before Ray says that the peer died."""
 _ASK_S = 2.0
 """How long a rank that missed the deadline has to say what it is doing."""
-
-
-class _Session:
-    """Ray itself: joined where RAY_ADDRESS is set, else started for this process and stopped after its last group."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._is_ours = False
-
-    def enter(self) -> None:
-        if not ray.is_initialized():
-            self._connect()
-            self._is_ours = True
-        self._users += 1
-
-    def leave(self) -> None:
-        self._users -= 1
-        if self._users == 0 and self._is_ours:
-            self._is_ours = False
-            ray.shutdown()
-
-    def _connect(self) -> None:
-        common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
-        address = os.environ.get("RAY_ADDRESS", "local")
-        if address == "local":
-            self._start_locally(common)
-            return
-        try:
-            ray.init(address, **common)
-        except (ConnectionError, RayError, ValueError) as error:
-            raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
-                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
-            ) from error
-
-    def _start_locally(self, common: dict[str, Any]) -> None:
-        """Ray gives its own node 30 s to start, a number that cannot be set and that a busy machine exceeds: it gets a
-        second try."""
-        for is_last_try in (False, True):
-            try:
-                ray.init("local", include_dashboard=False, **common)
-                return
-            except Exception as error:
-                if "timed out during startup" not in str(error):
-                    raise
-                ray.shutdown()
-                if is_last_try:
-                    raise WorkerError(
-                        "Ray did not start on this machine within two tries of 30 s. It may be short of CPU time or "
-                        "memory; Ray's own logs are in the `logs` folder of its newest session"
-                    ) from error
-
-
-ray_session = _Session()
-"""Also for what else runs on Ray: inference servers."""
-
-
-async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup | None:
-    """A placement group that has its resources; None where they were not free in time. Nothing stays asked for then.
-
-    Also for what else runs on Ray: inference servers.
-    """
-    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-    is_ready = False
-    try:
-        is_ready = await asyncio.to_thread(group.wait, timeout_s)
-    finally:
-        if not is_ready:
-            remove_placement_group(group)
-    return group if is_ready else None
-
-
-class _Reservation:
-    """A placement group: one bundle per node. Removed when its last group leaves."""
-
-    def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
-        self.group = group
-        self.shape = shape
-        self.has_gpus = has_gpus
-        self._users = 0
-
-    @classmethod
-    async def reserve(cls, role: str, shape: tuple[int, int], timeout_s: float) -> Self:
-        """Raises ConfigError if the cluster is too small, DeadlineError if it stays occupied."""
-        num_nodes, ranks_per_node = shape
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        bundle = {"CPU": ranks_per_node * _CPUS} | ({"GPU": ranks_per_node} if has_gpus else {})
-        _require_room(role, num_nodes, bundle)
-        strategy = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
-        group = await reserved([bundle] * num_nodes, strategy, timeout_s)
-        if group is None:
-            raise DeadlineError(
-                f"{role}: waited {timeout_s:g} s (trainer.worker_timeout_s) for {num_nodes} nodes with "
-                f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other "
-                "groups or jobs hold the rest"
-            )
-        return cls(group, shape, has_gpus)
-
-    def enter(self) -> None:
-        self._users += 1
-
-    def leave(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            remove_placement_group(self.group)
-
-
-def _require_room(role: str, num_nodes: int, bundle: Mapping[str, float]) -> None:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
-    if len(fitting) < num_nodes:
-        have = "; ".join(_described(node) for node in nodes)
-        raise ConfigError(
-            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one "
-            f"GPU or, without GPUs, {_CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add "
-            "nodes with `ray start`"
-        )
-
-
-def _described(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+_BEAT_S = 10.0
+"""Ranks under way are asked for their pulse so often."""
+_OBSERVER_S = 60.0
+"""How long a process has to start on the node of a rank that does not answer, and to look at it."""
+_observer: Any = ray.remote(num_cpus=0, max_retries=0)(pulse_of)
 
 
 class RayRanks:
     """All ranks of a group as Ray actors. Fulfils `Ranks`."""
 
-    def __init__(self, role: str, mesh: Mesh, placement: _Reservation, timeout_s: float):
+    def __init__(self, role: str, mesh: Mesh, placement: Reservation, timeout_s: float, silence_s: float):
         self._role = role
         self._mesh = mesh
         self._timeout_s = timeout_s
+        self._timeout_key = "trainer.worker_start_timeout_s"
+        self._silence_s = silence_s
         self._actors: list[Any] = []
         self._addresses: list[RankAddress] = []
         self._unanswered_calls = 0
@@ -205,6 +74,8 @@ class RayRanks:
         shape: tuple[int, int],
         beside: RayRanks | None,
         timeout_s: float,
+        start_timeout_s: float,
+        silence_s: float,
     ) -> Self:
         """Starts the actors and builds their workers.
 
@@ -214,15 +85,17 @@ class RayRanks:
             mesh: how they are arranged.
             shape: nodes, and ranks on each.
             beside: ranks of the same shape whose devices these use too.
-            timeout_s: longest wait for this start and for each later call.
+            timeout_s: longest wait for each later call.
+            start_timeout_s: longest wait for each part of this start.
+            silence_s: ranks that neither answer nor work for so long are dead (see `Heartbeats`).
         """
         ray_session.enter()
         try:
             if beside is None:
-                placement = await _Reservation.reserve(spec.role, shape, timeout_s)
+                placement = await Reservation.reserve(spec.role, shape, start_timeout_s)
             else:
                 placement = beside.placement
-            ranks = cls(spec.role, mesh, placement, timeout_s)
+            ranks = cls(spec.role, mesh, placement, start_timeout_s, silence_s)
         finally:
             ray_session.leave()
         try:
@@ -230,6 +103,7 @@ class RayRanks:
             ranks._addresses = await ranks._all("start", [actor.address.remote() for actor in ranks._actors])
             visible = ranks._addresses if beside is None else beside._addresses
             await ranks._build(backend, spec, [address.gpus for address in visible])
+            ranks._timeout_s, ranks._timeout_key = timeout_s, "trainer.worker_timeout_s"
         except BaseException:
             ranks._end("it did not start")
             raise
@@ -286,7 +160,7 @@ class RayRanks:
             where = PlacementGroupSchedulingStrategy(self.placement.group, placement_group_bundle_index=bundle)
             options = rank_actor.options(
                 scheduling_strategy=where,
-                num_cpus=_CPUS if takes_devices else 0,
+                num_cpus=CPUS if takes_devices else 0,
                 num_gpus=1 if takes_devices and self.placement.has_gpus else 0,
             )
             self._actors.append(options.remote())
@@ -311,38 +185,83 @@ class RayRanks:
     async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
         """All ranks' answers, or one error."""
         self._unanswered_calls += 1
-        answers = await self._answers(refs)  # a cancelled call stays unanswered
+        answers, dead = await self._answers(refs)  # a cancelled call stays unanswered
         self._unanswered_calls -= 1
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if len(answers) == len(refs) and not failures:
             return [answers[rank] for rank in range(len(refs))]
         silent = [rank for rank in range(len(refs)) if rank not in answers]
-        error = self._error_of(phase, failures, silent) if failures else await self._missed_deadline(phase, silent)
+        if failures:
+            error = self._error_of(phase, failures, silent)
+        elif dead:
+            error = await self._no_heartbeat(phase, dead)
+        else:
+            error = await self._missed_deadline(phase, silent)
         if not self._all_agree(failures):
             self._end(str(error).partition("\n")[0])
         raise error
 
-    async def _answers(self, refs: Sequence[Awaitable[Any]]) -> dict[int, Any]:
-        """Answers by rank, as they came: all, or those until the deadline or soon after a failure."""
+    async def _answers(self, refs: Sequence[Awaitable[Any]]) -> tuple[dict[int, Any], Mapping[int, str]]:
+        """Answers by rank, as they came: all, or those until the deadline or soon after a failure, or until ranks are
+        found to be dead; and which those are."""
         tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
         clock = asyncio.get_running_loop().time
         deadline, has_failed = clock() + self._timeout_s, False
         answers: dict[int, Any] = {}
         pending = set(tasks)
+        watching = asyncio.create_task(self._dead())
         try:
             while pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=max(0.0, deadline - clock()), return_when=asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(
+                    {*pending, watching}, timeout=max(0.0, deadline - clock()), return_when=asyncio.FIRST_COMPLETED
                 )
-                if not done:
-                    break
+                pending -= done
+                if not done or done == {watching}:
+                    return answers, watching.result() if done else {}
+                done.discard(watching)
                 answers |= {tasks[task]: task.result() for task in done}
                 if not has_failed and any(isinstance(task.result(), Failure) for task in done):
                     has_failed, deadline = True, min(deadline, clock() + _SETTLE_S)
         finally:
-            for task in pending:
+            for task in (*pending, watching):
                 task.cancel()
-        return answers
+        return answers, {}
+
+    async def _dead(self) -> Mapping[int, str]:
+        """Waits until ranks are dead, and says which."""
+        clock = asyncio.get_running_loop().time
+        heartbeats = Heartbeats(len(self._actors), self._silence_s, clock())
+        while not (dead := heartbeats.dead(clock())):
+            await asyncio.sleep(min(_BEAT_S, self._silence_s / 4))
+            own = await self._asked("pulse", range(len(self._actors)), _ASK_S)
+            silent = [rank for rank in range(len(self._actors)) if not isinstance(own.get(rank), Pulse)]
+            seen = await self._observed(silent)
+            for rank in range(len(self._actors)):
+                pulse = seen.get(rank) or own.get(rank)
+                heartbeats.note(
+                    rank,
+                    pulse if isinstance(pulse, Pulse) else None,
+                    has_answered=rank not in silent,
+                    now_s=clock(),
+                )
+        return dead
+
+    async def _asked(self, question: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
+        """Answers of the threads beside those that compute, as far as they come in time."""
+        refs = {rank: getattr(self._actors[rank], question).remote() for rank in ranks}
+        return await _in_time(refs, timeout_s)
+
+    async def _observed(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """Pulses of ranks that do not answer, as other processes on their nodes see them."""
+        if not self._addresses:
+            return {}
+        refs = {
+            rank: _observer.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._addresses[rank].node_id, soft=False)
+            ).remote(self._addresses[rank].pid)
+            for rank in ranks
+        }
+        return await _in_time(refs, _OBSERVER_S)
 
     def _all_agree(self, failures: Mapping[int, Failure]) -> bool:
         """Every rank found a mistake of the user: nobody waits for anybody, and the ranks can go on."""
@@ -371,19 +290,25 @@ class RayRanks:
         return WorkerError("\n".join(line for line in lines if line))
 
     async def _missed_deadline(self, phase: str, silent: Sequence[int]) -> DeadlineError:
-        asked = {asyncio.ensure_future(_answer_of(self._actors[rank].doing.remote())): rank for rank in silent}
-        done, pending = await asyncio.wait(asked, timeout=_ASK_S)
-        for task in pending:
-            task.cancel()
-        doing = {rank: task.result() if task in done else "does not say" for task, rank in asked.items()}
-        lines = [
-            f"{self._name(rank)}: {answer.summary if isinstance(answer, Failure) else answer}"
-            for rank, answer in doing.items()
-        ]
+        lines = [f"{self._name(rank)}: {doing}" for rank, doing in (await self._doing(silent)).items()]
         return DeadlineError(
             f"{self._role}: {len(silent)} of {len(self._actors)} ranks did not finish {phase} within "
-            f"{self._timeout_s:g} s (trainer.worker_timeout_s), and all were ended:\n" + "\n".join(lines)
+            f"{self._timeout_s:g} s ({self._timeout_key}), and all were ended:\n" + "\n".join(lines)
         )
+
+    async def _no_heartbeat(self, phase: str, dead: Mapping[int, str]) -> WorkerError:
+        doing = await self._doing(range(len(self._actors)))
+        lines = [f"{self._name(rank)}: {what}" for rank, what in dead.items()]
+        lines += [f"{self._name(rank)}: {what}" for rank, what in doing.items()]
+        return WorkerError(
+            f"{self._role}: {len(dead)} of {len(self._actors)} ranks showed no sign of work in {phase} for "
+            f"{self._silence_s:g} s (trainer.worker_silence_s), and all were ended:\n" + "\n".join(lines)
+        )
+
+    async def _doing(self, ranks: Sequence[int]) -> dict[int, str]:
+        answers = await self._asked("doing", ranks, _ASK_S)
+        said = {rank: answers.get(rank, "does not say") for rank in ranks}
+        return {rank: what.summary if isinstance(what, Failure) else what for rank, what in said.items()}
 
     def _name(self, rank: int) -> str:
         address = f" ({self._addresses[rank]})" if self._addresses else ""
@@ -406,6 +331,19 @@ class RayRanks:
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
     return [ray.put(batch.to_arrays(part.sent)) for part in parts]
+
+
+async def _in_time(refs: Mapping[int, Awaitable[Any]], timeout_s: float) -> dict[int, Any]:
+    """The answers that come in time."""
+    if not refs:
+        return {}
+    asked = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in refs.items()}
+    try:
+        done, _ = await asyncio.wait(asked, timeout=timeout_s)
+        return {asked[task]: task.result() for task in done}
+    finally:
+        for task in asked:
+            task.cancel()
 
 
 async def _answer_of(ref: Awaitable[Any]) -> Any:

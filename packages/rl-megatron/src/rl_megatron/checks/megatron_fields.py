@@ -1,4 +1,4 @@
-"""Names of fields that Megatron and Megatron-Bridge know, read from their source: importing them would take seconds."""
+"""Names of fields that Megatron knows, read from its source: importing it would take seconds."""
 
 from __future__ import annotations
 
@@ -50,22 +50,6 @@ def require_bridge() -> None:
             "trainer.strategy: megatron needs Megatron-Bridge to read Hugging Face models: "
             "pip install --no-deps megatron-bridge==0.3.1"
         )
-
-
-@cache
-def fields_read_by_bridge() -> frozenset[str]:
-    """Fields that Megatron-Bridge takes from any model's configuration, whether its type has them or not. Raises
-    ConfigError if it is not installed."""
-    require_bridge()
-    root = _root_of("bridge")
-    assert root is not None
-    definition = _class_in(root / "bridge/models/conversion/model_bridge.py", "MegatronModelBridge")
-    (pairs,) = (
-        ast.literal_eval(node.value)
-        for node in definition.body
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["CONFIG_MAPPING"]
-    )
-    return frozenset(name for name, _ in pairs)
 
 
 def _root_of(package: str) -> Path | None:

@@ -21,9 +21,9 @@ from rl_core.layout.mesh import Mesh
 from rl_core.layout.stages import LayerRange, pipeline_chunks
 from rl_core.rank_kit.model_shapes import ModelShape, model_shape
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.checks.accepted_models import accepted_config, require_accepted
 from rl_megatron.checks.lora_targets import FEED_FORWARD, QUERY_KEY_VALUE, adapted_layers
-from rl_megatron.options import transformer_fields
+from rl_megatron.checks.refused_models import require_not_refused, taken_config
+from rl_megatron.options import field_key, transformer_fields
 
 SIZES = {
     "tensor_model_parallel_size": "tensor",
@@ -64,7 +64,7 @@ class Setup:
 
     def key(self, name: str) -> str:
         """Where the user finds a field."""
-        return f"{self.where}.transformer_config_kwargs.{name}" if name in self.passed else f"{self.where}.{name}"
+        return field_key(name, self.passed, self.where)
 
     def mesh(self) -> Mesh:
         """The arrangement. Raises ConfigError if the ranks cannot be divided like that."""
@@ -90,7 +90,7 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """What `spec` means. Raises ConfigError for an unknown field or layer, or a model that is not accepted.
+    """What `spec` means. Raises ConfigError for an unknown field or layer, or a model that is refused.
 
     Args:
         spec: of one model.
@@ -100,9 +100,9 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
     if model is None:
-        model = accepted_config(spec.model.path, f"{section}.model.path")
+        model = taken_config(spec.model.path, f"{section}.model.path")
     else:
-        require_accepted(model, spec.model.path, f"{section}.model.path")
+        require_not_refused(model, spec.model.path, f"{section}.model.path")
     lora = spec.model.lora
     return Setup(
         fields=transformer_fields(spec.options, where),
@@ -177,7 +177,7 @@ def _sizes_are_positive(setup: Setup) -> str | None:
     for name in SIZES:
         value = setup.fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            return f"{setup.key(name)}: {value!r} is given; expected a whole number of at least 1"
+            return f"{setup.key(name)}: got {value!r}; expected a whole number of at least 1"
     return None
 
 
@@ -301,6 +301,7 @@ def _is_interleaved(setup: Setup) -> bool:
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
+_NO_CUDA_GRAPHS = "a graph is captured for one shape, and micro-batches have different lengths"
 FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "calculate_per_token_loss": (True, "losses are sums over the mini-batch; Megatron would average micro-batches"),
     "attention_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
@@ -313,8 +314,14 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "fp8": (None, "log-probs would depend on the micro-batches"),
     "fp4": (None, "log-probs would depend on the micro-batches"),
     "test_mode": (False, "it changes what is computed"),
+    "softmax_type": ("vanilla", "models with attention sinks do not run here, and the gradient's norm leaves them out"),
     "num_microbatches_with_partial_activation_checkpoints": (None, "replay must know what is computed again"),
     "num_distributed_optimizer_instances": (1, "copies of the distributed optimizer are not tested"),
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), (False, _NO_CUDA_GRAPHS)),
+    "cuda_graph_impl": ("none", _NO_CUDA_GRAPHS),
+    "tp_comm_overlap": (False, "Megatron's training program makes its buffers, for micro-batches of one fixed length"),
+    "overlap_moe_expert_parallel_comm": (False, "it needs a schedule of Megatron's own forward step"),
+    "delay_wgrad_compute": (False, "it needs overlap_moe_expert_parallel_comm, which cannot be used"),
 }
 """Fields that have one right value here, and why."""
 _OF_THE_MODEL = (
@@ -340,23 +347,23 @@ _OF_THE_TRAINER = {
 }
 _TRANSFORMER_ENGINE_FIELDS = (
     "apply_rope_fusion",
-    "gradient_accumulation_fusion",
     "masked_softmax_fusion",
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_shared_expert_overlap",
-    "tp_comm_overlap",
     "use_te_activation_func",
     "use_te_rng_tracker",
 )
 """Switches for kernels of Transformer Engine, and for what needs a CUDA device."""
+GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""Apex's module that adds a product's gradient to the main gradient."""
 
 
 def _fixed_fields(setup: Setup) -> str | None:
     for name, (right, reason) in FIXED_FIELDS.items():
         value = setup.fields.get(name, right)
         if value is not None and value != right:
-            return f"{setup.key(name)}: {value!r} is given, only {right!r} can be used: {reason}"
+            return f"{setup.key(name)}: got {value!r}, only {right!r} can be used: {reason}. Leave it out"
     return None
 
 
@@ -376,6 +383,14 @@ def _transformer_engine(setup: Setup) -> str | None:
                 f"{setup.key(name)}: needs Transformer Engine, which is not installed here (docs/install_gpu.md); "
                 "leave it out"
             )
+    return None
+
+
+def _fused_gradients(setup: Setup) -> str | None:
+    """The output layer is Megatron's own, also with Transformer Engine: it adds up gradients by a kernel of Apex."""
+    name = "gradient_accumulation_fusion"
+    if setup.fields.get(name) and find_spec(GRADIENT_KERNEL) is None:
+        return f"{setup.key(name)}: needs Apex's kernel {GRADIENT_KERNEL}, which is not installed here; leave it out"
     return None
 
 
@@ -411,7 +426,7 @@ def _auxiliary_losses(setup: Setup) -> str | None:
     kinds = _as_list(setup.fields.get(name) or "none")
     coefficients = _as_list(setup.fields.get("moe_aux_loss_coeff", 0.0))
     if unknown := [kind for kind in kinds if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")]:
-        return f"{setup.key(name)}: {unknown[0]!r} is given; expected none, aux_loss, seq_aux_loss or global_aux_loss"
+        return f"{setup.key(name)}: got {unknown[0]!r}; expected none, aux_loss, seq_aux_loss or global_aux_loss"
     if len(kinds) != len(coefficients):
         return (
             f"{setup.key('moe_aux_loss_coeff')}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
@@ -502,19 +517,15 @@ def _adapters_of_experts(setup: Setup) -> str | None:
 
 
 def _weights_of_experts(setup: Setup) -> str | None:
-    """Whether the routers of Qwen3-MoE normalise before or after their choice Megatron-Bridge 0.3.1 does not read."""
+    """Whether the routers of Qwen3-MoE normalise before or after their choice is the model's."""
     if setup.model is None or setup.model.model_type != "qwen3_moe":
         return None
-    name = "moe_router_pre_softmax"
-    if not setup.model.norm_topk_prob and not setup.fields.get(name):
-        return (
-            f"{setup.where.rpartition('.')[0]}.model.path: a qwen3_moe model with norm_topk_prob=false, which "
-            "Megatron-Bridge 0.3.1 does not read (log-probs off by 0.30); set "
-            f"{setup.where}.transformer_config_kwargs.{name}=true, or trainer.strategy=fsdp"
-        )
-    if setup.model.norm_topk_prob and setup.fields.get(name):
-        return f"{setup.key(name)}: true, but the model normalises after its choice; leave it out"
-    return None
+    name, right = "moe_router_pre_softmax", not setup.model.norm_topk_prob
+    value = setup.fields.get(name)
+    if value is None or value == right:
+        return None
+    when = "before" if right else "after"
+    return f"{setup.key(name)}: {str(value).lower()}, but the model normalises {when} its choice; leave it out"
 
 
 _CHECKS: tuple[Check, ...] = (
@@ -525,6 +536,7 @@ _CHECKS: tuple[Check, ...] = (
     _auxiliary_losses,
     _replay,
     _transformer_engine,
+    _fused_gradients,
     _dispatcher,
     _adapters_of_latent_attention,
     _adapters_of_experts,

@@ -25,6 +25,16 @@ _FIXED = {
     "overlap_param_gather_with_optimizer_step": (False, "weights must be whole when they are scored or published"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
     "loss_scale": (None, "there is no loss scaling here; use trainer.bf16"),
+    "optimizer_cpu_offload": (
+        False,
+        "checkpoints and offloading here know an optimizer on the ranks' devices only. For memory, split its state "
+        "over more data-parallel ranks, or use trainer.strategy=fsdp with fsdp_config.cpu_offload=true",
+    ),
+    "use_precision_aware_optimizer": (
+        False,
+        "clipping, checkpoints and offloading here know float32 parameters and moments only. For memory, split the "
+        "optimizer's state over more data-parallel ranks",
+    ),
 }
 
 
@@ -43,17 +53,19 @@ def _require_sums(options: MegatronOptions, where: str) -> None:
     reasons = {
         "overlap_grad_reduce": "calls of forward_backward add up, so no micro-batch is known to be the last",
         "overlap_param_gather": "weights must be whole when they are scored, saved or published",
-        "average_in_collective": "gradients are sums over the mini-batch's tokens, already weighted",
     }
     for name, reason in reasons.items():
         if getattr(options.ddp_config, name):
-            raise ConfigError(f"{where}.ddp_config.{name}: true was given; {reason}: set it to false")
+            raise ConfigError(f"{where}.ddp_config.{name}: got true; {reason}: set it to false")
 
 
 def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
+    """Refuses what has another value than the one it is trained with, or no effect."""
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"
         if name in _CHOSEN_ELSEWHERE:
             raise ConfigError(f"{key}: set {section}.{_CHOSEN_ELSEWHERE[name]} instead")
         if name in _FIXED and value != _FIXED[name][0]:
-            raise ConfigError(f"{key}: {value!r} was given, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
+            raise ConfigError(f"{key}: got {value!r}, expected {_FIXED[name][0]!r}: {_FIXED[name][1]}")
+        if name not in _FIXED:
+            raise ConfigError(f"{key}: got {value!r}, but nothing here reads it; leave it out")

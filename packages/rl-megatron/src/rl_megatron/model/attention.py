@@ -1,10 +1,16 @@
-"""Core attention for packed sequences and context parallelism, where Transformer Engine is not installed."""
+"""Core attention for packed sequences and context parallelism, where Transformer Engine has none.
+
+Sequences of similar length are attended as right-padded rows of one rectangle, since kernels are called once per
+rectangle and padding costs less than a call. What goes where is found out once per micro-batch, for all its layers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,7 +18,62 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rl_core.layout.rectangles import rectangle_cells, rectangle_rows
 from rl_core.layout.slices import context_positions
+from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
+
+
+@attrs.frozen(eq=False)
+class _Cells:
+    """The tokens of a stream that lie in rectangles, and where."""
+
+    token_U: Tensor | None
+    """int64; None: all, in order."""
+    cell_U: Tensor | None
+    """int64, the cell of each; None: cell i is that of token i."""
+    num_cells: int
+
+    def filled(self, stream: Tensor) -> Tensor:
+        """[cells, …], zeros where no token lies."""
+        taken = stream if self.token_U is None else gather_rows(stream, self.token_U)
+        return taken if self.cell_U is None else scatter_rows(taken, self.cell_U, self.num_cells)
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """Queries of which each sees the keys of its segment up to itself; no key stands in it twice."""
+
+    queries: _Cells
+    keys: _Cells
+    shapes: tuple[tuple[int, int, int], ...]
+    """(rows, queries, keys) of each rectangle."""
+    masks: tuple[Tensor | None, ...]
+    """bool [rows or 1, 1, queries, keys] of each; None: causal from the first query and key on."""
+
+
+@attrs.frozen(eq=False)
+class AttentionPlan:
+    """What one context rank attends in a micro-batch, and where its results go."""
+
+    parts: tuple[_Part, ...]
+    """One; with several context ranks one for each chunk that this rank has of every segment."""
+    order: Tensor | None
+    """int64: where each of this rank's tokens stands among the results of all parts; None: in order."""
+
+    @classmethod
+    def of(cls, boundaries: np.ndarray, rank: int, size: int, device: torch.device) -> AttentionPlan:
+        """Of segments end to end, of which each of `size` context ranks has two chunks; keys come rank by rank."""
+        pieces = _pieces(boundaries, rank, size)
+        place_T = None
+        if size > 1:
+            held_T = np.concatenate([context_positions(boundaries, other, size) for other in range(size)])
+            place_T = np.argsort(held_T)
+        parts = np.split(pieces, 1 if size == 1 else 2)
+        order = np.concatenate([_indices(part[:, 0], part[:, 2]) for part in parts])
+        return cls(
+            parts=tuple(_part_of(part, len(order), place_T, device) for part in parts),
+            order=None if size == 1 else torch.from_numpy(np.argsort(order)).to(device),
+        )
 
 
 @dataclass
@@ -21,6 +82,8 @@ class Segments(PackedSeqParams):
 
     boundaries: np.ndarray | None = None
     """int64 [segments + 1], of the whole micro-batch, before context ranks split it."""
+    plan: AttentionPlan | None = None
+    """Made by the first layer that attends."""
 
     @classmethod
     def of(cls, boundaries: np.ndarray, device: torch.device) -> Segments:
@@ -73,41 +136,117 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: Segments | None = None,
     ) -> Tensor:
         """Shapes are Megatron's: [tokens, heads, size] when packed, else [tokens, rows, heads, size]."""
-        if packed_seq_params is None:
-            size = self.context_group.size()
-            boundaries = np.array([0, query.shape[0] * size])
-            return self._attend(query, key, value, boundaries).flatten(2)
-        assert packed_seq_params.boundaries is not None
-        query, key, value = (t.reshape(t.shape[0], 1, *t.shape[-2:]) for t in (query, key, value))
-        return self._attend(query, key, value, packed_seq_params.boundaries).flatten(1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, boundaries: np.ndarray) -> Tensor:
         rank, size = self.context_group.rank(), self.context_group.size()
-        if size > 1:
-            held = np.concatenate([context_positions(boundaries, other, size) for other in range(size)])
-            natural = torch.from_numpy(np.argsort(held)).to(key.device)
-            key, value = (_gather(tensor, self.context_group)[natural] for tensor in (key, value))
-        pieces = _pieces(boundaries, rank, size)
-        attended, places = [], []
-        for num_queries, num_keys in np.unique(pieces[:, 2:], axis=0).tolist():
-            starts = pieces[(pieces[:, 2] == num_queries) & (pieces[:, 3] == num_keys), :2]
-            queries = _rows(query, starts[:, 0], num_queries)
-            keys, values = (_rows(tensor, starts[:, 1], num_keys) for tensor in (key, value))
-            attended.append(_causal(queries, keys, values, scale=self.scale).flatten(0, 1))
-            places.append(_indices(starts[:, 0], num_queries))
-        if len(attended) == 1:
-            return attended[0]
-        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(query.device)
-        return torch.cat(attended).index_select(0, order)
+        if packed_seq_params is None:
+            length, num_rows = query.shape[:2]
+            plan = _plan_of_rows(num_rows, length * size, rank, size, query.device)
+            query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+            return self._attend(query, key, value, plan).unflatten(0, (num_rows, length)).transpose(0, 1).flatten(2)
+        if packed_seq_params.plan is None:
+            assert packed_seq_params.boundaries is not None
+            packed_seq_params.plan = AttentionPlan.of(packed_seq_params.boundaries, rank, size, query.device)
+        query, key, value = (tensor.reshape(tensor.shape[0], *tensor.shape[-2:]) for tensor in (query, key, value))
+        return self._attend(query, key, value, packed_seq_params.plan).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        """[tokens, heads, size] of each and of the result."""
+        if self.context_group.size() > 1:
+            key, value = (_gather(tensor, self.context_group) for tensor in (key, value))
+        attended = [_attend_part(query, key, value, part, self.scale) for part in plan.parts]
+        return attended[0] if plan.order is None else gather_rows(torch.cat(attended), plan.order)
+
+
+@lru_cache(maxsize=16)
+def _plan_of_rows(num_rows: int, length: int, rank: int, size: int, device: torch.device) -> AttentionPlan:
+    return AttentionPlan.of(np.arange(num_rows + 1) * length, rank, size, device)
+
+
+def _part_of(pieces: np.ndarray, own_tokens: int, place_T: np.ndarray | None, device: torch.device) -> _Part:
+    """`place_T`: where each key of the natural order stands; None: there."""
+    first_query, first_key, num_queries, num_keys = pieces.T
+    rows = rectangle_rows(num_queries)
+    query_shapes, query_cell = rectangle_cells(num_queries, *rows)
+    key_shapes, key_cell = rectangle_cells(num_keys, *rows)
+    key_token = _indices(first_key, num_keys)
+    all_keys = own_tokens if place_T is None else len(place_T)
+    if place_T is not None:
+        key_token = place_T[key_token]
+    masks = []
+    for rectangle, ((_, queries), (_, keys)) in enumerate(zip(query_shapes, key_shapes, strict=True)):
+        is_in = rows[0] == rectangle
+        before = np.zeros(int(is_in.sum()), np.int64)
+        before[rows[1][is_in]] = (num_keys - num_queries)[is_in]
+        masks.append(_mask(before, queries, keys, device))
+    return _Part(
+        queries=_cells(_indices(first_query, num_queries), own_tokens, query_cell, query_shapes, device),
+        keys=_cells(key_token, all_keys, key_cell, key_shapes, device),
+        shapes=tuple((rows, q, k) for (rows, q), (_, k) in zip(query_shapes, key_shapes, strict=True)),
+        masks=tuple(masks),
+    )
+
+
+def _cells(
+    token_U: np.ndarray,
+    num_tokens: int,
+    cell_U: np.ndarray,
+    shapes: tuple[tuple[int, int], ...],
+    device: torch.device,
+) -> _Cells:
+    num_cells = sum(rows * width for rows, width in shapes)
+    all_tokens = np.array_equal(token_U, np.arange(num_tokens))
+    all_cells = np.array_equal(cell_U, np.arange(num_cells))
+    return _Cells(
+        token_U=None if all_tokens else torch.from_numpy(token_U).to(device),
+        cell_U=None if all_cells else torch.from_numpy(cell_U).to(device),
+        num_cells=num_cells,
+    )
+
+
+def _mask(before_R: np.ndarray, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+    """Query i of row r sees the keys up to `before_R[r]` + i. Its row has no further tokens of its segment, so it sees
+    no padding; a query that is padding sees something, as softmax needs."""
+    if not before_R.any():
+        return None
+    if (before_R == before_R[0]).all():
+        before_R = before_R[:1]
+    last_RQ = torch.from_numpy(before_R)[:, None] + torch.arange(num_queries)
+    return (torch.arange(num_keys) <= last_RQ[..., None])[:, None].to(device)
+
+
+def _attend_part(query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: float | None) -> Tensor:
+    """[tokens of the part, heads, size]."""
+    query_cells = [rows * queries for rows, queries, _ in part.shapes]
+    key_cells = [rows * keys for rows, _, keys in part.shapes]
+    rectangles = zip(
+        part.shapes,
+        part.masks,
+        part.queries.filled(query).split(query_cells),
+        part.keys.filled(key).split(key_cells),
+        part.keys.filled(value).split(key_cells),
+        strict=True,
+    )
+    outputs = []
+    for (rows, _, _), mask, *cells in rectangles:
+        attended = F.scaled_dot_product_attention(
+            *(tensor.unflatten(0, (rows, -1)).transpose(1, 2) for tensor in cells),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if part.queries.cell_U is None else gather_rows(output, part.queries.cell_U)
 
 
 def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
     """int64 [pieces, 4]: consecutive queries of this rank and the keys of their segment up to the last of them.
 
-    First query (among this rank's), first key (of all), number of queries, number of keys. Kernels are called for all
-    pieces of one shape at once: a micro-batch of many short sequences would spend its time on calls.
+    First query (among this rank's), first key (of all), number of queries, number of keys. With several context ranks
+    the first chunks of all segments, then the second ones.
     """
-    starts, lengths = boundaries[:-1], np.diff(boundaries)
+    lengths = np.diff(boundaries)
+    starts, lengths = boundaries[:-1][lengths > 0], lengths[lengths > 0]
     if size == 1:
         return np.stack([starts, starts, lengths, lengths], axis=1)
     chunks = lengths // (2 * size)
@@ -116,33 +255,10 @@ def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
     return np.concatenate([first, second])
 
 
-def _indices(starts: np.ndarray, length: int) -> np.ndarray:
-    return (starts[:, None] + np.arange(length)).ravel()
-
-
-def _rows(tensor: Tensor, starts: np.ndarray, length: int) -> Tensor:
-    """[pieces, length, …] of what begins at `starts`."""
-    if len(starts) == 1:
-        return tensor[None, int(starts[0]) : int(starts[0]) + length]
-    index = torch.from_numpy(_indices(starts, length)).to(tensor.device)
-    return tensor.index_select(0, index).unflatten(0, (len(starts), length))
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """[pieces, queries, rows, heads, size]: the last query sees all keys, the one before it all but one, and so on."""
-    num_pieces, num_queries, num_rows = query.shape[:3]
-    num_keys = key.shape[1]
-    mask = None
-    if num_queries != num_keys:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    attended = F.scaled_dot_product_attention(
-        *(tensor.permute(0, 2, 3, 1, 4).flatten(0, 1) for tensor in (query, key, value)),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[3] != key.shape[3],
-    )
-    return attended.unflatten(0, (num_pieces, num_rows)).permute(0, 3, 1, 2, 4)
+def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, … of each, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 
 
 class _Gather(torch.autograd.Function):

@@ -126,3 +126,6 @@ _bridge = _import_bridge()
 AutoBridge = _bridge.AutoBridge
 LoRA = _bridge.peft.lora.LoRA
 CanonicalLoRA = _bridge.peft.canonical_lora.CanonicalLoRA
+get_module_and_param_from_name = importlib.import_module(
+    "megatron.bridge.models.conversion.utils"
+).get_module_and_param_from_name

@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerSpec
 from rl_core.rank_kit.weight_buckets import broken_weights_file
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.checks.refusals import refuse
+from rl_megatron.checks.refusals import GRADIENT_KERNEL, refuse
 from rl_megatron.model.bridge import HAS_TRANSFORMER_ENGINE, AutoBridge
 from rl_megatron.model.layers import layer_specs
 from rl_megatron.model.lora import add_adapters
+from rl_megatron.model.rotary import rotary_fields, set_frequencies
 from rl_megatron.model.value_head import ValueHead, load_head, put_heads
 from rl_megatron.options import transformer_fields
 from rl_megatron.rank.groups import embedding_group
@@ -34,7 +36,6 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "cross_entropy_loss_fusion": False,
-    "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
@@ -42,7 +43,7 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "persist_layer_norm": False,
 }
-"""Fields of `TransformerConfig` that choose kernels of Transformer Engine or Apex."""
+"""Fields of `TransformerConfig` that choose kernels of Transformer Engine, and what compares with them."""
 
 
 def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
@@ -56,7 +57,11 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
     if (broken := broken_weights_file(path)) is not None:
         raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
     refuse(spec, world_size, config)  # of a model that this rank is the first to fetch, nothing was checked yet
-    return AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
+    bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
+    if config.model_type == "mistral":
+        # Bridge 0.3.1 insists on a field that transformers 5 keeps among `rope_parameters`.
+        bridge.hf_pretrained.config.rope_theta = config.rope_parameters["rope_theta"]
+    return bridge
 
 
 def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
@@ -73,6 +78,7 @@ def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
             bf16=spec.bf16,
             pre_wrap_hook=partial(_fill, bridge, spec),
         )
+    set_frequencies(unwrap_model(chunks), bridge.hf_pretrained.config)
     _exclude_padding_token(chunks, bridge.hf_pretrained.config.get_text_config().pad_token_id)
     return chunks
 
@@ -119,8 +125,10 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     fields: dict[str, Any] = {
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
-        **_rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
-        "transformer_layer_spec": layer_specs,
+        # Bridge 0.3.1 switches it on for DeepSeek, and Megatron's own output layer stops where the kernel is missing.
+        "gradient_accumulation_fusion": find_spec(GRADIENT_KERNEL) is not None,
+        **rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
+        "transformer_layer_spec": partial(layer_specs, packs_float32=spec.use_sample_packing and not spec.bf16),
         # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
         # the marks the gradient's norm leaves all ranks' parts but the first out.
         "perform_initialization": True,
@@ -138,10 +146,7 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         "sequence_parallel": place.mesh.tensor > 1,
         **_pipeline_fields(place),
     }
-    if hf_config.model_type == "deepseek_v3":
-        fields["moe_router_score_function"] = "sigmoid"  # transformers 5 has no field for it, which Bridge would read
-        fields["q_lora_rank"] = hf_config.q_lora_rank  # Bridge leaves Megatron's default where it is None
-        fields["share_embeddings_and_output_weights"] = hf_config.tie_word_embeddings  # Bridge says False always
+    fields |= _model_fields(hf_config)
     if spec.role == "critic":
         fields["share_embeddings_and_output_weights"] = False  # there is no output layer
     if spec.gradient_checkpointing:
@@ -154,6 +159,21 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     return fields | {name: value for name, value in chosen.items() if value is not None}
 
 
+def _model_fields(config: Any) -> dict[str, Any]:
+    """What Bridge 0.3.1 does not read of a type's configuration, or sets whatever it says."""
+    kind = config.model_type
+    if kind == "qwen3_moe":
+        return {"moe_router_pre_softmax": not config.norm_topk_prob}
+    if kind not in ("deepseek_v2", "deepseek_v3"):
+        return {}
+    fields = {"q_lora_rank": config.q_lora_rank, "share_embeddings_and_output_weights": config.tie_word_embeddings}
+    if kind == "deepseek_v3":
+        return fields | {"moe_router_score_function": "sigmoid"}  # transformers 5 has no field for it
+    if config.topk_method == "greedy":
+        fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return fields
+
+
 def _pipeline_fields(place: Place) -> dict[str, Any]:
     fields = {"variable_seq_lengths": place.mesh.pipeline > 1}
     if place.mesh.virtual_pipeline > 1:
@@ -163,15 +183,6 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
         # gloo sends from a tensor's own memory, after the call; Megatron would free it by then.
         fields["deallocate_pipeline_outputs"] = False
     return fields
-
-
-def _rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
-    """Bridge 0.3.1 reads `rope_theta` and `rope_scaling` of the configuration, which transformers 5 keeps together in
-    `rope_parameters`: it misses the one, and takes latent attention without scaling for one with Megatron's default."""
-    rope = config.rope_parameters
-    is_unscaled = is_latent and rope["rope_type"] == "default"
-    unscaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if is_unscaled else {}
-    return {"rotary_base": rope["rope_theta"], **unscaled}
 
 
 def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool) -> None:

@@ -2,45 +2,107 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rl_megatron.model.bridge import get_module_and_param_from_name
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _BUFFER = ".e_score_correction_bias"
 
 
-def exported(bridge: Any, chunks: Sequence[Any], *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors, one at a time, on every rank; a tied weight comes once. All ranks must drain it together.
+class WeightExport:
+    """Weights of a model and its adapters under Hugging Face's names, any number of times.
 
-    `with_buffers` adds what is no parameter: the expert bias by which some routers choose.
-
-    The conversion is planned anew each time: plans hold tensors, which change when weights move between devices.
+    What ranks tell each other about every tensor (its stage, shape and way of being split) is kept from the first
+    export on. Bridge 0.3.1 asks anew each time, by up to three collectives of Python objects for every tensor, experts
+    one by one. Tensors are looked up in the model each time.
     """
-    vocab_size = chunks[0].config.vocab_size
-    is_tied = chunks[0].config.share_embeddings_and_output_weights
-    # A critic's head has no place in the conversion: there is no task for it.
-    tasks = [task for task in bridge.get_conversion_tasks(list(chunks)) if task is not None]
-    for name, tensor in bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False, conversion_tasks=tasks):
-        if name == "lm_head.weight" and is_tied:
-            continue
-        if not with_buffers and name.endswith(_BUFFER):
-            continue
-        yield name, tensor[:vocab_size] if name.endswith(_VOCABULARY) else tensor
+
+    def __init__(self, bridge: Any, chunks: Sequence[Any]):
+        self._model, self._chunks = bridge.hf_pretrained, list(chunks)
+        self._converter: Any = bridge._model_bridge
+        self._converter.hf_config = self._model.config
+        self._plan: list[Any] = []
+
+    def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, one at a time, on every rank, adapters merged; a tied weight comes once. All ranks must drain
+        it together.
+
+        `with_buffers` adds what is no parameter: the expert bias by which some routers choose.
+        """
+        config = self._chunks[0].config
+        self._make_plan()
+        tasks = [self._with_tensor(task) for task in self._plan]
+        for name, tensor in self._converter.stream_weights_megatron_to_hf(
+            self._chunks, self._model, cpu=False, show_progress=False, conversion_tasks=tasks
+        ):
+            if name == "lm_head.weight" and config.share_embeddings_and_output_weights:
+                continue
+            if not with_buffers and name.endswith(_BUFFER):
+                continue
+            yield name, tensor[: config.vocab_size] if name.endswith(_VOCABULARY) else tensor
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone under peft's names, whole, one at a time on every rank. All ranks must drain it together.
+
+        One adapter of a fused matrix becomes one for each of its parts, with the same A.
+        """
+        self._make_plan()
+        for name, tensor in self._converter.stream_adapter_weights_megatron_to_hf(
+            self._chunks, cpu=False, show_progress=False
+        ):
+            yield f"base_model.model.{name}", tensor
+
+    def _make_plan(self) -> None:
+        if self._plan:
+            return
+        converter, chunks = self._converter, self._chunks
+        # A critic's head has no place in the conversion: there is no task for it.
+        self._plan = [task for task in converter.build_conversion_tasks(self._model, chunks) if task is not None]
+        adapters = converter.build_adapter_conversion_tasks(chunks)
+        converter.build_adapter_conversion_tasks = lambda _: adapters
+
+    def _with_tensor(self, task: Any) -> Any:
+        if task.megatron_module is None:
+            return task  # another stage's
+        _, tensor = get_module_and_param_from_name(self._chunks, task.param_name, task.vp_stage)
+        return dataclasses.replace(task, param_weight=tensor)
 
 
 @contextmanager
 def gradients_as_weights(chunks: Sequence[Any]):
-    """Inside, the parameters of trained chunks hold their main gradients: what converts weights converts these."""
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    kept = [parameter.data for parameter in parameters]
+    """Inside, stand-ins that hold the main gradients take the places of the trained parameters: what converts weights
+    converts these.
+
+    The parameters themselves stay as they are: one whose data is replaced by data of another dtype gets a new gradient
+    accumulator, on which Megatron's hooks are not, and none of its later gradients would count.
+    """
+    places = [
+        (module, name, parameter)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    # By parameter, since tied ones have several places.
+    stand_ins = {parameter: _stand_in(parameter) for _, _, parameter in places}
     try:
-        for parameter in parameters:
-            parameter.data = parameter.main_grad.to(torch.float32)
+        for module, name, parameter in places:
+            module._parameters[name] = stand_ins[parameter]
         yield
     finally:
-        for parameter, weight in zip(parameters, kept, strict=True):
-            parameter.data = weight
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def _stand_in(parameter: Any) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.main_grad.to(torch.float32), requires_grad=False)
+    # How it is split over ranks.
+    vars(stand_in).update(vars(parameter))
+    return stand_in

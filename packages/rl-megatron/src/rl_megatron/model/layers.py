@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -13,28 +14,41 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from rl_megatron.model.attention import CoreAttention
 from rl_megatron.model.bridge import HAS_TRANSFORMER_ENGINE
 from rl_megatron.model.linear import ReplicatedLinear
-from rl_megatron.model.norm import RmsNorm
+from rl_megatron.model.norm import LatentNorm, RmsNorm
 
 
-def layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Of the layers of this rank's stage, or of one of its virtual stages."""
+def layer_specs(config: Any, vp_stage: int | None = None, *, packs_float32: bool = False) -> TransformerBlockSubmodules:
+    """Of the layers of this rank's stage, or of one of its virtual stages.
+
+    Transformer Engine's attention packs no float32: where that is asked for (`packs_float32`), torch's takes its place.
+    """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAS_TRANSFORMER_ENGINE, vp_stage=vp_stage)
+    specs = block.layer_specs or []
+    if HAS_TRANSFORMER_ENGINE and packs_float32:
+        return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in specs])
     if HAS_TRANSFORMER_ENGINE:
         return block
     norm: Any = RmsNorm  # Megatron takes classes, and says instances
-    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in block.layer_specs or []], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in specs], layer_norm=norm)
+
+
+def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
+    spec = copy.deepcopy(spec)
+    layer: Any = spec.submodules
+    layer.self_attention.submodules.core_attention = CoreAttention
+    return spec
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
     """The layer with norms, core attention and MLA's down-projections that know sequence and context parallelism."""
-    spec = copy.deepcopy(spec)
+    spec = _with_own_attention(spec)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
+    is_latent = hasattr(attention, "kv_layernorm")
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, IdentityOp) is not IdentityOp:
-            setattr(attention, name, RmsNorm)
+            setattr(attention, name, LatentNorm if is_latent else RmsNorm)
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if getattr(attention, name, None) is not None:
             setattr(attention, name, ReplicatedLinear)

@@ -7,7 +7,7 @@ Megatron holds query, key and value as one matrix, and gate and up as another. `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: s
     if not any(".adapter." in name for model in adapted for name, _ in model.named_parameters()):
         raise ConfigError(f"{section}.model.lora.target_modules: {lora.target_modules!r}: no layer has such a name")
     return adapted
-
-
-def adapter_tensors(bridge: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """The adapters under peft's names, whole, one at a time on every rank. All ranks must drain it together.
-
-    One adapter of a fused matrix becomes one for each of its parts, with the same A.
-    """
-    for name, tensor in bridge.export_adapter_weights(list(chunks), cpu=False, show_progress=False):
-        yield f"base_model.model.{name}", tensor
 
 
 def write_adapter(tensors: Mapping[str, Tensor], spec: WorkerSpec, directory: Path) -> None:

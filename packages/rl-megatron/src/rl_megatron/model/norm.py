@@ -32,3 +32,10 @@ class RmsNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Of the same shape."""
         return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class LatentNorm(RmsNorm):
+    """Of the latents of DeepSeek's attention, whose eps is 1e-6 in transformers whatever the configuration says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any):
+        super().__init__(config, hidden_size)

@@ -1,7 +1,8 @@
 """State of a worker on disk, in Megatron's distributed format: parameters as the whole model has them, so that any mesh
 reads what any other wrote.
 
-`state.json`, written last, lists the files and their sizes. Reading checks all that before it changes anything.
+`state.json`, written last, lists the files, their sizes and checksums. Reading checks all that before it changes
+anything.
 """
 
 from __future__ import annotations
@@ -24,19 +25,26 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Parameter
 
 from rl_core.errors import CheckpointError
 from rl_core.rank_kit.background_writer import BackgroundWriter
-from rl_core.rank_kit.process_group import agree
-from rl_core.rank_kit.state_files import STATE_LIST, require_complete_state, state_not_written, write_state_list
+from rl_core.rank_kit.process_group import agree, from_first
+from rl_core.rank_kit.state_files import (
+    STATE_LIST,
+    FileSystemWriter,
+    require_complete_state,
+    state_not_written,
+    write_state_list,
+)
 from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {
-    # Optimizer state in the shape of the parameters, gathered over data-parallel ranks.
+    # Optimizer state in the shape of the parameters, gathered over data-parallel ranks: on the first of them, in CPU
+    # memory. Megatron's default gathers float32 parameters and moments of all parameters on every device.
     "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     # Dense and expert parameters have an optimizer each; both write under the parameters' names.
     "chained_optim_avoid_prefix": True,
     # Each layer under its own name: layers may differ, and lie on other stages when they are read.
@@ -107,15 +115,21 @@ def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | N
     """
     _save(directory, chunks, optimizer, _PlainFiles())
     dist.barrier()
-    _write_list(directory, steps_done)
-    dist.barrier()
+
+    def list_files() -> None:
+        try:
+            _write_list(directory, steps_done)
+        except OSError as error:
+            raise state_not_written(directory, error) from error
+
+    from_first(list_files)
 
 
 def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, files: _PlainFiles) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(_sharded_state(chunks, optimizer, is_loading=False), str(directory), files)
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, OSError, RuntimeError) as error:
         raise state_not_written(directory, error) from error
 
 
@@ -133,7 +147,7 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
     """Reads what `write_state` wrote, on any mesh; returns the optimizer steps behind it.
 
     Raises:
-        CheckpointError: a file is missing or cut off (nothing has changed then), or it is another model's.
+        CheckpointError: a file is missing, cut off or changed (nothing has changed then), or it is another model's.
     """
     steps_done = agree(lambda: require_complete_state(directory))
     try:

@@ -66,28 +66,33 @@ class Optimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Main parameters and moments of this rank's shards."""
-        optimizers = [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer]
+        optimizers = self._optimizers()
         found = [parameter for opt in optimizers for group in opt.param_groups for parameter in group["params"]]
         states = [state for opt in optimizers for state in opt.state.values()]
         return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """What steps: torch's AdamW, or FusedAdam where Transformer Engine or Apex is installed. A rank may have none
+        of the experts, or of the other parameters."""
+        return [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer is not None]
+
     def _make_states(self) -> None:
-        """torch makes them in the first step; a state that is saved or loaded before that needs them too."""
+        """Moments are made in the first step otherwise; a state that is saved or loaded before that has them too."""
         for chained in self.megatron.chained_optimizers:
-            if not isinstance(chained.optimizer, torch.optim.AdamW):
-                continue
-            for group in chained.optimizer.param_groups:
-                for parameter in group["params"]:
-                    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                    chained.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            if chained.optimizer is not None:
+                chained.init_state_fn(chained.optimizer, chained.config)
+        self.set_steps(0)
 
     def set_steps(self, steps_done: int) -> None:
-        """How many steps the moments are of. Megatron loads one tensor for all parameters, which torch then would
-        count up once for each."""
-        for chained in self.megatron.chained_optimizers:
-            for state in chained.optimizer.state.values():
-                if "step" in state:
+        """How many steps the moments are of. torch counts for each parameter (and Megatron loads one tensor for all,
+        which would then be counted up once for each), FusedAdam for each group."""
+        for optimizer in self._optimizers():
+            if isinstance(optimizer, torch.optim.AdamW):
+                for state in optimizer.state.values():
                     state["step"] = torch.tensor(float(steps_done))
+            else:
+                for group in optimizer.param_groups:
+                    group["step"] = steps_done
 
     def step(self, settings: StepSettings) -> float:
         """Sums gradients, scales and clips them and steps; returns their norm before clipping. One that is not finite

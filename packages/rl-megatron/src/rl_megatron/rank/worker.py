@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_hea
 from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
 from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
+from rl_core.rank_kit.process_group import from_first
 from rl_core.rank_kit.publishing import pack_on_first, publish
 from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_optimizer
 from rl_megatron.model.chunks import build_chunks, open_bridge
-from rl_megatron.model.export import exported, gradients_as_weights
-from rl_megatron.model.lora import adapter_tensors, write_adapter
+from rl_megatron.model.export import WeightExport, gradients_as_weights
+from rl_megatron.model.lora import write_adapter
 from rl_megatron.model.scoring import TokenScorer, zero_of
 from rl_megatron.model.value_head import ValueScorer, head_tensors
 from rl_megatron.options import mesh_of
@@ -48,6 +49,7 @@ from rl_megatron.rank.offloading import HostCopy
 from rl_megatron.rank.optimizer import Optimizer, wrap_for_training
 from rl_megatron.rank.perturbation import trained_pieces
 from rl_megatron.rank.schedule import run_schedule
+from rl_megatron.rank.shard_marks import mark_shards
 from rl_megatron.rank.start import join, leave
 from rl_megatron.routes.routing import Routing
 
@@ -58,13 +60,21 @@ class MegatronWorker:
     Its process has no other Megatron model that is trained: the mesh is the process's own.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: RankInfo):
+    def __init__(self, spec: WorkerSpec, rank: RankInfo, *, prove: Callable[[], None] | None = None):
+        """
+        Args:
+            spec: of the model.
+            rank: this one.
+            prove: raises ConfigError for a model that is computed otherwise than by transformers; run by rank 0.
+        """
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         self.spec = spec
         where = f"{SECTIONS[spec.role]}.megatron_config"
         self.place = join(rank, mesh_of(spec.options, rank.world_size, where), spec.seed)
         self.bridge = open_bridge(spec, rank.world_size)
+        if prove is not None:
+            from_first(prove)
         self.chunks: list[Any] = build_chunks(self.bridge, spec, self.place)
         self.steps_done = 0
         self._parameters_out, self._optimizer_out = HostCopy(), HostCopy()
@@ -78,8 +88,10 @@ class MegatronWorker:
             self.scorer = ValueScorer(last) if is_critic else TokenScorer(last, chunk_tokens=spec.logprobs_chunk_size)
         self.optimizer: Optimizer | None = None
         if spec.optimizer is not None:
+            mark_shards(self.chunks, self.place.mesh.expert_tensor)
             self.chunks = list(wrap_for_training(self.chunks, spec.options))
             self.optimizer = Optimizer(self.chunks, spec)
+        self.export = WeightExport(self.bridge, self.chunks)
         self.auxiliary = AuxiliaryLosses(self.chunks[0].config, self.place)
         self.routing = Routing(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
 
@@ -138,16 +150,17 @@ class MegatronWorker:
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
+        of_gradients = WeightExport(self.bridge, self.chunks)  # of another dtype than the weights, and seldom asked for
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported(of_gradients)}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
-        return pack_on_first(self._exported(), max_bucket_bytes, is_first=self.place.rank == 0)
+        return pack_on_first(self._exported(self.export), max_bucket_bytes, is_first=self.place.rank == 0)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
         """The adapter alone, as `export_weights`."""
-        tensors = adapter_tensors(self.bridge, self.chunks)
+        tensors = self.export.adapters()
         return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
@@ -192,7 +205,7 @@ class MegatronWorker:
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
-        write_weights(exported(self.bridge, self.chunks, with_buffers=True), directory, is_first=is_first)
+        write_weights(self.export.weights(with_buffers=True), directory, is_first=is_first)
         if is_first:
             dtype = torch.bfloat16 if self.spec.bf16 else torch.float32
             generation = (
@@ -203,7 +216,7 @@ class MegatronWorker:
             if head:
                 write_head(head, directory)
         if self.spec.model.lora.rank > 0:
-            adapters = dict(adapter_tensors(self.bridge, self.chunks))
+            adapters = dict(self.export.adapters())
             if self.place.rank == 0:
                 write_adapter(adapters, self.spec, directory / ADAPTER_FOLDER)
 
@@ -212,12 +225,19 @@ class MegatronWorker:
         accelerator they are there."""
         if self.place.device.type == "cpu":
             return
+        self.give_back(parameters=parameters, optimizer=optimizer)
+        if self.spec.options.empty_cuda_cache:
+            torch.cuda.empty_cache()
+
+    def give_back(self, *, parameters: bool, optimizer: bool) -> None:
+        """What `offload` does, on any device. The optimizer's float32 parameters may be pieces of the model's own, and
+        go with those."""
+        models_own = {tensor.untyped_storage().data_ptr() for tensor in self._parameter_memory()}
         if parameters and not self._parameters_out.is_out:
             self._parameters_out.take_out(self._parameter_memory(), self._unused_gradient_memory())
         if optimizer and self.optimizer is not None and not self._optimizer_out.is_out:
-            self._optimizer_out.take_out(self.optimizer.state_tensors())
-        if self.spec.options.empty_cuda_cache:
-            torch.cuda.empty_cache()
+            tensors = self.optimizer.state_tensors()
+            self._optimizer_out.take_out(t for t in tensors if t.untyped_storage().data_ptr() not in models_own)
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
         """Gets it back."""
@@ -230,6 +250,7 @@ class MegatronWorker:
         """Drops model and optimizer, and leaves the other ranks."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
+            del self.export
             if self._background is None or not self._background.is_busy:
                 leave()
 
@@ -244,10 +265,10 @@ class MegatronWorker:
     def _gradient_memory(self) -> list[Tensor]:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
-    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+    def _exported(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
         # An engine has the expert bias of the checkpoint; it changes only where a pass-through section asks for that.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
-        yield from exported(self.bridge, self.chunks, with_buffers=updates_bias)
+        yield from export.weights(with_buffers=updates_bias)
         if self.spec.role == "critic":
             yield from head_tensors(self.chunks)
 

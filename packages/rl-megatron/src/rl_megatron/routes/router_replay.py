@@ -51,9 +51,11 @@ class RouterChoices(RouterReplay):
     """The choices of one router."""
 
     # Not calling the base class: it would join a list of all routers of the process.
-    def __init__(self, layer: int):  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, layer: int, *, summed_per_group: int):  # pyright: ignore[reportMissingSuperCall]
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
+        self.summed_per_group = summed_per_group
+        """A group's score is the sum of its best so many experts' scores."""
         self.place = 0
         """Of that layer among the M of the rank."""
         self.in_schedule = False
@@ -81,14 +83,19 @@ class RouterChoices(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [S, K] and experts [S, K] of the choice, of scores [S, E]."""
-        if not self.in_schedule:
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.current is None:
+        """Scores [S, K] and experts [S, K] of the choice, of scores [S, E].
+
+        Megatron's own choice from groups (`default_compute_topk`) sums the scores of a group's best
+        `topk // group_topk` experts, transformers those of a number that the type of the model has.
+        """
+        if self.in_schedule and self.current is None:
             chosen_SK = self.kept.popleft()[1]
-        else:
-            own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
-            chosen_SK = self._choose(self.current, own_SK)
+            return scores.gather(1, chosen_SK), chosen_SK
+        chosen_SK = best_experts(
+            scores, topk, num_groups=num_groups, best_groups=group_topk, summed_per_group=self.summed_per_group
+        )
+        if self.current is not None:
+            chosen_SK = self._choose(self.current, chosen_SK)
             if self.keeps_for_backward:
                 self.kept.append((self.current.padding_S, chosen_SK))
             if self.records:
@@ -114,11 +121,12 @@ class RoutedChunks(Around):
     schedule; what was recorded, until the next.
     """
 
-    def __init__(self, chunks: Sequence[Any], place: Place):
+    def __init__(self, chunks: Sequence[Any], place: Place, *, summed_per_group: int):
         """
         Args:
             chunks: of the model on this rank, as the schedule is given them; none of their routers may be fused.
             place: of this rank.
+            summed_per_group: experts whose scores make that of their group.
         """
         config = chunks[0].config
         self._place = place
@@ -126,7 +134,9 @@ class RoutedChunks(Around):
         self._num_experts: int = config.num_moe_experts
         self._experts_per_token: int = config.moe_router_topk
         self._recomputes = config.recompute_granularity is not None
-        self._by_chunk = {id(chunk): [_attach(router) for router in _routers(chunk)] for chunk in chunks}
+        self._by_chunk = {
+            id(chunk): [_attach(router, summed_per_group) for router in _routers(chunk)] for chunk in chunks
+        }
         self._all = sorted((c for choices in self._by_chunk.values() for c in choices), key=lambda c: c.layer)
         for place_in_rank, choices in enumerate(self._all):
             choices.place = place_in_rank
@@ -238,10 +248,26 @@ def _routers(chunk: nn.Module) -> list[TopKRouter]:
     return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
-def _attach(router: TopKRouter) -> RouterChoices:
+def best_experts(
+    scores_SE: Tensor, count: int, *, num_groups: int | None, best_groups: int | None, summed_per_group: int
+) -> Tensor:
+    """The experts [S, K] with the highest scores, of the best groups where there are groups.
+
+    A group's score is that of its best expert in DeepSeek-V2 (arXiv 2405.04434), the sum of its best two in DeepSeek-V3
+    (arXiv 2412.19437).
+    """
+    if num_groups and best_groups:
+        scores_SGE = scores_SE.unflatten(1, (num_groups, -1))
+        groups_SG = scores_SGE.topk(summed_per_group, dim=2).values.sum(2)
+        is_best_SG = torch.zeros_like(groups_SG, dtype=torch.bool).scatter(1, groups_SG.topk(best_groups).indices, True)
+        scores_SE = scores_SGE.masked_fill(~is_best_SG[..., None], float("-inf")).flatten(1)
+    return scores_SE.topk(count, dim=1).indices
+
+
+def _attach(router: TopKRouter, summed_per_group: int) -> RouterChoices:
     assert not router.config.moe_router_fusion, "a fused router chooses by itself"
     assert router.layer_number is not None
-    choices = RouterChoices(router.layer_number - 1)
+    choices = RouterChoices(router.layer_number - 1, summed_per_group=summed_per_group)
     router.router_replay = choices
 
     def mask_padding(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

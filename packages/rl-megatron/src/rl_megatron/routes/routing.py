@@ -14,7 +14,7 @@ from rl_core.interfaces import Plan, WorkerSpec
 from rl_core.rank_kit.model_shapes import model_shape
 from rl_core.rank_kit.route_checks import RouteShape, require_routes
 from rl_core.rank_kit.worker_specs import SECTIONS
-from rl_megatron.options import transformer_fields
+from rl_megatron.options import field_key, transformer_fields
 from rl_megatron.rank.schedule import Around
 from rl_megatron.rank.start import Place
 from rl_megatron.routes.router_replay import RoutedChunks
@@ -34,8 +34,11 @@ class Routing:
         where = f"{SECTIONS[spec.role]}.megatron_config"
         shape = model_shape(hf_config, f"{SECTIONS[spec.role]}.model.path")
         config = chunks[0].config
-        self._key = f"{where}.moe_enable_routing_replay"
-        self._chunks = RoutedChunks(chunks, place) if shape.is_moe and not config.moe_router_fusion else None
+        self._key = field_key("moe_enable_routing_replay", spec.options.transformer_config_kwargs, where)
+        self._chunks = None
+        if shape.is_moe and not config.moe_router_fusion:
+            summed = 1 if shape.model_type == "deepseek_v2" else 2
+            self._chunks = RoutedChunks(chunks, place, summed_per_group=summed)
         self._shape: RouteShape | None = None
         if transformer_fields(spec.options, where)["moe_enable_routing_replay"]:
             self._shape = RouteShape(

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
 from rl_core import plugins
-from rl_core.errors import ConfigError
-from rl_core.interfaces import EngineSpec, InferenceClient
+from rl_core.errors import ConfigError, nearest
+from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient
+from rl_rollout.memory import BYTES_OF, sampling_bytes, shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SECTION = "generator.inference_engine"
+_LOADING = (
+    "attn_implementation",
+    "cache_dir",
+    "experts_implementation",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "quantization_config",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+    "use_safetensors",
+    "variant",
+)
+"""Parameters of `from_pretrained` that leave the engine its device and dtype."""
+_COMMON_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache")
 
 
 @attrs.frozen
@@ -33,11 +52,29 @@ class LocalEnginePlugin:
             )
         if spec.lora.is_sent_alone:
             raise ConfigError(
-                "trainer.policy.model.lora.merge_lora: false is given, and the local engine takes whole weights only; "
+                "trainer.policy.model.lora.merge_lora: got false, and the local engine takes whole weights only; "
                 f"set it to true, or choose {_SECTION}.backend=vllm"
             )
+        _require_known(spec)
         if spec.max_num_seqs < 1:
             raise ConfigError(f"{_SECTION}.max_num_seqs: {spec.max_num_seqs}, expected at least 1")
+
+    def plan(self, spec: EngineSpec) -> EnginePlan:
+        """See `EnginePlanner`. transformers caches latent attention's keys and values of every head."""
+        shape, size = shape_of(spec), BYTES_OF[spec.dtype]
+        latent = shape.latent
+        heads = 0 if latent is None else latent.qk_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+        cached = shape.key_value_elements() if latent is None else shape.num_heads * heads
+        return EnginePlan(
+            num_devices=1,
+            weight_bytes=shape.num_parameters() * size,
+            kv_bytes_per_token=shape.num_layers * cached * size,
+            computing_bytes=sampling_bytes(spec, shape),
+            asleep_bytes=0,
+            asleep_host_bytes=0,
+            memory_share=1.0,
+            can_sleep=False,
+        )
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
         """Loads the model on the engine's own thread; on the first GPU where there is one.
@@ -66,6 +103,22 @@ class LocalEnginePlugin:
             num_threads=spec.num_threads,
             return_routed_experts=spec.return_routed_experts,
         )
+
+
+def _require_known(spec: EngineSpec) -> None:
+    """`from_pretrained` takes its own parameters and the fields of the model's configuration; of a model elsewhere,
+    what those are is seen when it is loaded."""
+    try:
+        fields = json.loads(Path(spec.model_path, "config.json").read_text())
+    except (OSError, ValueError):
+        return
+    known = {*_LOADING, *fields, *_COMMON_FIELDS}
+    for name in spec.init_kwargs:
+        if name not in known:
+            raise ConfigError(
+                f"{_SECTION}.engine_init_kwargs.{name}: neither a parameter of transformers' from_pretrained that the "
+                f"local engine passes on nor a field of {spec.model_path}/config.json.{nearest(name, known)}"
+            )
 
 
 local = LocalEnginePlugin()

@@ -3,13 +3,15 @@
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
 produces     (sender) the log, the bytes; (receiver) buckets, checked once a rank has sent its last
 waits for    receivers to join, the other end of each broadcast (deadline `timeout_s` of the rendezvous)
-unblocked by the other side; by `close` of the transport; by a participant that dies, whose connection breaks
+unblocked by the other side; by `close` of the transport; by a participant that fails or dies, whose connections break
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -34,6 +36,9 @@ from rl_rollout.transports.sync_log import (
     sending,
 )
 
+_LOOK_S = 0.001
+_LOOKS_PER_STORE = 100
+
 
 class BroadcastSender:
     """A rank's end."""
@@ -56,18 +61,20 @@ class BroadcastSender:
     def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:
         tensors: dict[str, TensorRecord] = {}
         group: Group | None = None
-        under_way: Broadcast | None = None
-        for bucket in buckets:
-            if group is None:
-                group = self._open_group(channel, bucket.data, version)
-            channel.append(description(bucket, self._rank))
-            if under_way is not None:
-                under_way.wait()
-            under_way = group.broadcast(bucket.data)
-            tensors |= bucket_records(bucket)
-        if under_way is not None:
-            under_way.wait()
-        channel.append(end_message(tensors, self._rank, version))
+        try:
+            for bucket in buckets:
+                if group is None:
+                    group = self._open_group(channel, bucket.data, version)
+                channel.append(description(bucket, self._rank))
+                group.wait()
+                group.start_broadcast(bucket.data)
+                tensors |= bucket_records(bucket)
+            if group is not None:
+                group.wait()
+            channel.append(end_message(tensors, self._rank, version))
+        finally:
+            if group is not None:
+                group.close()
         return tensors
 
     def _open_group(self, channel: Channel, data: Tensor, version: int) -> Group:
@@ -138,16 +145,28 @@ class BroadcastReceiver:
             groups[rank] = Group(channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"])
             return None
 
-        yield from follow(channel, version, take)
+        try:
+            yield from follow(channel, version, take)
+        finally:
+            for group in groups.values():
+                group.close()
 
 
 class Group:
-    """One sending rank (member 0) and all receivers. Dropped with its last reference, which breaks its connections."""
+    """One sending rank (member 0) and all receivers.
+
+    Whoever opens it closes it, also after an error: its connections break then, which ends the waits of the others. A
+    reference that is only dropped may be kept by an error's traceback for as long as somebody looks at the error.
+    """
 
     def __init__(self, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> None:
         store = PrefixStore(f"group/{sender}", channel.store)
         size, timeout = 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
+        self._channel = channel
         self._timeout = timeout
+        self._data: Tensor | None = None
+        self._work: Any = None
+        """Under way, with its memory."""
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
@@ -159,37 +178,61 @@ class Group:
             raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
         self.device = torch.device(CPU) if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
-    def broadcast(self, data: Tensor) -> Broadcast:
-        """Starts a broadcast from the sender; receivers give the memory to fill. On the group's device."""
+    def start_broadcast(self, data: Tensor) -> Tensor:
+        """Starts a broadcast from the sender, to be waited for before the next; receivers give the memory to fill.
+
+        Returns:
+            What is sent or filled, on the group's device.
+        """
+        assert self._work is None, "the broadcast before was not waited for"
         data = data.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         # The empty bucket: a collective of no bytes is not one that every backend knows.
-        work = self._group.broadcast([data], options) if data.numel() else None
-        return Broadcast(work, data)
+        if data.numel():
+            self._data, self._work = data, self._group.broadcast([data], options)
+        return data
 
+    def wait(self) -> None:
+        """Returns when the bytes of the broadcast under way are there.
 
-class Broadcast:
-    """A broadcast under way, and its memory."""
+        Raises:
+            WeightSyncError: a participant left or is too late, or the sync was closed. NCCL notices neither by itself.
+        """
+        if self._work is None:
+            return
+        looks = itertools.count(1)
+        while not self._work.is_completed():
+            time.sleep(_LOOK_S)
+            if next(looks) % _LOOKS_PER_STORE == 0:
+                self._channel.require_open()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(f"the broadcast broke off: a participant is gone or too late: {error}") from error
+        self._data = self._work = None
 
-    def __init__(self, work: Any, data: Tensor) -> None:
-        self._work = work
-        self._data = data
+    def close(self) -> None:
+        """Breaks the connections; a second call does nothing.
 
-    def wait(self) -> Tensor:
-        """Returns when the bytes are there, or on the GPU: when the current stream will find them there."""
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise WeightSyncError(f"the broadcast broke off: a participant is gone or too late: {error}") from error
-        return self._data
+        A broadcast that is still under way is given up. NCCL can abort it; gloo ends it with the others' connections
+        or at its deadline, and frees the group only then: a thread waits for that.
+        """
+        held = [self._group, self._work, self._data]
+        is_under_way = self._work is not None
+        if self.device.type != CPU and self._group is not None:
+            self._group.abort() if is_under_way else self._group.shutdown()
+        self._group = self._work = self._data = None
+        if is_under_way:
+            threading.Thread(target=held.clear, name="rl-rollout-broadcast-end", daemon=True).start()
 
 
 def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.device) -> WeightBucket:
     memory = torch.empty(message["num_bytes"], dtype=torch.uint8, device=group.device)
-    data = group.broadcast(memory).wait().to(device)
+    group.start_broadcast(memory)
+    group.wait()
+    data = memory.to(device)
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # whoever loads it does so on another thread's stream
     return described_bucket(message, data)

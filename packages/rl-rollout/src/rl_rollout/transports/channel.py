@@ -68,6 +68,13 @@ class Channel:
         except (OSError, dist.DistError) as error:
             raise WeightSyncError(f"the sync at {data['host']}:{data['port']} is closed: {error}") from error
 
+    def require_open(self) -> None:
+        """Raises WeightSyncError if the sync was closed."""
+        try:
+            self.store.check([_LENGTH])
+        except dist.DistError as error:
+            raise _closed(error) from error
+
     def append(self, message: Mapping[str, Any]) -> int:
         """Adds to the log; the message's place in it."""
         try:

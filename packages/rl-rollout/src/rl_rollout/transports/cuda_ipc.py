@@ -10,6 +10,7 @@ checksums with them; loading is vLLM's.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import attrs
@@ -32,17 +33,26 @@ class CudaIpcTransport:
     is_staged: bool = False
     receiver: str = "rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver"
 
-    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Starts the sync's store, on loopback: all of it is one host. Raises ConfigError where torch knows no CUDA."""
+    def validate(self) -> None:
+        """Raises ConfigError where there is no CUDA: this torch was built without it, or this machine has no GPU."""
         import torch
 
+        if torch.version.cuda is None:
+            missing = f"this torch ({torch.__version__}) was built without CUDA"
+        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # of a cluster, others may have GPUs
+            missing = "this machine has none"
+        else:
+            return
+        raise ConfigError(
+            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and "
+            f"{missing}; use shared_memory"
+        )
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        """Starts the sync's store, on loopback: all of it is one host. Raises what `validate` raises."""
         from rl_rollout.transports.channel import open_store
 
-        if torch.version.cuda is None:
-            raise ConfigError(
-                "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and this torch "
-                f"({torch.__version__}) was built without CUDA; use shared_memory"
-            )
+        self.validate()
         data = {
             "host": "127.0.0.1",
             "port": open_store("127.0.0.1", self.timeout_s),

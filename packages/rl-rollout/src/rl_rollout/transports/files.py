@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_rollout.transports.folders import make_folder, remove_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,17 +39,33 @@ class FilesTransport:
     """Where each sync makes its private directory; None: in memory where it fits, else in the temporary folder."""
     timeout_s: float = 600.0
     """How long an engine waits for the ranks."""
+    run: str = "run"
+    """Whose files these are: stands in their folders' names."""
     contract_version: int = 1
     name: str = "files"
     is_staged: bool = True
     receiver: str = f"{__name__}:FilesReceiver"
 
+    def of_run(self, run: str) -> Self:
+        """With the run's name in those of its folders."""
+        return attrs.evolve(self, run=run)
+
+    def validate_nodes(self, num_nodes: int) -> None:
+        """Several machines need a folder that all of them see. Raises ConfigError."""
+        if num_nodes > 1 and self.directory is None:
+            raise ConfigError(
+                f"generator.inference_engine.weight_sync_backend: files lie in this machine's own folders, and the "
+                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast, or name one "
+                'that all machines see: shared = FilesTransport(directory="/shared/tmp") in a module of yours, and '
+                "generator.inference_engine.weight_sync_backend=my_module:shared"
+            )
+
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the sync's directory (readable by this user only)."""
         del num_engines  # any number of engines may read
-        directories = [tempfile.mkdtemp(prefix="rl-weights-", dir=self.directory)]
+        directories = [make_folder(self.directory, self.run)]
         if self.directory is None and os.access(_SHARED_MEMORY, os.W_OK):
-            directories.append(tempfile.mkdtemp(prefix="rl-weights-", dir=_SHARED_MEMORY))
+            directories.append(make_folder(_SHARED_MEMORY, self.run))
         data = {"directories": directories, "num_ranks": num_ranks, "timeout_s": self.timeout_s}
         return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
@@ -60,7 +76,7 @@ class FilesTransport:
 
     def close(self, rendezvous: Rendezvous) -> None:
         for directory in rendezvous.data["directories"]:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_folder(directory)
 
 
 class FilesSender:

@@ -18,19 +18,18 @@ import fcntl
 import json
 import mmap
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
+from rl_rollout.transports.folders import make_folder, remove_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,20 +44,36 @@ class SharedMemoryTransport:
 
     timeout_s: float = 600.0
     """How long an engine waits for a rank's next bucket."""
+    run: str = "run"
+    """Whose announcements these are: stands in their folder's name."""
     contract_version: int = 1
     name: str = "shared_memory"
     is_staged: bool = True
     receiver: str = f"{__name__}:SharedMemoryReceiver"
 
+    def of_run(self, run: str) -> Self:
+        """With the run's name in that of its folder."""
+        return attrs.evolve(self, run=run)
+
+    def validate_nodes(self, num_nodes: int) -> None:
+        """Memory is of one machine. Raises ConfigError."""
+        if num_nodes > 1:
+            raise ConfigError(
+                "generator.inference_engine.weight_sync_backend: shared_memory is one machine's, and the policy trains "
+                f"on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
+            )
+
+    def validate(self) -> None:
+        """Raises ConfigError where the system has no such memory."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("generator.inference_engine.weight_sync_backend: shared_memory needs Linux; use files")
+
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """Makes the directory of announcements (readable by this user only)."""
         del num_engines  # any number of engines may read
-        if not hasattr(os, "memfd_create"):
-            raise WeightSyncError(
-                "the shared_memory transport needs Linux; set generator.inference_engine.weight_sync_backend=files"
-            )
+        self.validate()
         data = {
-            "directory": tempfile.mkdtemp(prefix="rl-weights-"),
+            "directory": make_folder(None, self.run),
             "host": _host(),
             "num_ranks": num_ranks,
             "timeout_s": self.timeout_s,
@@ -71,7 +86,7 @@ class SharedMemoryTransport:
         return SharedMemorySender(rendezvous, rank)
 
     def close(self, rendezvous: Rendezvous) -> None:
-        shutil.rmtree(rendezvous.data["directory"], ignore_errors=True)
+        remove_folder(rendezvous.data["directory"])
 
 
 class SharedMemorySender:

@@ -17,17 +17,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import attrs
+
 from rl_core.errors import DeadlineError, GenerationError, RLError, WeightSyncError
 from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Message, Rendezvous
 from rl_rollout.vllm import wire
-from rl_rollout.vllm.connection import Connection, ServerGone
-from rl_rollout.vllm.pool import Member, Pool
+from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
+from rl_rollout.vllm.pool import MAX_LOST, Member, Pool, while_up
 
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
 """Deadline of calls that compute nothing."""
+_UPDATE_SHARE = 0.5
+"""Of a request's deadline, which an update may take: requests wait meanwhile, and outlive one that hangs."""
 _TOKENIZE_CONCURRENCY = 32
 _PROBE = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
@@ -49,7 +53,7 @@ class RemoteInferenceClient:
         """
         Args:
             pool: the servers.
-            timeout_s: of a request, and of a weight update.
+            timeout_s: of a request; a weight update has half of it.
             on_failure: told of a server that did not answer.
             on_close: ends what stands behind the pool.
             served_model_name: of vLLM's own routes.
@@ -160,16 +164,17 @@ class RemoteInferenceClient:
         Raises:
             WeightSyncError: a server that lives did not get the version; none serves it then.
         """
+        timeout_s = _UPDATE_SHARE * self._timeout_s
         arguments = {
             "receiver": rendezvous.receiver,
             "data": dict(rendezvous.data),
             "adapter": None if rendezvous.adapter is None else dict(rendezvous.adapter),
             "version": version,
-            "timeout_s": self._timeout_s,
+            "timeout_s": timeout_s,
         }
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         async with self._pool.updating():
-            answers = await self._on_all("update_weights", arguments, timeout_s=self._timeout_s)
+            answers = await self._on_all("update_weights", arguments, timeout_s=timeout_s + _SHORT_S)
             if not answers:
                 lost = f"weight version {version}: every server was lost meanwhile"
                 raise WeightSyncError(f"{lost}; {self._pool.described()}")
@@ -182,19 +187,21 @@ class RemoteInferenceClient:
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
         """See `AdapterServing`. Waits for servers that are paused."""
-        known, adapters = self._pool.adapters.get(name), self._pool.adapters
-        adapters[name] = str(Path(path).absolute())
+        directory = str(Path(path).absolute())
+        before = self._pool.wanted.adapters
+        self._want_adapters({**before, name: directory})
         try:
-            await self._on_all("load_adapter", {"name": name, "path": adapters[name]}, timeout_s=self._timeout_s)
+            await self._on_all("load_adapter", {"name": name, "path": directory}, timeout_s=self._timeout_s)
         except RLError:
-            if known is None:
-                del adapters[name]
-            else:
-                adapters[name] = known
+            kept = {other: at for other, at in self._pool.wanted.adapters.items() if other != name}
+            self._want_adapters(kept | ({name: before[name]} if name in before else {}))
             raise
         for engine, scores in (await self.score([_PROBE], adapter=name)).items():
             if not all(math.isfinite(value) for value in scores[0]):
                 raise GenerationError(f"adapter {name!r} at {path}: {engine} answers with {scores[0]}, no log-probs")
+
+    def _want_adapters(self, adapters: Mapping[str, str]) -> None:
+        self._pool.wanted = attrs.evolve(self._pool.wanted, adapters=adapters)
 
     @property
     def lacks_weights(self) -> bool:
@@ -207,11 +214,13 @@ class RemoteInferenceClient:
 
     async def sleep(self, level: int = 1) -> None:
         """Servers give their device memory back. Level 1 keeps the weights in host memory, level 2 drops them: for
-        servers that get new ones before they serve again."""
+        servers that get new ones before they serve again. One that starts meanwhile goes to sleep too."""
+        self._pool.wanted = attrs.evolve(self._pool.wanted, sleep_level=level, woken=frozenset())
         await self._on_all("sleep", {"level": level}, timeout_s=self._timeout_s)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Servers take device memory again: all of it, or the part of `tags` (`weights`, `kv_cache`)."""
+        self._pool.wanted = self._pool.wanted.awake(tags)
         await self._on_all("wake", {"tags": None if tags is None else list(tags)}, timeout_s=self._timeout_s)
 
     # --- health -------------------------------------------------------------------------------------------------------
@@ -245,9 +254,14 @@ class RemoteInferenceClient:
         num_samples: int = 1,
     ) -> Any:
         """The answer of one server; asked again, of the same or another one, until the deadline. `ask` must be
-        idempotent: an answer can be lost after it was computed."""
+        idempotent: an answer can be lost after it was computed.
+
+        Raises:
+            DeadlineError: no answer in time.
+            GenerationError: refused, or `MAX_LOST` servers were lost while they had the request.
+        """
         deadline = time.monotonic() + self._timeout_s
-        backoff_s, last = _FIRST_BACKOFF_S, ""
+        backoff_s, last, num_lost = _FIRST_BACKOFF_S, "", 0
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 member = await self._pool.choose(session_id, timeout_s=left_s)
@@ -261,6 +275,12 @@ class RemoteInferenceClient:
             except ServerGone as error:
                 last = f"; the last try: {error}"
                 self._on_failure(member)
+                num_lost += isinstance(error, LostUnderRequest)
+                if num_lost == MAX_LOST:
+                    raise GenerationError(
+                        f"{what}: {num_lost} servers were lost while they had it, so it is not sent to another; why "
+                        f"they ended is in their logs{last}"
+                    ) from error
             except asyncio.CancelledError:
                 if sample_id is not None:
                     self._forget(member, sample_id)
@@ -275,20 +295,9 @@ class RemoteInferenceClient:
     async def _until_lost(
         self, member: Member, ask: Callable[[Connection, float], Awaitable[Any]], timeout_s: float
     ) -> Any:
-        """The member's answer; ServerGone when it is given up before: a hung server never breaks the connection."""
-        connection, lost = member.connection, member.lost
-        if connection is None:
-            raise ServerGone(f"{member} is down: {member.why_down}")
-        asking = asyncio.ensure_future(ask(connection, timeout_s))
-        losing = asyncio.ensure_future(lost.wait())
-        try:
-            await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise ServerGone(f"{member} was given up: {member.why_down}")
-            return asking.result()
-        finally:
-            asking.cancel()
-            losing.cancel()
+        """The member's answer; ServerGone when it is given up before."""
+        async with while_up(member) as connection:
+            return await ask(connection, timeout_s)
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
         """The answers of all servers that are up. One that is gone has none; an error of another one is raised."""

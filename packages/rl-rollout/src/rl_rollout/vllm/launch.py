@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import attrs
 
 from rl_core import plugins
 from rl_core.interfaces import EngineSpec
-from rl_core.workers.ray_ranks import ray_session
+from rl_core.workers.ray_cluster import ray_session
 from rl_rollout.transports.receivers import receiver_of
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
@@ -21,7 +22,7 @@ from rl_rollout.vllm.router import Router
 from rl_rollout.vllm.server import ServerSettings
 from rl_rollout.vllm.server_group import Server
 from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
-from rl_rollout.vllm.tokens import Tokens, given_tokens, tokens_of_run
+from rl_rollout.vllm.tokens import Tokens, given_tokens, tell_agents, tokens_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,13 @@ class ClientSettings:
     tokens: Tokens
     """The run's requests show the control token, those of agents the access token."""
     timeout_s: float
-    """Of a request and of a weight update."""
+    """Of a request."""
     heartbeat: Heartbeat
     """When a server is given up."""
     served_model_name: str
     """Of vLLM's own routes."""
+    run_dir: Path
+    """Where agents find their token."""
     router_address: tuple[str, int] | None = None
     """Where outside agents are served: host and port (0: a free one); None: nowhere."""
 
@@ -81,6 +84,7 @@ def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1"
         timeout_s=spec.request_timeout_s,
         heartbeat=Heartbeat(interval_s=options.heartbeat_interval_s, hung_after_s=options.hung_after_s),
         served_model_name=options.served_model_name or spec.model_path,
+        run_dir=spec.run_dir,
         router_address=None if options.router_port is None else (host, options.router_port),
     )
 
@@ -97,7 +101,13 @@ async def supervised_client(
     if settings.router_address is not None:
         router = Router(pool, token=settings.tokens.access, timeout_s=settings.timeout_s, on_failure=supervisor.suspect)
         router_url = await router.start(*settings.router_address)
-        logger.warning("an OpenAI client reaches the policy at %s, model %r", router_url, settings.served_model_name)
+        where = tell_agents(settings.run_dir, settings.tokens)
+        logger.warning(
+            "an OpenAI client reaches the policy at %s, model %r; its api_key is in %s",
+            router_url,
+            settings.served_model_name,
+            where,
+        )
 
     async def close() -> None:
         if router is not None:
@@ -117,7 +127,7 @@ async def supervised_client(
 
 async def _client_of_own_servers(spec: EngineSpec, places: list[EnginePlace]) -> RemoteInferenceClient:
     host = spec.options.host or ("127.0.0.1" if num_nodes() == 1 else "0.0.0.0")
-    tokens = tokens_of_run(host)
+    tokens = tokens_of_run()
 
     def free() -> None:
         _free(places)

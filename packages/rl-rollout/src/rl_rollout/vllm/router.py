@@ -1,9 +1,13 @@
 """One address for outside agents: the OpenAI API of whichever server serves the policy now.
 
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
-produces     the servers' answers, passed on as they come (also streams)
-waits for    a server in service, then for its answer
-unblocked by the pool: requests go only to servers that hold the current weights
+produces     the servers' answers: whole, or, where an agent asked for a stream, event by event as they come
+waits for    a server in service, then for its answer; a request's deadline counts from its first byte to its last
+unblocked by the pool: requests go only to servers that hold the current weights; by an agent that leaves, whose
+             request ends on the server too
+
+A server that is lost before an agent has seen anything of its answer is an accident that the agent never hears of:
+another one is asked. A stream that breaks off later ends with an event of an error.
 
 Why not vllm-router: none of the policies that it documents does both of what is needed here. `consistent_hash` keeps a
 session on one server whatever that one has to do; `cache_aware` looks at load, and at matching prompts rather than
@@ -17,37 +21,60 @@ import asyncio
 import json
 import logging
 import posixpath
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import aiohttp
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rl_core.errors import DeadlineError
-from rl_rollout.vllm.connection import open_session
-from rl_rollout.vllm.pool import Member, Pool
+from rl_rollout.vllm.connection import CONNECT_S, LostUnderRequest, ServerGone, gone, open_session
+from rl_rollout.vllm.pool import MAX_LOST, Member, Pool, while_up
 from rl_rollout.vllm.tokens import is_bearer
+from rl_rollout.vllm.wire import MAX_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Session-ID"
 _PREFIX = "/v1/"
-_MAX_BODY_BYTES = 64 * 2**20
-_HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "content-encoding"}
+_EVENT_STREAM = "text/event-stream"
+_HOP_BY_HOP = {
+    "connection",
+    "content-encoding",
+    "content-length",
+    "host",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+_GONE = {502: LostUnderRequest, 503: ServerGone}
+"""By status of a server's answer, as its routes have it."""
+_ASK_AGAIN_S = 0.1
+
+
+class _Names(msgspec.Struct):
+    """The fields of a request that name whose it is."""
+
+    session_id: str | None = None
+    user: str | None = None
 
 
 class Router:
     """A proxy in front of a pool."""
 
-    def __init__(
-        self, pool: Pool, *, token: str | None, timeout_s: float, on_failure: Callable[[Member], None]
-    ) -> None:
+    def __init__(self, pool: Pool, *, token: str, timeout_s: float, on_failure: Callable[[Member], None]) -> None:
         """
         Args:
             pool: the servers.
-            token: agents must show it, as the servers ask for it; None: open. Never the control token: what is passed
-                on can then change no server, whatever it asks for.
-            timeout_s: how long a request waits for a server in service.
+            token: agents must show it, as the servers ask for it. Never the control token: what is passed on can then
+                change no server, whatever it asks for.
+            timeout_s: deadline of a request.
             on_failure: told of a server that did not answer.
         """
         self._pool = pool
@@ -59,11 +86,11 @@ class Router:
 
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the base URL for an OpenAI client."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", _PREFIX + "{path:.*}", self._pass_on)
         self._session = open_session(self._token)
-        # Requests end when the trainer does: nothing is drained at the end.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A request ends with its agent, and all of them with the trainer: nothing is drained at the end.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         address = self._runner.addresses[0]
@@ -76,57 +103,107 @@ class Router:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").encode()
-        if self._token is not None and not is_bearer(shown, self._token):
+        if not is_bearer(shown, self._token):
             return _error(401, "this router asks for an access token (api_key)")
         path = path_of_api(request.rel_url.raw_path)
         if path is None:
             return _error(400, f"{request.rel_url.raw_path!r} is not a path of the API; write it without . and ..")
-        body = await request.read()
-        session_id = _session_id(request, body)
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                body = await request.read()
+        except TimeoutError:
+            return _error(408, f"the whole request did not come within {self._timeout_s:g} s")
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            return _error(400, f"the body: {error}")
+        try:
+            session_id = _session_id(request, body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            return _error(400, f"the body: {error}")
+        return await self._answer(request, path, body, session_id, deadline)
+
+    async def _answer(
+        self, request: web.Request, path: str, body: bytes, session_id: str | None, deadline: float
+    ) -> web.StreamResponse:
+        """The answer of a server that lives to give it."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout_s
-        while True:
+        num_lost = 0
+        while num_lost < MAX_LOST:
             try:
                 member = await self._pool.choose(session_id, timeout_s=max(0.0, deadline - clock()))
             except DeadlineError as error:
                 # Why each server is away may have paths and addresses, which are the run's business.
                 logger.warning("an agent was sent away: %s", error)
                 return _error(503, f"no server had the policy's current weights within {self._timeout_s:g} s")
-            with self._pool.carries(member, 1):
-                try:
-                    return await self._ask(member, request, path, body)
-                except aiohttp.ClientConnectionError as error:
-                    logger.warning("%s did not answer an agent: %s", member, error)
-                    self._on_failure(member)
-            await asyncio.sleep(0.1)
-
-    async def _ask(self, member: Member, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
-        """The server's answer. A connection error is raised only while nothing was passed on yet."""
-        connection = member.connection
-        if connection is None:
-            raise aiohttp.ClientConnectionError(f"{member} is down")
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
-        url = _url(connection.url, path, request.rel_url.raw_query_string)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        async with self._session.request(
-            request.method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        ) as answer:
-            passed = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
-            response = web.StreamResponse(status=answer.status, headers=passed)
-            chunks = answer.content.iter_any()
-            first = await anext(chunks, b"")
-            await response.prepare(request)
             try:
-                await response.write(first)
-                async for chunk in chunks:
-                    await response.write(chunk)
-                await response.write_eof()
-            except aiohttp.ClientConnectionError as error:
+                with self._pool.carries(member, 1):
+                    return await self._ask(member, request, path, body, deadline)
+            except TimeoutError:
+                return _error(504, f"no answer within {self._timeout_s:g} s")
+            except ServerGone as error:
+                logger.warning("%s did not answer an agent: %s", member, error)
+                self._on_failure(member)
+                num_lost += isinstance(error, LostUnderRequest)
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return _error(502, f"{MAX_LOST} servers were lost while they answered this request")
+
+    async def _ask(
+        self, member: Member, request: web.Request, path: str, body: bytes, deadline: float
+    ) -> web.StreamResponse:
+        """The server's answer.
+
+        Raises:
+            ServerGone, TimeoutError: and nothing was passed on yet.
+        """
+        response: web.StreamResponse | None = None
+        try:
+            async with (
+                asyncio.timeout_at(deadline),
+                while_up(member) as server,
+                self._session.request(
+                    request.method,
+                    _url(server.url, path, request.rel_url.raw_query_string),
+                    data=body,
+                    headers=_passed(request.headers),
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                if answer.status in _GONE:
+                    raise _GONE[answer.status](await answer.text(errors="replace"))
+                if answer.content_type != _EVENT_STREAM:
+                    content = await answer.read()
+                    return web.Response(status=answer.status, headers=_passed(answer.headers), body=content)
+                async for events in _whole_events(answer.content):
+                    if response is None:
+                        response = web.StreamResponse(status=answer.status, headers=_passed(answer.headers))
+                        await response.prepare(request)
+                    await response.write(events)
+        except (aiohttp.ClientError, ServerGone, TimeoutError) as error:
+            if request.transport is None or request.transport.is_closing():
+                raise asyncio.CancelledError from error  # the agent left
+            if response is None and isinstance(error, aiohttp.ClientError):
+                raise gone(error, str(member)) from error
+            if response is None:
+                raise
+            if not isinstance(error, TimeoutError):
                 logger.warning("%s was lost while it answered an agent: %s", member, error)
                 self._on_failure(member)
-                if request.transport is not None:
-                    request.transport.abort()
-            return response
+            what = "the deadline of the request is over" if isinstance(error, TimeoutError) else "the server was lost"
+            await response.write(b"data: " + json.dumps(_error_record(502, f"{what}; ask again")).encode() + b"\n\n")
+        if response is None:
+            raise ServerGone("it answered with an empty stream")
+        await response.write_eof()
+        return response
+
+
+async def _whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """What came, cut between server-sent events: the start of one that never ends is not passed on."""
+    rest = b""
+    async for chunk in content.iter_any():
+        events, end, rest = (rest + chunk).rpartition(b"\n\n")
+        if end:
+            yield events + end
 
 
 def path_of_api(raw_path: str) -> str | None:
@@ -151,15 +228,28 @@ def _url(server: str, path: str, raw_query: str) -> str:
 
 
 def _session_id(request: web.Request, body: bytes) -> str | None:
-    """What keeps an agent's turns on one server: a header, or the API's own field for the user."""
+    """What keeps an agent's turns on one server: a header, or the API's own field for the user.
+
+    Raises:
+        MsgspecError, RecursionError, UnicodeDecodeError: the body is no JSON, or a name in it is no string.
+    """
     if SESSION_HEADER in request.headers:
         return request.headers[SESSION_HEADER]
-    try:
-        fields = json.loads(body)
-    except ValueError:
+    if not body or request.content_type.startswith("multipart/"):
         return None
-    return fields.get("session_id") or fields.get("user") if isinstance(fields, dict) else None
+    names = msgspec.json.decode(body, type=_Names)
+    return names.session_id or names.user
+
+
+def _passed(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those that are not of one connection alone."""
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "router", "code": status}}, status=status)
+    return web.json_response(_error_record(status, message), status=status)
+
+
+def _error_record(status: int, message: str) -> dict[str, dict[str, object]]:
+    """As in OpenAI's API."""
+    return {"error": {"message": message, "type": "router", "code": status}}

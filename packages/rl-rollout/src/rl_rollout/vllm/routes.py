@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.exceptions import GenerationError as VLLMGenerationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rl_core.errors import GenerationError, RLError, WeightSyncError
 from rl_rollout.vllm import bodies, wire
+from rl_rollout.vllm.agent_bodies import require_sound
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.error_texts import without_other_paths
 from rl_rollout.vllm.served_engine import ServedEngine, Unavailable
@@ -23,7 +26,9 @@ from rl_rollout.vllm.tokens import Tokens, is_for_agents
 _EMPTY = wire.encode({})
 STATUS_REFUSED = 400
 STATUS_BAD_WEIGHTS = 409
+STATUS_NOT_COMPUTED = 422
 STATUS_FAULT = 500
+STATUS_LOST = 502
 STATUS_UNAVAILABLE = 503
 
 logger = logging.getLogger(__name__)
@@ -39,7 +44,10 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIAp
     for name, (body_type, handle) in ROUTES.items():
         router.add_api_route(f"/{name}", _answering(handlers, handle, body_type), methods=["POST"])
     app.include_router(router)
-    return _RequireToken(_OnlyGoodWeights(app, engine), tokens)
+    # vLLM's own would end the HTTP server with its engine: here the supervisor starts both again.
+    for kind in (EngineDeadError, EngineGenerateError, VLLMGenerationError):
+        app.add_exception_handler(kind, _generation_failed)
+    return _RequireToken(_CheckBody(_OnlyWhileServing(app, engine)), tokens)
 
 
 class Handlers:
@@ -139,10 +147,12 @@ def _failed(error: Exception, body: bytes) -> Response:
     """What the client's `connection` turns into an exception again; `body` is that of the request."""
     if isinstance(error, WeightSyncError):
         status = STATUS_BAD_WEIGHTS
-    elif isinstance(error, Unavailable | EngineDeadError | EngineGenerateError):
+    elif isinstance(error, Unavailable):
         status = STATUS_UNAVAILABLE
-    elif isinstance(error, RLError | ValueError):
-        # vLLM refuses a request with a ValueError that says why.
+    elif isinstance(error, EngineDeadError | EngineGenerateError):
+        status = STATUS_LOST
+    elif isinstance(error, RLError | ValueError | RecursionError):
+        # vLLM refuses a request with a ValueError that says why; msgspec one that is nested too deeply.
         status = STATUS_REFUSED
     else:
         logger.error("a request failed", exc_info=error)
@@ -154,20 +164,102 @@ def _failed(error: Exception, body: bytes) -> Response:
     return Response(wire.encode({"message": told}), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
-class _OnlyGoodWeights:
-    """Refuses the OpenAI routes too while the engine is quarantined."""
+class _OnlyWhileServing:
+    """Answers of the OpenAI routes for agents while the engine has complete weights and lives; else a refusal, which
+    the router takes to another server. A stream that has begun ends with an event of an error."""
 
     def __init__(self, app: ASGIApp, engine: ServedEngine) -> None:
         self._app = app
         self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._engine.quarantine is not None and scope["type"] == "http" and not scope["path"].startswith("/rl/"):
-            # The reason is the run's business, and in its log.
-            text = "this server lacks complete weights, and serves nothing until it has received them"
-            await Response(text, status_code=STATUS_UNAVAILABLE)(scope, receive, send)
+        if scope["type"] != "http" or scope["path"].startswith("/rl/"):
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        if (fault := self._engine.fault) is not None:
+            await _refusal(fault, STATUS_UNAVAILABLE)(scope, receive, send)
+            return
+        state: Literal["waiting", "passing on", "streaming", "over"] = "waiting"
+
+        async def guarded(message: Message) -> None:
+            nonlocal state
+            if state == "over":
+                return
+            if (fault := self._engine.fault) is not None and state != "passing on":
+                if state == "waiting":
+                    await _refusal(fault, STATUS_LOST)(scope, receive, send)
+                else:
+                    event = f"data: {json.dumps(_error_record(fault, STATUS_LOST))}\n\n".encode()
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                state = "over"
+                return
+            if message["type"] == "http.response.start":
+                is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+                state = "streaming" if is_stream else "passing on"
+            await send(message)
+
+        await self._app(scope, receive, guarded)
+
+
+async def _generation_failed(request: Request, error: Exception) -> Response:
+    """Of the OpenAI routes. `_OnlyWhileServing` says it where the engine is dead; here it lives, and did not take this
+    request to its end."""
+    logger.error("a request of %s failed", request.url.path, exc_info=error)
+    return _refusal(f"the engine could not finish this request ({type(error).__name__})", STATUS_NOT_COMPUTED)
+
+
+def _refusal(fault: str, status: int) -> Response:
+    return Response(json.dumps(_error_record(fault, status)), status, media_type="application/json")
+
+
+def _error_record(message: str, status: int) -> dict[str, Any]:
+    """As in OpenAI's API."""
+    return {"error": {"message": message, "type": "server", "code": status}}
+
+
+class _CheckBody:
+    """Reads a request's body, no more of it than any request needs, and looks at it before the routes do."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        too_large = Response(f"the body is larger than {wire.MAX_BODY_BYTES} bytes", 413)
+        if int(headers.get(b"content-length", b"0")) > wire.MAX_BODY_BYTES:
+            await too_large(scope, receive, send)
+            return
+        parts, num_bytes, has_more = [], 0, True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            has_more = message.get("more_body", False)
+            if num_bytes > wire.MAX_BODY_BYTES:
+                await too_large(scope, receive, send)
+                return
+        body = b"".join(parts)
+        if body and not scope["path"].startswith("/rl/") and b"json" in headers.get(b"content-type", b""):
+            try:
+                require_sound(body)
+            except ValueError as error:
+                await _refusal(f"the body: {error}", STATUS_REFUSED)(scope, receive, send)
+                return
+        given = False
+
+        async def receive_again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_again, send)
 
 
 class _RequireToken:

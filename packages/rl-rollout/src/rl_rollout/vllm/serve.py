@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 
 from rl_core.config import engine_spec, load
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import RLError
 from rl_rollout.vllm.engine_arguments import engine_arguments, ranks_per_engine
 from rl_rollout.vllm.launch import cpu_environment, receivers_of
 from rl_rollout.vllm.server import HTTPServer, ServerSettings
-from rl_rollout.vllm.tokens import ACCESS_VARIABLE, given_tokens, is_loopback
+from rl_rollout.vllm.tokens import given_tokens
 
 _ENGINE = "generator.inference_engine.backend"
 
@@ -47,8 +47,6 @@ def _settings(source: str, overrides: Sequence[str], host: str, port: int) -> Se
     others = [override for override in overrides if override.partition("=")[0].strip() != _ENGINE]
     _, spec = engine_spec(load(source, [*others, f"{_ENGINE}=vllm"]).config)
     tokens = given_tokens(makes_file=True)
-    if tokens.access is None and not is_loopback(host):
-        raise ConfigError(f"--host {host}: away from loopback a server needs an access token; set {ACCESS_VARIABLE}")
     import torch
 
     has_gpus = torch.cuda.is_available()
@@ -70,6 +68,9 @@ async def _serve(settings: ServerSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     server = HTTPServer(settings)
     try:
+        print(f"loading {settings.engine_args['model']}", flush=True)
+        await server.load()
+        print("warming up", flush=True)
         address = await server.start()
         print(f"serving at {address.url}", flush=True)
         await stopped.wait()

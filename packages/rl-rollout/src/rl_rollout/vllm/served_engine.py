@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.inputs.engine import tokens_input
@@ -22,16 +22,18 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rl_core.errors import GenerationError, WeightSyncError, first_error
+from rl_core.errors import GenerationError, WeightSyncError
 from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_core.tasks import all_of
 from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.engine_cores import answers_of_all, require_single_calls
 
 PauseMode = Literal["keep", "abort", "wait"]
-_T = TypeVar("_T")
 _MAX_SEED = 2**63
 _SETTLE_S = 0.001
+_WARM_UP = (0, 1, 2, 3)
+"""Token ids that every vocabulary has."""
 _MAX_TOLD = 4
 """Workers whose errors are in a message."""
 
@@ -57,6 +59,7 @@ class ServedEngine:
         self._named_adapters = named_adapters
         self._receivers = receivers
         self._max_model_len: int = engine.model_config.max_model_len
+        self._returns_routes: bool = engine.model_config.enable_return_routed_experts
         self.vocab_size: int = engine.model_config.get_vocab_size()
         parallel = engine.vllm_config.parallel_config
         self._num_engines: int = parallel.data_parallel_size
@@ -64,6 +67,8 @@ class ServedEngine:
         """That hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
         """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
+        self._aborted: set[str] = set()
+        """Request ids that were asked to end with what they have: a core that is shut down ends others like that."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()
@@ -82,11 +87,33 @@ class ServedEngine:
         """Samples that wait for their first token."""
         return len(self._engine.output_processor.request_states) - self.num_running
 
+    @property
+    def fault(self) -> str | None:
+        """Why nothing is served now, in words for agents: the reason is the run's business, and in its log."""
+        if self._engine.errored:
+            return "this server's engine is dead"
+        if self.quarantine is not None:
+            return "this server lacks complete weights, and serves nothing until it has received them"
+        return None
+
+    async def warm_up(self) -> None:
+        """Scores a prompt and samples from it on each data-parallel engine: what is compiled at its first use took
+        140 s on a busy machine, and belongs to the start."""
+
+        async def sample(rank: int) -> None:
+            params = _engine_params(SamplingParams(max_tokens=2, ignore_eos=True), seed=0)
+            prompt, request_id = tokens_input(list(_WARM_UP)), f"warm-up-{uuid.uuid4().hex}"
+            async for _ in self._engine.generate(prompt, params, request_id, data_parallel_rank=rank):
+                pass
+
+        ranks = range(self._num_engines)
+        await all_of([*(self._score(_WARM_UP, None, rank) for rank in ranks), *(sample(rank) for rank in ranks)])
+
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """See `InferenceClient.generate`. Raises Unavailable where another server may take the request."""
         self._require_service()
         self._require_possible(request)
-        return tuple(await _all_of(self._sample(request, i) for i in range(request.num_samples)))
+        return tuple(await all_of(self._sample(request, i) for i in range(request.num_samples)))
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[list[float]]]:
         """By each data-parallel engine: log p(token t | tokens before it) of each sequence, 0.0 for its first token;
@@ -95,9 +122,9 @@ class ServedEngine:
         lora_request = None if adapter is None else self._adapters[adapter]
 
         async def by_engine(rank: int) -> list[list[float]]:
-            return await _all_of(self._score(tokens, lora_request, rank) for tokens in sequences)
+            return await all_of(self._score(tokens, lora_request, rank) for tokens in sequences)
 
-        return await _all_of(by_engine(rank) for rank in range(self._num_engines))
+        return await all_of(by_engine(rank) for rank in range(self._num_engines))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serves the adapter at `path` under this name, also to requests under way that asked for the name.
@@ -120,6 +147,8 @@ class ServedEngine:
     async def pause(self, mode: PauseMode) -> None:
         """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
         async with self._changing:
+            if mode == "abort":
+                self._aborted.update(self._spans)
             await self._engine.pause_generation(mode=mode, clear_cache=False)
             self._is_paused = True
 
@@ -137,7 +166,9 @@ class ServedEngine:
         chosen = (
             under_way if sample_ids is None else {name: under_way[name] for name in sample_ids if name in under_way}
         )
-        await self._engine.abort([request_id for request_ids in chosen.values() for request_id in request_ids])
+        asked = [request_id for request_ids in chosen.values() for request_id in request_ids]
+        self._aborted.update(asked)
+        await self._engine.abort(asked)
         return list(chosen)
 
     async def update_weights(
@@ -153,7 +184,9 @@ class ServedEngine:
         every worker of every data-parallel engine has answered with it.
 
         Tokens sampled so far keep the version that sampled them. Requests under way go on under the new weights, with
-        their cache computed anew; the prefix cache is empty afterwards.
+        their cache computed anew; the prefix cache is empty afterwards. Where routes are returned, requests are given
+        back instead, to be asked for again with what they have: vLLM 0.30 reads the routes of a prompt once, before its
+        first token, and would return those of weights that the later tokens were not sampled with.
 
         Raises:
             WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
@@ -163,14 +196,13 @@ class ServedEngine:
         async with self._changing:
             self.is_updating = True
             try:
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
-                await self._outputs_processed()
-                manifest = await self._received(receiver, data, adapter, version, timeout_s)
-                if not await self._emptied_caches():
-                    await self._enter_quarantine("the prefix cache could not be emptied after an update")
-                    raise WeightSyncError(f"weight version {version}: {self.quarantine}")
-                self._end_version(version)
-                self.quarantine = None
+                async with asyncio.timeout(timeout_s):
+                    manifest = await self._update(receiver, data, adapter, version)
+            except (TimeoutError, asyncio.CancelledError) as error:
+                await self._enter_quarantine(f"an update did not end within {timeout_s:g} s")
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
             finally:
                 self.is_updating = False
                 await self._serve_unless_held()
@@ -220,9 +252,12 @@ class ServedEngine:
         try:
             # With FINAL_ONLY there is one.
             (output,) = [output async for output in outputs]
+            if output.outputs[0].finish_reason == "abort":
+                self._require_asked_abort(request_id)
             return self._completion(output.outputs[0], self._spans[request_id])
         finally:
             del self._spans[request_id]
+            self._aborted.discard(request_id)
 
     async def _score(self, tokens: Sequence[int], lora_request: LoRARequest | None, rank: int) -> list[float]:
         params = EngineSamplingParams(
@@ -238,8 +273,6 @@ class ServedEngine:
         tokens = tuple(output.token_ids)
         if output.finish_reason not in ("stop", "length", "abort"):
             raise GenerationError(f"the engine ended a sample with {output.finish_reason!r}")
-        if self.quarantine is not None and output.finish_reason == "abort":
-            raise Unavailable(self.quarantine)
         flat: Any = output.logprobs
         versions: list[int] = []
         for end, version in (*spans, (None, self.version)):
@@ -267,6 +300,12 @@ class ServedEngine:
         if self._engine.errored:
             raise Unavailable("the engine's core process is dead")
 
+    def _require_asked_abort(self, request_id: str) -> None:
+        if self.quarantine is not None:
+            raise Unavailable(self.quarantine)
+        if request_id not in self._aborted:
+            raise Unavailable("the engine gave up its requests: one of its processes has died, or is ending")
+
     def _require_possible(self, request: GenerateRequest) -> None:
         prompt, length = request.prompt_tokens, len(request.prompt_tokens)
         if not prompt:
@@ -285,20 +324,30 @@ class ServedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _received(
-        self,
-        receiver: str,
-        data: Mapping[str, Any],
-        adapter: Mapping[str, Any] | None,
-        version: int,
-        timeout_s: float,
+    async def _update(
+        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
     ) -> Mapping[str, Any]:
-        arguments = ("rl_receive_weights", timeout_s, (receiver, dict(data), adapter, version), None)
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._outputs_processed()
+        if self._returns_routes:
+            await self.abort(None)
+        manifest = await self._received(receiver, data, adapter, version)
+        if not await self._emptied_caches():
+            await self._enter_quarantine("the prefix cache could not be emptied after an update")
+            raise WeightSyncError(f"weight version {version}: {self.quarantine}")
+        self._end_version(version)
+        self.quarantine = None
+        return manifest
+
+    async def _received(
+        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
+    ) -> Mapping[str, Any]:
+        # Without a deadline of its own: the core then answers nobody while a worker hangs, which heartbeats notice.
+        arguments = ("rl_receive_weights", None, (receiver, dict(data), adapter, version), None)
         try:
-            async with asyncio.timeout(timeout_s):
-                by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
+            by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # The worker answers with data whenever it knows what state it left; here it does not.
+            # A worker answers with data whenever it knows what state it left; here one did not.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
@@ -318,9 +367,10 @@ class ServedEngine:
         return all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
 
     async def _enter_quarantine(self, reason: str) -> None:
-        """Serves nothing from now on; requests under way end, so that another server can take them."""
+        """Serves nothing from now on; requests under way end, agents' too, so that another server can take them."""
         self.quarantine = reason
-        await self._engine.abort(list(self._spans))
+        states = self._engine.output_processor.request_states.values()
+        await self._engine.abort([*{*self._spans, *(state.external_req_id for state in states)}])
 
     async def _outputs_processed(self) -> None:
         """Returns when every token that the core sampled is in its request's state.
@@ -342,16 +392,6 @@ class ServedEngine:
             # A request without a state is finished; its caller only has not been woken.
             spans.append((None if state is None else state.detokenizer.num_output_tokens(), self.version))  # pyright: ignore
         self.version = version
-
-
-async def _all_of(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Their results, or the first one's own error."""
-    try:
-        async with asyncio.TaskGroup() as together:
-            tasks = [together.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return [task.result() for task in tasks]
 
 
 def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[str | None, bool]:

@@ -10,21 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
+from rl_rollout.vllm import orphans
+from rl_rollout.vllm.placement import SharedGpus
 from rl_rollout.vllm.tokens import Tokens
 
+T = TypeVar("T")
 _KEEP_ALIVE_S = 75
 """Longer than the client's 60 s: the client drops an idle connection first, so none is dropped under a request."""
 _BACKLOG = 4096
-_LOG_LINES = 40
+_STARTED = "---- this server's process started"
+"""Begins a line of the log; a server that is started again goes on in the same file."""
+_ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
+_ERROR_LINES, _LOG_LINES = 10, 40
 
 
 @attrs.frozen(kw_only=True)
@@ -59,12 +67,17 @@ class StartFailure:
 
     summary: str
     log_lines: str
+    is_death: bool
+    """A process of the engine died, instead of raising an error."""
 
 
 class VLLMServerActor:
-    """The actor. `start` may take a minute; the engine's processes are its children."""
+    """The actor. `load` may take minutes; the engine's processes are its children."""
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
+        """`shared`: the GPUs of the training that the engine computes on."""
+        if shared is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = shared.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -72,20 +85,33 @@ class VLLMServerActor:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
+        print(f"{_STARTED}: pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
         self._server: HTTPServer | None = None
 
     def pid(self) -> int:
         """Of the actor's process."""
         return os.getpid()
 
-    async def start(self, settings: ServerSettings) -> ServerAddress | StartFailure:
-        """Loads the model and listens."""
+    async def load(self, settings: ServerSettings) -> StartFailure | None:
+        """Loads the model."""
         self._server = HTTPServer(settings)
+        return await self._attempted(self._server.load())
+
+    async def start(self) -> ServerAddress | StartFailure:
+        """Warms up and listens; after `load`."""
+        assert self._server is not None
+        return await self._attempted(self._server.start())
+
+    async def _attempted(self, step: Awaitable[T]) -> T | StartFailure:
         try:
-            return await self._server.start()
+            return await step
         except Exception as error:
-            await self._server.stop()
-            return StartFailure(summary=f"{type(error).__name__}: {error}", log_lines=last_lines(self._log_path))
+            await self.stop()
+            return StartFailure(
+                summary=f"{type(error).__name__}: {error}",
+                log_lines=log_excerpt(self._log_path),
+                is_death=type(error).__name__ == "EngineDeadError",  # vLLM's, whose import may be what failed
+            )
 
     async def stop(self) -> None:
         """Ends HTTP and engine."""
@@ -98,28 +124,35 @@ class HTTPServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
+        self._listening: Any = None
         self._engine: Any = None
+        self._served: Any = None
+        self._app: Any = None
         self._http: Any = None
         self._serving: asyncio.Task[None] | None = None
 
+    async def load(self) -> None:
+        """Loads the model; the event loop stands still while the engine starts."""
+        _allow_many_connections()
+        orphans.mark()
+        # Bound before the engine is loaded: a taken port is known at once.
+        self._listening = socket.create_server((self._settings.host, self._settings.port), backlog=_BACKLOG)
+        self._app = await self._make_app()
+
     async def start(self) -> ServerAddress:
-        """Loads the model and listens; the event loop stands still while the engine starts."""
+        """Warms up and listens; after `load`."""
         import uvicorn
 
-        settings = self._settings
-        _allow_many_connections()
-        # Bound before the engine is loaded: a taken port is known at once.
-        listening = socket.create_server((settings.host, settings.port), backlog=_BACKLOG)
-        app = await self._make_app()
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S)
+        await self._served.warm_up()
+        config = uvicorn.Config(self._app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S)
         self._http = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self._http.serve(sockets=[listening]))
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listening]))
         while not self._http.started:
             if self._serving.done():
                 self._serving.result()
                 raise RuntimeError("the HTTP server ended before it had started")
             await asyncio.sleep(0.02)
-        host, port = listening.getsockname()[:2]
+        host, port = self._listening.getsockname()[:2]
         return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
 
     async def stop(self) -> None:
@@ -145,6 +178,7 @@ class HTTPServer:
         from rl_rollout.vllm.served_engine import ServedEngine
 
         args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        args.allowed_origins = []  # else any web page may read what a server answers
         for name, value in self._settings.engine_args.items():
             setattr(args, name, value)
         engine_class = EngineWithAdapter if args.enable_lora else AsyncLLM
@@ -156,15 +190,21 @@ class HTTPServer:
         await init_app_state(engine, app.state, args, tasks)
         adapters = NamedAdapters(engine, app.state.openai_serving_models) if args.enable_lora else None
         receivers = installed_receivers() | set(self._settings.receivers)
-        return with_routes(app, ServedEngine(engine, adapters, receivers=receivers), tokens=self._settings.tokens)
+        self._served = ServedEngine(engine, adapters, receivers=receivers)
+        return with_routes(app, self._served, tokens=self._settings.tokens)
 
 
-def last_lines(path: Path, count: int = _LOG_LINES) -> str:
-    """The end of a log, or why it cannot be read."""
+def log_excerpt(path: Path) -> str:
+    """What a server has logged since it was started last: its first errors and its last lines; or why the log cannot
+    be read."""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+        lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"({path} cannot be read: {error})"
+    started = max((i for i, line in enumerate(lines) if line.startswith(_STARTED)), default=0)
+    earlier, last = lines[started:-_LOG_LINES], lines[started:][-_LOG_LINES:]
+    errors = [line for line in earlier if _ERROR.search(line)]
+    return "\n".join([*errors[:_ERROR_LINES], *(["..."] if errors else []), *last])
 
 
 def _allow_many_connections() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,13 +21,19 @@ from ray.exceptions import RayError
 
 from rl_core.errors import DeadlineError, GenerationError
 from rl_rollout.vllm.placement import EnginePlace
-from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, VLLMServerActor, last_lines
+from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, VLLMServerActor, log_excerpt
 
 logger = logging.getLogger(__name__)
 
 _remote: Any = ray.remote
 _ACTOR = _remote(max_restarts=0, max_task_retries=0)(VLLMServerActor)
 _STOP_TIMEOUT_S = 15.0
+_ENVIRONMENT = {"PYTHONFAULTHANDLER": "1"}
+"""A process that crashes leaves its stack in the log."""
+
+
+class _ProcessDied(GenerationError):
+    """The server or its engine was killed, or crashed, while it started."""
 
 
 @attrs.define(eq=False)
@@ -41,38 +48,58 @@ class Server:
     actor: Any = None
 
     async def start(self) -> ServerAddress:
-        """Starts the actor and its engine.
+        """Starts the actor and its engine; once more if one of their processes dies meanwhile.
 
         Raises:
-            GenerationError: it could not start; the message has the engine's last log lines.
+            GenerationError: it could not start; the message has lines of the engine's log.
             DeadlineError: it was not ready in time; likewise.
         """
-        environment = self.environment | self.place.environment()
-        options = _ACTOR.options(runtime_env={"env_vars": environment}, **self.place.actor_options())
-        self.actor = options.remote(self.settings.log_path)
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                answer = await self.actor.start.remote(self.settings)
+                try:
+                    address = await self._attempt(began)
+                except _ProcessDied as error:
+                    logger.warning("%s is started a second time: %s", self, error)
+                    self.kill()
+                    address = await self._attempt(began)
         except TimeoutError:
             self.kill()
             raise DeadlineError(
                 f"{self}: waited {self.start_timeout_s:g} s (generator.inference_engine.start_timeout_s) for it to be "
-                f"ready; its last log lines ({self.settings.log_path}):\n{last_lines(Path(self.settings.log_path))}"
+                f"ready; {self._log()}"
             ) from None
+        except BaseException:  # also where the run is ended meanwhile
+            self.kill()
+            raise
+        logger.info("%s: ready after %.0f s", self, time.monotonic() - began)
+        # Started again, it listens where it did before.
+        self.settings = attrs.evolve(self.settings, port=urlsplit(address.url).port or 0)
+        return address
+
+    async def _attempt(self, began: float) -> ServerAddress:
+        environment = _ENVIRONMENT | self.environment | self.place.environment()
+        options = _ACTOR.options(runtime_env={"env_vars": environment}, **self.place.actor_options())
+        self.actor = options.remote(self.settings.log_path, self.place.shared)
+        logger.info("%s: loading %s", self, self.settings.engine_args["model"])
+        try:
+            answer = await self.actor.load.remote(self.settings)
+            if answer is None:
+                logger.info("%s: warming up, %.0f s after its start", self, time.monotonic() - began)
+                answer = await self.actor.start.remote()
         except RayError as error:
-            raise GenerationError(
-                f"{self} died while it started: {' '.join(str(error).split())}; its last log lines "
-                f"({self.settings.log_path}):\n{last_lines(Path(self.settings.log_path))}"
+            raise _ProcessDied(
+                f"{self} died while it started: {' '.join(str(error).split())}; {self._log()}"
             ) from error
         if isinstance(answer, StartFailure):
-            self.kill()
-            raise GenerationError(
-                f"{self} did not start: {answer.summary}; its last log lines ({self.settings.log_path}):\n"
-                f"{answer.log_lines}"
-            )
-        # Started again, it listens where it did before.
-        self.settings = attrs.evolve(self.settings, port=urlsplit(answer.url).port or 0)
+            kind = _ProcessDied if answer.is_death else GenerationError
+            raise kind(f"{self} did not start: {answer.summary}; {self._log(answer.log_lines)}")
         return answer
+
+    def _log(self, lines: str | None = None) -> str:
+        """`lines`: as a server on another node read them."""
+        lines = log_excerpt(Path(self.settings.log_path)) if lines is None else lines
+        return f"from its log ({self.settings.log_path}):\n{lines}"
 
     def kill(self) -> None:
         """Ends the actor at once; its engine's processes notice and end too."""

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import aiohttp
 import attrs
 
-from rl_core.errors import DeadlineError, GenerationError, RLError, first_error
+from rl_core.errors import DeadlineError, GenerationError, RLError
+from rl_core.tasks import all_of
 from rl_rollout.vllm.connection import Connection, ServerGone, open_session
-from rl_rollout.vllm.pool import EngineFacts, Member, Pool
+from rl_rollout.vllm.pool import EngineFacts, Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _CONFIRM_S = 0.2
 """A server that refused a connection is asked once more after so long: then it is dead, not only busy."""
 _RESTART_PAUSE_S = 1.0
 _MAX_RESTART_PAUSE_S = 60.0
-_LOAD_ADAPTER_S = 120.0
+_PREPARE_S = 120.0
 
 
 class Startable(Protocol):
@@ -71,12 +72,10 @@ class Supervisor:
         self._session = open_session(self._control_token)
         members = list(zip(self._pool.members, self._servers, strict=True))
         try:
-            async with asyncio.TaskGroup() as starting:
-                for member, server in members:
-                    starting.create_task(self._start(member, server))
-        except BaseExceptionGroup as errors:
+            await all_of(self._start(member, server) for member, server in members)
+        except BaseException:  # also where the run is ended meanwhile
             await self.close()
-            raise first_error(errors) from errors
+            raise
         self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]
 
     def suspect(self, member: Member) -> None:
@@ -97,10 +96,14 @@ class Supervisor:
         address = await server.start()
         connection = Connection(self._session, address.url, str(member))
         try:
-            loaded: dict[str, str] | None = None
-            while loaded != self._pool.adapters:
-                loaded = dict(self._pool.adapters)
-                await self._load_adapters(connection, loaded)
+            reached: Wanted | None = None
+            while reached != self._pool.wanted:
+                reached = self._pool.wanted
+                await self._load_adapters(connection, reached.adapters)
+                if reached.sleep_level is not None:
+                    # It took its memory when it started, and training has that now.
+                    await connection.call("sleep", {"level": reached.sleep_level}, timeout_s=_PREPARE_S)
+                    await connection.call("wake", {"tags": sorted(reached.woken)}, timeout_s=_PREPARE_S)
                 await self._heard(member, connection)
         except ServerGone as error:
             raise GenerationError(f"{member} started and was gone at once: {error}") from error
@@ -110,7 +113,7 @@ class Supervisor:
         for name, path in adapters.items():
             try:
                 arguments = {"name": name, "path": path}
-                await connection.call("load_adapter", arguments, timeout_s=_LOAD_ADAPTER_S)
+                await connection.call("load_adapter", arguments, timeout_s=_PREPARE_S)
             except (GenerationError, DeadlineError) as error:
                 logger.error("%s serves adapter %r no more: %s", connection.name, name, error)
 

@@ -1,7 +1,7 @@
 """Who may ask a server for what: a run's control token opens every route, an agent's access token the OpenAI API alone.
 
-Neither is ever on a command line, which every user of the machine can read: a token comes from the environment, or from
-a file that nobody else can read.
+Without a token nothing but `/health` answers, on loopback too, which every user of the machine reaches. No token is
+ever on a command line, which every user can read too: it comes from the environment, or from a file of mode 0600.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ CONTROL_VARIABLE = "RL_CONTROL_TOKEN"
 """Environment variable: what a run shows to servers that it did not start."""
 CONTROL_FILE_VARIABLE = "RL_CONTROL_TOKEN_FILE"
 """Environment variable: a file with the same, in place of it."""
+ACCESS_FILE = "agents_token"
+"""In the directory of a run with a router: what agents show, where ACCESS_VARIABLE does not say it."""
 
 _NUM_BYTES = 32
 _AGENTS_PREFIX = "/v1/"
-_AGENTS_PATHS = ("/health", "/ping", "/version", "/load", "/metrics", "/tokenize", "/detokenize")
+_OPEN_PATH = "/health"
+_AGENTS_PATHS = (_OPEN_PATH, "/ping", "/version", "/load", "/metrics", "/tokenize", "/detokenize")
 _CONTROL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Of vLLM, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING: they change what others are served."""
 
@@ -39,8 +42,14 @@ class Tokens:
 
     control: str = attrs.field(repr=False)
     """Opens every route."""
-    access: str | None = attrs.field(repr=False, default=None)
-    """Opens what agents use; None: that is open to all who reach the server."""
+    access: str = attrs.field(
+        repr=False,
+        default=attrs.Factory(
+            lambda tokens: hmac.new(tokens.control.encode(), b"access", "sha256").hexdigest(), takes_self=True
+        ),
+    )
+    """Opens what agents use. By default it follows from the control token, which it does not give away: a run and its
+    external servers agree on it."""
 
     def __attrs_post_init__(self) -> None:
         if not self.control:
@@ -53,9 +62,9 @@ class Tokens:
 
     def opens(self, path: str, authorization: bytes) -> bool:
         """Whether a request with this header may ask for `path`, which is decoded."""
-        if is_bearer(authorization, self.control):
+        if path.rstrip("/") == _OPEN_PATH or is_bearer(authorization, self.control):
             return True
-        return is_for_agents(path) and (self.access is None or is_bearer(authorization, self.access))
+        return is_for_agents(path) and is_bearer(authorization, self.access)
 
 
 def is_for_agents(path: str) -> bool:
@@ -76,11 +85,9 @@ def new_token() -> str:
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
-def tokens_of_run(host: str) -> Tokens:
-    """Of the servers that a run starts: a control token that only the run knows; away from loopback also an access
-    token, which is `RL_SERVER_TOKEN` where agents are to know it."""
-    access = os.environ.get(ACCESS_VARIABLE) or (None if is_loopback(host) else new_token())
-    return Tokens(control=new_token(), access=access)
+def tokens_of_run() -> Tokens:
+    """Of the servers that a run starts: a control token that only the run knows."""
+    return _tokens(new_token(), os.environ)
 
 
 def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = os.environ) -> Tokens:
@@ -100,7 +107,23 @@ def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = o
         token = _token_in(Path(file).expanduser(), makes_file=makes_file)
     elif not token:
         raise ConfigError(f"the control token of the servers is not known; {_REMEDY}")
-    return Tokens(control=token, access=environment.get(ACCESS_VARIABLE) or None)
+    return _tokens(token, environment)
+
+
+def _tokens(control: str, environment: Mapping[str, str]) -> Tokens:
+    access = environment.get(ACCESS_VARIABLE)
+    return Tokens(control=control, access=access) if access else Tokens(control=control)
+
+
+def tell_agents(directory: Path, tokens: Tokens) -> str:
+    """Where agents find their token, in words: in the environment, or in a file that is written into the run's
+    directory, for this user alone."""
+    if tokens.access == os.environ.get(ACCESS_VARIABLE):
+        return ACCESS_VARIABLE
+    path = directory / ACCESS_FILE
+    directory.mkdir(parents=True, exist_ok=True)
+    _written(tokens.access, path).replace(path)
+    return str(path)
 
 
 _REMEDY = (
@@ -127,17 +150,18 @@ def _token_in(path: Path, *, makes_file: bool) -> str:
 
 
 def _write_new(path: Path) -> None:
-    """Whole and readable by this user alone from its first moment; of servers that start together one is first."""
-    descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    """Of servers that start together one is first."""
+    unfinished = _written(new_token(), path)
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(new_token() + "\n")
         with contextlib.suppress(FileExistsError):
             os.link(unfinished, path)
     finally:
-        Path(unfinished).unlink()
+        unfinished.unlink()
 
 
-def is_loopback(host: str) -> bool:
-    """Only this machine reaches what listens there."""
-    return host in ("127.0.0.1", "::1", "localhost")
+def _written(token: str, path: Path) -> Path:
+    """A file beside `path`, readable by this user alone from its first moment."""
+    descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+    return Path(unfinished)

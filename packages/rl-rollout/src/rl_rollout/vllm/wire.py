@@ -22,6 +22,8 @@ from rl_core.interfaces import (
 )
 
 MEDIA_TYPE = "application/x-msgpack"
+MAX_BODY_BYTES = 64 * 2**20
+"""Of a request: the largest are lists of the tensors of an update, some 20 MiB for 100,000 tensors."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode

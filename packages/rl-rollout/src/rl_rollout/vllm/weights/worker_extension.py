@@ -7,8 +7,9 @@ An adapter that comes alone replaces the policy's adapter (`adapters`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +27,15 @@ from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket,
 from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
+from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, stored_tensors
 from rl_rollout.vllm.wire import manifest_record
 
 fixes.apply()
 _AGREE_S = 600.0
 _IS_INTACT = "rl_is_intact"
 """Attribute of a worker: its model is one version as a whole. Missing before the first update."""
+_STORED = "rl_stored"
+"""Attribute of a worker: `stored_tensors` of its model. Missing before the first update of whole weights."""
 _HELD = "rl_held"
 """Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
 and the names of its tensors. Missing before the first update."""
@@ -78,15 +82,39 @@ class WeightReceiverExtension:
             rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data, adapter=adapter)
             _require_fitting(self, rendezvous)
             receiving: WeightReceiver = plugins.load_receiver(receiver)(rendezvous)
-            buckets: Iterable[WeightBucket] = receiving.receive(version)
-            if adapter is not None:
-                tensors = _load_adapter(self, _agreed(self, buckets, adapter), adapter)
-            else:
-                tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
+            with _received(receiving, version) as arriving:
+                if adapter is not None:
+                    tensors = _load_adapter(self, _agreed(self, arriving, adapter), adapter)
+                else:
+                    buckets = fitting(arriving, _stored(self), _dtype(self))
+                    tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
         except Exception as error:
             message = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
             return attrs.asdict(Outcome(error=message, is_intact=getattr(self, _IS_INTACT, True)))
         return attrs.asdict(Outcome(manifest=manifest_record(Manifest(version=version, tensors=tensors))))
+
+
+def _stored(worker: Any) -> Mapping[str, StoredTensor]:
+    """Read once."""
+    if not hasattr(worker, _STORED):
+        setattr(worker, _STORED, stored_tensors(worker.model_config))
+    return getattr(worker, _STORED)
+
+
+def _dtype(worker: Any) -> str:
+    return str(worker.model_config.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _received(receiving: WeightReceiver, version: int) -> Iterator[Iterator[WeightBucket]]:
+    """The buckets. Ends the receiving with the block: the senders need not find out by a deadline that nobody takes
+    any more."""
+    buckets = receiving.receive(version)
+    try:
+        yield buckets
+    finally:
+        if isinstance(buckets, Generator):
+            buckets.close()
 
 
 def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:

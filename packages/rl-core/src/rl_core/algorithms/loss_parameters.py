@@ -1,0 +1,72 @@
+"""What a loss function reads, as its parameters say: see `objective` for their meaning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.columns import FIELDS, ROUTE_COLUMNS
+from rl_core.errors import PluginError, nearest
+
+CURRENT = ("logprobs", "entropies", "predicted_values")
+"""What comes from the current model."""
+COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
+"""Per-token columns of a batch that a loss may read."""
+
+
+def require_loss_parameters(function: Callable[..., Any]) -> None:
+    """Raises PluginError unless what a loss reads, and what its `prepare` function reads, is there to be read."""
+    name, prepare = function_name(function), getattr(function, "prepare", None)
+    parameters = positional_with_defaults(function, name)
+    prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
+    if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
+        raise PluginError(f"{name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
+    for parameter in {**parameters, **prepare_parameters}:
+        _require_known_parameter(name, parameter)
+    reads_weights = "correction_weights_T" in {**parameters, **prepare_parameters}
+    declared = getattr(function, "corrections", None)
+    if declared is not None and (declared == "reads") != reads_weights:
+        has = "has the" if reads_weights else "has no"
+        raise PluginError(f"{name}: declares corrections {declared!r} and {has} parameter correction_weights_T")
+    if current := [
+        parameter
+        for parameter in prepare_parameters
+        if parameter.removesuffix("_T") in CURRENT or parameter.startswith("x_")
+    ]:
+        raise PluginError(
+            f"{name}: its prepare function reads {current[0]!r}, which exists only while training; use old_…_T"
+        )
+
+
+def column_of(parameter: str) -> str:
+    """The column that a parameter reads: its name without `_T`; `mask_T` is `loss_mask`."""
+    return "loss_mask" if parameter == "mask_T" else parameter.removesuffix("_T")
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """For messages."""
+    return getattr(function, "__name__", repr(function))
+
+
+def positional_with_defaults(function: Callable[..., Any], where: str) -> dict[str, bool]:
+    """Positional parameters, each with whether it has a default. Raises PluginError for one that has no name."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            continue
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise PluginError(
+                f"{where}: parameter {parameter} cannot be bound by name; list columns as plain parameters"
+            )
+        found[name] = parameter.default is not parameter.empty
+    return found
+
+
+def _require_known_parameter(where: str, name: str) -> None:
+    known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", "sequence_T"]
+    if name not in known and not (name.startswith("x_") and name.endswith("_T")):
+        raise PluginError(
+            f"{where}: parameter {name!r} is neither a column nor a value of the current model "
+            f"({', '.join(known)}, x_…_T).{nearest(name, known)} A setting must be keyword-only: put it after `*`"
+        )

@@ -1,0 +1,55 @@
+"""Sequences that the policy has left: those of negative advantage are not pushed further away."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_between
+from rl_core.algorithms.token_loss import masked, mean_over_sequence, require_tokens
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    *,
+    delta: float,
+) -> Tensor:
+    """The tokens that keep their policy loss: of advantage >= 0, or in a sequence close to what it was sampled from.
+
+    M_t = 0 where A_t < 0 and mean over the sequence's trained tokens of (rollout_logprobs − logprobs) > delta, else 1.
+    The mean estimates the KL of the sampling policy from the current one in nats per token, so M follows the policy
+    through an update. It multiplies the policy loss alone: KL, entropy and denominators are as without it.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1 (off-policy sequence masking).
+
+    Args:
+        logprobs_T: current policy.
+        rollout_logprobs_T: of the distribution that was sampled from; what is not finite is not counted.
+        advantages_T: any range; only their sign counts.
+        mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing.
+        delta: >= 0, nats per token.
+
+    Returns:
+        bool [T]; true outside the mask.
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit.
+        ConfigError: `delta` is negative.
+    """
+    require_between(0.0, float("inf"), delta=delta)
+    require_tokens(
+        mask_T,
+        logprobs_T=logprobs_T,
+        rollout_logprobs_T=rollout_logprobs_T,
+        advantages_T=advantages_T,
+        sequence_T=sequence_T,
+    )
+    distance_T = rollout_logprobs_T - logprobs_T
+    known_T = mask_T & rollout_logprobs_T.isfinite()
+    is_far_T = mean_over_sequence(masked(distance_T, known_T), known_T, sequence_T) > delta
+    return ~(is_far_T & (advantages_T < 0) & mask_T)

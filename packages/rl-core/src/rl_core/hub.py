@@ -1,0 +1,196 @@
+"""The Hugging Face hub: whether it answers, models from it with a line of progress, and models to it.
+
+It is asked once and briefly before its library is, which asks again and again, for minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError, install
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+_LINE_EVERY_S = 5.0
+_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+"""Files of a model that are read; weights in other formats are not."""
+
+
+def endpoint() -> str:
+    """The hub's address, as its library knows it. Raises ConfigError where that is not installed."""
+    return os.environ.get("HF_ENDPOINT") or _library().constants.ENDPOINT
+
+
+def is_offline() -> bool:
+    """The user says not to ask it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def is_name(path: str) -> bool:
+    """No directory here, and a name that a model of the hub could have."""
+    has_form = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
+    return has_form and not Path(path).exists()
+
+
+def obstacle(kind: str, name: str) -> str | None:
+    """Why the hub cannot be asked for what it has under a name; None: it answers, whatever it says.
+
+    Args:
+        kind: `models` or `datasets`.
+    """
+    if is_offline():
+        return "HF_HUB_OFFLINE says not to ask the hub"
+    try:
+        urllib.request.urlopen(f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}", timeout=TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return None  # what it says is said to whoever loads it, with the user's token
+    except (OSError, ValueError) as error:
+        return f"{endpoint()} cannot be reached ({error})"
+    return None
+
+
+def require_model(name: str, *, key: str) -> bool:
+    """Whether the hub can be asked for a model; where it cannot, what is in its cache will do.
+
+    Raises ConfigError for what is neither a directory nor in the cache, where the hub is not in reach.
+    """
+    reason = obstacle("models", name)
+    if reason is None:
+        return True
+    if is_cached(name):
+        return False
+    raise ConfigError(
+        f"{key}: {name}: there is no such directory (seen from {Path.cwd()}), it is not in the hub's cache, and "
+        f"{reason}. Without a network: fetch it where there is one (hf download {name} --local-dir DIRECTORY) and give "
+        "that directory. Is the name spelled right?"
+    )
+
+
+def is_cached(name: str) -> bool:
+    """Something of the model is in the hub's cache."""
+    return isinstance(_library().try_to_load_from_cache(name, "config.json"), str)
+
+
+def fetch_model(name: str, *, key: str) -> None:
+    """Has the hub's cache hold a model, saying every few seconds how far it is.
+
+    Where the hub cannot be asked, what is in the cache will do.
+
+    Args:
+        name: of the model.
+        key: the configuration key that names it, for messages.
+
+    Raises:
+        ConfigError: it is nowhere, or the hub refuses it.
+    """
+    library = _library()
+    if not require_model(name, key=key):
+        return
+    with _refusals(f"{key}: {name}"):
+        info = library.HfApi().model_info(name, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if _is_wanted(file.rfilename)}
+        missing = [
+            file for file in sizes if not isinstance(library.try_to_load_from_cache(name, file, revision=info.sha), str)
+        ]
+        if not missing:
+            return
+        cache = Path(library.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+        with _progress(name, cache, sum(sizes[file] for file in missing)):
+            library.snapshot_download(name, allow_patterns=list(_WANTED))
+
+
+def push_model(directory: Path, name: str, *, is_private: bool) -> str:
+    """Uploads a model's directory under a name, which is made where there is none; its address.
+
+    Raises ConfigError: nobody is logged in, the hub cannot be reached, or it refuses.
+    """
+    library = _library()
+    if library.get_token() is None:
+        raise ConfigError("rl push: the hub wants to know who you are: run hf auth login, or set HF_TOKEN")
+    if (reason := obstacle("models", name)) is not None:
+        raise ConfigError(f"rl push: {name}: {reason}. Nothing was sent; give the same command again later")
+    with _refusals(f"rl push: {name}"):
+        api = library.HfApi()
+        api.create_repo(name, private=is_private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(directory), commit_message="Model trained with rl")
+    return f"{endpoint()}/{name}"
+
+
+def _is_wanted(file: str) -> bool:
+    return any(Path(file).match(pattern) for pattern in _WANTED)
+
+
+def _library() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+    except ImportError as error:
+        raise ConfigError(f"the hub is asked through huggingface-hub: {install('rl-core[hub]')}") from error
+    return huggingface_hub
+
+
+@contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    """What the hub, or the way to it, says in place of an answer."""
+    try:
+        yield
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        remedy = {
+            401: "Is the name spelled right? For a private or gated one: hf auth login",
+            403: "Ask for access on its page, and log in: hf auth login",
+            404: "Is the name spelled right? For a private one: hf auth login",
+        }.get(status or 0, "Give the same command again; what has arrived is kept")
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ConfigError(f"{where}: {endpoint()} answers {type(error).__name__}: {first}. {remedy}") from error
+
+
+@contextmanager
+def _progress(name: str, cache: Path, num_bytes: int) -> Iterator[None]:
+    """Inside, says what has arrived, at the beginning, every few seconds and at the end."""
+    before, started, done = _size_of(cache), time.monotonic(), threading.Event()
+
+    def line() -> str:
+        arrived = min(max(0, _size_of(cache) - before), num_bytes)
+        rate = arrived / max(time.monotonic() - started, 0.1)
+        return f"downloading {name}: {_amounts([arrived, num_bytes])} ({rate / 1e6:.1f} MB/s)"
+
+    def say() -> None:
+        while not done.wait(_LINE_EVERY_S):
+            logger.info("%s", line())
+
+    logger.info("downloading %s: %s", name, _amounts([num_bytes]))
+    thread = threading.Thread(target=say, name="rl-download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    logger.info("%s", line())
+
+
+def _amounts(sizes: Sequence[int]) -> str:
+    unit, divisor = ("GB", 1e9) if max(sizes) >= 1e9 else ("MB", 1e6)
+    return " of ".join(f"{size / divisor:.2f}" for size in sizes) + f" {unit}"
+
+
+def _size_of(directory: Path) -> int:
+    total = 0
+    for path in directory.glob("*"):
+        try:
+            total += path.stat().st_size
+        except OSError:
+            continue  # renamed since
+    return total

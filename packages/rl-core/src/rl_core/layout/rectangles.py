@@ -1,0 +1,51 @@
+"""Sequences of similar length as right-padded rows of one rectangle, for kernels that take rectangles only.
+
+Under a causal mask padding on the right is never seen by a real token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+_SHORT = 32
+"""Sequences up to this length share a rectangle: there a kernel call costs more than the padding."""
+_GROWTH = 1.25
+"""Longer ones share it within this ratio of lengths, which bounds a rectangle's padding to 25 % of its tokens."""
+
+
+def rectangle_rows(lengths_N: IntArray) -> tuple[IntArray, IntArray]:
+    """Puts sequences of these lengths (at least 1 each) into rectangles.
+
+    Returns:
+        int64 [N] twice: each sequence's rectangle, counted from the one with the shortest sequences, and its row there.
+    """
+    size_class_N = np.ceil(np.log(np.maximum(lengths_N, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
+    _, rectangle_N, rows = np.unique(size_class_N, return_inverse=True, return_counts=True)
+    row_N = np.empty_like(rectangle_N)
+    order = np.argsort(rectangle_N, kind="stable")
+    row_N[order] = np.arange(len(lengths_N)) - np.repeat(np.cumsum(rows) - rows, rows)
+    return rectangle_N, row_N
+
+
+def rectangle_cells(
+    lengths_N: IntArray, rectangle_N: IntArray, row_N: IntArray
+) -> tuple[tuple[tuple[int, int], ...], IntArray]:
+    """Where the tokens of sequences lie whose rows are known; cells are numbered one rectangle after the other.
+
+    Args:
+        lengths_N: tokens of each sequence; they need not be those that the rows were made for.
+        rectangle_N, row_N: see `rectangle_rows`.
+
+    Returns:
+        (rows, width) of each rectangle, and int64 [T]: the cell of each token, the sequences end to end.
+    """
+    rows = np.bincount(rectangle_N)
+    widths = np.zeros(len(rows), np.int64)
+    np.maximum.at(widths, rectangle_N, lengths_N)
+    first_cell = np.concatenate([[0], np.cumsum(rows * widths)])
+    start_N = first_cell[rectangle_N] + row_N * widths[rectangle_N]
+    ends = np.cumsum(lengths_N)
+    cell_T = np.repeat(start_N - (ends - lengths_N), lengths_N) + np.arange(ends[-1])
+    return tuple(zip(rows.tolist(), widths.tolist(), strict=True)), cell_T

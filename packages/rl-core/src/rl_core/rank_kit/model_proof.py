@@ -1,0 +1,221 @@
+"""Whether a backend computes a model as transformers does: proved on a small copy of it, before a rank loads.
+
+A backend with model code of its own says how a small model is run by it (`ModelProving`). Everything else is done here:
+the copy (`shrunken_models`), its weights and numbers by transformers (`reference_models`), the comparison in a process
+of its own (`proof_process`), and a file by which the next start knows. Imports no torch, and transformers only to read
+a configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Backend, ModelProving, WorkerSpec
+from rl_core.rank_kit.model_shapes import read_config
+from rl_core.rank_kit.shrunken_models import shrunken
+from rl_core.rank_kit.worker_specs import SECTIONS
+
+if TYPE_CHECKING:
+    from rl_core.rank_kit.proof_process import Differences
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "RL_CACHE_DIR"
+"""Environment variable: the directory in which proofs are kept; `~/.cache/rl` without it."""
+_DEADLINE_S = 600.0
+_proved_here: set[Path] = set()
+"""By this process, also where it could not be noted."""
+_LIBRARIES = ("torch", "transformers", "rl-core")
+REMEDY = "Set trainer.strategy=fsdp, which trains transformers' own model"
+
+
+def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
+    """Proves that the backend computes the model as transformers does, unless that was proved before.
+
+    Args:
+        backend: of any kind; one that is not `ModelProving` has nothing to prove.
+        spec: of one model of a run.
+
+    Returns:
+        None where it is proved, else the reason why it cannot be proved here and now.
+
+    Raises:
+        ConfigError: it computes otherwise, cannot build the model, or died of it.
+    """
+    if not isinstance(backend, ModelProving) or spec.model.path is None:
+        return None
+    where = f"{SECTIONS[spec.role]}.model.path"
+    config = config_at_hand(spec.model.path, where)
+    if config is None:
+        return f"{spec.model.path} is not here yet"
+    fields = config.to_dict()
+    small = shrunken(fields, where)
+    file = _cache_directory() / f"{_digest([small, _basis(backend, spec)])}.json"
+    if file in _proved_here or _is_proved(file):
+        return None
+    if (obstacle := backend.proof_obstacle()) is not None:
+        return obstacle
+    logger.info("%s: comparing a small copy of %s with transformers, once", where, spec.model.path)
+    differences = _compare_in_process(backend, spec, fields, where)
+    if (complaint := differences.complaint()) is not None:
+        raise ConfigError(
+            f"{where}: {backend.name} does not compute {spec.model.path} ({fields.get('model_type')}) as transformers "
+            f"does: {complaint}. {REMEDY}"
+        )
+    _proved_here.add(file)
+    _note(file)
+    return None
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def written_config(path: str) -> Mapping[str, Any] | None:
+    """`config.json` of a local directory, or of a model that was fetched from the hub before; None: nothing is here."""
+    if (local := read_config(path)) is not None:
+        return local
+    from transformers import PretrainedConfig
+
+    try:
+        with _quiet():
+            found, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
+    except OSError:
+        return None
+    return found or None  # it is empty for a directory without the file
+
+
+def config_at_hand(path: str, where: str) -> Any:
+    """transformers' configuration of a model that is in a local directory, or in the cache of the hub; else None.
+
+    Raises:
+        ConfigError: transformers cannot read it. The message begins with `where`.
+    """
+    if written_config(path) is None:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        with _quiet():
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever its checks of fields raise
+        raise ConfigError(f"{where}: transformers cannot read the configuration of {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings about fields."""
+    from transformers import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+# --- what was proved before -----------------------------------------------------------------------------------------
+
+
+def _basis(backend: ModelProving, spec: WorkerSpec) -> Any:
+    """All that a proof depends on beside the model."""
+    versions = {name: version_of(name) for name in _LIBRARIES}
+    return [versions, _code_digest(Path(__file__).parent), backend.proof_basis(spec)]
+
+
+def version_of(distribution: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _code_digest(package: Path) -> str:
+    return code_digest(package)
+
+
+def code_digest(package: Path) -> str:
+    """Of the Python files in a folder and those below it: a version number does not change with every edit."""
+    files = sorted(package.rglob("*.py"))
+    return _digest([[str(file.relative_to(package)), file.read_text(encoding="utf-8")] for file in files])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get(CACHE_VARIABLE)
+    return (Path(root) if root else Path.home() / ".cache" / "rl") / "model_proofs"
+
+
+def _is_proved(file: Path) -> bool:
+    """The file is there and whole: it repeats its own name."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) == {"proved": file.stem}
+    except (OSError, ValueError):
+        return False
+
+
+def _note(file: Path) -> None:
+    """Whole or not there; without a place to write, the next start proves it again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
+            part.write(json.dumps({"proved": file.stem}))
+        Path(part.name).replace(file)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the next start compares again; set %s", file, error, CACHE_VARIABLE)
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------
+
+
+def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping[str, Any], where: str) -> Differences:
+    from rl_core.rank_kit.proof_process import Differences, ProofJob
+
+    job = ProofJob(backend=backend, spec=spec, config=config, where=where)
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result_file = Path(folder, "job"), Path(folder, "result")
+        job_file.write_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
+        command = [sys.executable, "-m", "rl_core.rank_kit.proof_process", str(job_file), str(result_file)]
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False, env=_environment()
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{where}: a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}") from error
+        if not result_file.is_file():
+            last = run.stderr.strip().splitlines()[-8:]
+            raise ConfigError(
+                f"{where}: the process that ran a small copy of the model ended with exit code {run.returncode}. "
+                f"{REMEDY}. Its last words:\n" + "\n".join(last)
+            )
+        result = json.loads(result_file.read_text(encoding="utf-8"))
+    if "error" in result:
+        error = result["error"].removeprefix(f"{where}: ").rstrip(".")
+        copied = f"{spec.model.path} ({config.get('model_type')})"
+        raise ConfigError(f"{where}: {backend.name} cannot run a small copy of {copied}: {error}. {REMEDY}")
+    return Differences(**result["differences"])
+
+
+def _environment() -> dict[str, str]:
+    """One rank alone, whatever started this process."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}

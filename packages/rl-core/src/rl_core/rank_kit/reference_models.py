@@ -1,0 +1,182 @@
+"""A model of transformers with random weights by which one way of computing can be told from another, and its numbers.
+
+Every norm is given inputs whose mean square is a few times its eps, so that another eps shows; attention is sharp,
+biases are not zero, experts' scores lie apart, and log-probs spread over some nats, whatever the configuration says of
+initial weights. transformers is imported where it is needed: rl_core does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rl_core.errors import ConfigError
+
+_MOST_PARAMETERS = 50_000_000
+"""Of a small model: more than that comes from a size that `shrunken` does not know."""
+_SHARPNESS = 1.2
+"""Standard deviation of queries, keys and routers' scores, by element."""
+_LOGITS = 1.0
+"""Standard deviation of the logits."""
+_WRITERS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "down_proj", "w2", "embed_tokens", "wte", "word_embeddings")
+"""Layers whose outputs are added up in the residual stream, which only norms read."""
+_NORMALISED = {"q_proj": "q_norm", "k_proj": "k_norm", "q_a_proj": "q_a_layernorm"}
+"""Layers whose outputs a norm beside them reads alone."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ReferenceScores:
+    """What a model is compared by."""
+
+    logprobs_T: Tensor
+    """float32, of all sequences end to end; 0 at the first token of each."""
+    gradients: Mapping[str, Tensor]
+    """Of sum_t weights[t] · −logprobs[t], under the names of a checkpoint; a tied weight once."""
+    magnitudes: Mapping[str, float]
+    """Root mean square of each of these weights."""
+
+
+def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any:
+    """Transformers' model of a small configuration, float32, in evaluation mode.
+
+    Args:
+        config: all fields, `model_type` among them.
+        where: key path of the model, for messages.
+        seed: the same seed makes the same weights.
+
+    Raises:
+        ConfigError: transformers has no such model, or it is not small.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            made = AutoConfig.for_model(config["model_type"], **fields)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
+            if size > _MOST_PARAMETERS:
+                raise ConfigError(f"{where}: a small copy of the model still has {size:,} parameters")
+            # Experts one by one: a grouped product asks for sizes that are multiples of 16 bytes.
+            plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plainly).eval()
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            raise ConfigError(f"{where}: transformers cannot build a small copy of the model: {error}") from error
+        _fill(model)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: Any) -> None:
+    config = model.config
+    eps = next((v for n in ("rms_norm_eps", "layer_norm_eps", "norm_eps") if (v := getattr(config, n, None))), 1e-6)
+    small = min(max(2.0 * eps**0.5, 1e-3), 0.5)
+    names = {name for name, _ in model.named_modules()}
+    is_tied = model.get_output_embeddings() is not None and any(
+        model.get_output_embeddings().weight is p for p in model.get_input_embeddings().parameters()
+    )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        parts = name.split(".")
+        layer = parts[-2] if parts[-1] in ("weight", "bias") else parts[-1]
+        beside = ".".join([*parts[:-2], _NORMALISED.get(layer, "")])
+        scale = small if layer in _WRITERS or (layer in _NORMALISED and beside in names) else 1.0
+        if layer.endswith("e_score_correction_bias"):
+            nn.init.normal_(tensor, std=0.2)
+        elif name not in dict(model.named_parameters()):
+            continue
+        elif "norm" in layer.lower():
+            center = _LOGITS / (small * config.hidden_size**0.5) if is_tied and _is_last_norm(parts) else 1.0
+            nn.init.normal_(tensor, mean=0.0 if parts[-1] == "bias" else center, std=0.2 * center)
+        elif tensor.dim() < 2:
+            nn.init.normal_(tensor, std=0.5 * scale)
+        elif layer in ("embed_tokens", "wte", "word_embeddings"):
+            nn.init.normal_(tensor, std=scale)
+        else:
+            gain = _LOGITS if layer == "lm_head" else _SHARPNESS
+            nn.init.normal_(tensor, std=gain * scale * tensor.shape[-1] ** -0.5)
+            if layer == "kv_a_proj_with_mqa":
+                tensor[: config.kv_lora_rank] *= small  # what stands behind it is rotated, not normalised
+
+
+def _is_last_norm(parts: list[str]) -> bool:
+    return not any(part.isdigit() for part in parts)
+
+
+def write_model(model: Any, config: Mapping[str, Any], directory: Path) -> None:
+    """The weights as a checkpoint has them, and the configuration word for word: saving would write transformers' own.
+
+    Args:
+        model: as `random_model` made it.
+        config: from which it was made.
+        directory: exists.
+    """
+    weights = {**dict(model.named_parameters()), **dict(_kept_buffers(model))}
+    tensors = as_in_a_checkpoint(model, {name: tensor.detach() for name, tensor in weights.items()})
+    save_file(
+        {name: t.contiguous().clone() for name, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
+    )
+    (directory / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+
+
+def _kept_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    kept = model.state_dict().keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in a checkpoint: transformers holds all experts of a layer as one, a checkpoint names
+    each."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def reference_scores(model: Any, sequences: list[Tensor], weights_T: Tensor) -> ReferenceScores:
+    """Log-probs of sequences, each alone, and the gradient of their weighted sum.
+
+    Args:
+        model: of transformers.
+        sequences: int64 tokens of each.
+        weights_T: float, of all of them end to end; sequences without a weight are scored without a gradient.
+    """
+    parts, start = [], 0
+    for tokens_S in sequences:
+        weights_S = weights_T[start : start + len(tokens_S)]
+        is_trained = bool(weights_S.any())
+        with torch.set_grad_enabled(is_trained):
+            logits_SV = model(input_ids=tokens_S[None], use_cache=False).logits[0, :-1].float()
+            logprobs_S = logits_SV.log_softmax(-1).gather(1, tokens_S[1:, None]).squeeze(1)
+            if is_trained:
+                (-logprobs_S * weights_S[1:]).sum().backward()
+        parts += [torch.zeros(1), logprobs_S.detach()]
+        start += len(tokens_S)
+    named = dict(model.named_parameters())
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+    weights = as_in_a_checkpoint(model, {name: p.detach() for name, p in named.items()})
+    return ReferenceScores(
+        logprobs_T=torch.cat(parts),
+        gradients=as_in_a_checkpoint(model, gradients),
+        magnitudes={name: float(weight.square().mean().sqrt()) for name, weight in weights.items()},
+    )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny models are many times slower with two threads on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

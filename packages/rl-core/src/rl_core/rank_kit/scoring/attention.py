@@ -1,0 +1,181 @@
+"""Causal attention inside a packed stream: every sequence attends to itself only, and no T×T mask is ever built.
+
+The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA
+over rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the
+right is never seen by a real token, so `is_causal` is exact and needs no mask tensor. Under Ulysses a rank's tokens are
+first traded for its heads of whole sequences (`ulysses.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rl_core.errors import ConfigError
+from rl_core.layout.rectangles import rectangle_cells, rectangle_rows
+from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
+from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
+from rl_core.rank_kit.scoring.ulysses import heads_for_tokens, tokens_for_heads
+
+PACKED_ATTENTION = "rl_core_packed"
+
+
+@attrs.frozen(eq=False)
+class PackedSequences:
+    """Where the sequences of a packed stream lie, and the rectangles they are attended in; one per micro-batch."""
+
+    offsets: Tensor
+    """int32 [N+1] on the stream's device."""
+    max_length: int
+    rectangles: tuple[tuple[int, int], ...]
+    """(rows, width) of each; their cells are numbered one rectangle after the other."""
+    num_cells: int
+    cell_T: Tensor | None
+    """int64 [T], the cell of each token; None where cell t is token t."""
+    ulysses: UlyssesGroup | None = None
+    """Where it is given, the model's tensors hold this rank's slice of every row only."""
+
+    @classmethod
+    def of_lengths(
+        cls, lengths_N: Tensor, device: torch.device, *, ulysses: UlyssesGroup | None = None
+    ) -> PackedSequences:
+        """Groups sequences by length (int64 [N], on the CPU)."""
+        lengths = lengths_N.numpy()
+        rectangles, cell_T = rectangle_cells(lengths, *rectangle_rows(lengths))
+        num_cells = sum(rows * width for rows, width in rectangles)
+        is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())
+        return cls(
+            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device),
+            max_length=int(lengths.max()),
+            rectangles=rectangles,
+            num_cells=num_cells,
+            cell_T=None if is_identity else torch.from_numpy(cell_T).to(device),
+            ulysses=ulysses,
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_sequences: PackedSequences | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers' `AttentionInterface`.
+
+    Dropout is ignored: a model that is trained by reinforcement is run without.
+
+    Args:
+        module: the calling attention layer.
+        query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed); key and value may have fewer
+            heads, each shared by a group of query heads.
+        attention_mask: None, as transformers passes for an attention without a mask function.
+        scaling: factor of query · key; None is D ** −0.5.
+        sliding_window: tokens each token sees, itself included; None sees all before it.
+        packed_sequences: where the sequences lie.
+        others: what transformers passes to every attention function, unused here.
+
+    Returns:
+        [B, L, heads, D].
+
+    Raises:
+        ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term not implemented here.
+    """
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if packed_sequences is None or attention_mask is not None or unsupported:
+        fault = f"uses {', '.join(unsupported)}" if unsupported else "does not hand the sequences' bounds on"
+        raise ConfigError(
+            f"{type(module).__name__} {fault}, so its sequences cannot be packed: set trainer.use_sample_packing=false"
+        )
+    ulysses, num_rows = packed_sequences.ulysses, query.shape[0]
+    if ulysses is not None:
+        query, key, value = (heads_for_tokens(tensor, ulysses) for tensor in (query, key, value))
+    query_THD, key_TKD, value_TKD = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if sliding_window is not None and sliding_window >= packed_sequences.max_length:
+        sliding_window = None
+    attend = (
+        _varlen_attention if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _rectangle_attention
+    )
+    output_THD = attend(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)
+    output_BLHD = output_THD.unflatten(0, (num_rows, -1))
+    if ulysses is not None:
+        output_BLHD = tokens_for_heads(output_BLHD.transpose(1, 2), ulysses).transpose(1, 2)
+    return output_BLHD, None
+
+
+def _rectangle_attention(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    cell_T = packed.cell_T
+    cells = [
+        t if cell_T is None else scatter_rows(t, cell_T, packed.num_cells) for t in (query_THD, key_TKD, value_TKD)
+    ]
+    sizes = [rows * width for rows, width in packed.rectangles]
+    outputs = []
+    for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
+        query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
+        # Flash attention on the CPU takes shared heads as they are; with a mask it would fall back to the full matrix.
+        output = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if window is None else _band(width, window, query.device),
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if cell_T is None else gather_rows(output, cell_T)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """bool [width, width]: token t sees t − window + 1 … t."""
+    full = torch.ones(width, width, dtype=torch.bool, device=device)
+    return full.tril() & full.triu(1 - window)
+
+
+def _varlen_attention(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = packed.offsets, packed.max_length
+    output = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,144 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by peft, put into the model's own layers.
+
+An adapted layer computes W x + s · B A x with W frozen and s = alpha / rank. Adapters are ordinary parameters of the
+model, `<layer>.lora_A.default.weight` [r, in] and `<layer>.lora_B.default.weight` [out, r]; the frozen weight becomes
+`<layer>.base_layer.weight`. peft is imported by `add_adapters` only: a run without adapters does not wait for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LoraConfig
+from rl_core.rank_kit.scoring.rank_mesh import whole
+
+Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
+"""`making(parameters, make)`: what `make` returns while these parameters are whole on every rank. All ranks call it."""
+_NAME = "default"
+
+
+def as_they_are(parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:
+    """The `Making` of parameters that torch computes with as they lie: whole ones, and DTensors."""
+    return make()
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, where: str) -> None:
+    """Freezes `model` and puts float32 adapters into its layers; B starts at zero, so its outputs do not change yet.
+
+    Args:
+        model: on the CPU; every parameter is frozen.
+        lora: rank above 0.
+        path: of the base model; adapters that are saved alone name it.
+        seed: of A's first values; the same on every rank.
+        where: the configuration section, for messages.
+
+    Raises:
+        ConfigError: no layer has such a name, or one of them cannot have adapters.
+    """
+    import peft
+
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=_names(lora.target_modules),
+        exclude_modules=None if lora.exclude_modules is None else _names(lora.exclude_modules),
+        init_lora_weights=True if lora.init_method == "kaiming" else "gaussian",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+    model.requires_grad_(False)
+    output = model.get_output_embeddings()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Adapters of tied embeddings are refused below, with what to do.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
+        except ValueError as error:
+            raise ConfigError(f"{where}.model.lora.target_modules: {lora.target_modules!r}: {error}") from error
+    _require_linear_layers(model, where)
+    if output is not model.get_output_embeddings():
+        raise ConfigError(
+            f"{where}.model.lora.target_modules: the output layer cannot have adapters, log-probs are computed from "
+            "its weight; name other layers, or leave it out with exclude_modules"
+        )
+    for _, weight in adapter_weights(model):
+        weight.data = weight.data.to(torch.promote_types(torch.float32, weight.dtype))
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """`add_adapters` was called."""
+    return hasattr(model, "peft_config")
+
+
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """All that is trained of a model with adapters, in the order of its layers."""
+    return ((name, weight) for name, weight in model.named_parameters() if ".lora_" in name)
+
+
+def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model without adapters that computes the same: W + s · B A, one at a time, a tied one once.
+
+    Computed in the adapters' float32, under the names that the model's own code has without adapters.
+    """
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        layer_name, is_adapted, parameter = name.rpartition(".base_layer.")
+        if is_adapted and parameter == "weight":
+            layer: Any = model.get_submodule(layer_name)
+            yield f"{layer_name}.weight", making([weight, *_adapters_of(layer)], partial(_merged, layer, weight))
+        else:
+            yield name.replace(".base_layer.", "."), making([weight], weight.detach)
+
+
+def adapter_tensors(
+    model: PreTrainedModel, dtype: torch.dtype | None, making: Making = as_they_are
+) -> Iterator[tuple[str, Tensor]]:
+    """The adapters under peft's names, gathered one at a time on all ranks; None: in the dtype they are trained in."""
+    for name, weight in adapter_weights(model):
+        tensor = making([weight], weight.detach)
+        yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", whole(tensor.to(dtype or weight.dtype))
+
+
+def save_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes the adapters alone, whole under peft's names, in peft's format."""
+    peft_config: Any = model.peft_config
+    peft_config[_NAME].save_pretrained(directory)
+    on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}
+    save_file(on_cpu, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _adapters_of(layer: nn.Module) -> list[nn.Parameter]:
+    return [weight for name, weight in layer.named_parameters() if name.startswith("lora_")]
+
+
+def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
+    return weight.detach() + layer.get_delta_weight(_NAME).detach()
+
+
+def _names(names: str | tuple[str, ...]) -> str | list[str]:
+    """A single string is `all-linear` or a regular expression, to peft as here."""
+    return names if isinstance(names, str) else list(names)
+
+
+def _require_linear_layers(model: PreTrainedModel, where: str) -> None:
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if base is not None and not isinstance(base, nn.Linear | Conv1D):
+            raise ConfigError(
+                f"{where}.model.lora.target_modules: {name} is a {type(base).__name__}; only linear layers can have "
+                "adapters here"
+            )

@@ -1,0 +1,100 @@
+"""What plans of Hugging Face models count alike, whatever shards them."""
+
+from __future__ import annotations
+
+import attrs
+from torch import nn
+
+from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.model_shapes import ModelShape
+from rl_core.rank_kit.scoring.distributing import decoder_layers
+from rl_core.rank_kit.scoring.token_scorer import Scorer
+
+
+def units_of(scorer: Scorer) -> list[list[nn.Parameter]]:
+    """The parameters of each decoder layer, last those outside of all layers."""
+    layers = [list(layer.parameters()) for layer in decoder_layers(scorer)]
+    inside = {id(parameter) for layer in layers for parameter in layer}
+    return [*layers, [parameter for parameter in scorer.parameters() if id(parameter) not in inside]]
+
+
+@attrs.frozen(kw_only=True)
+class ActivationBytes:
+    """What one micro-batch keeps on a rank at the moments that can be its fullest. Each was found by rehearsals
+    (`rl rehearse`), which run transformers' code and say what exists when."""
+
+    num_layers: int
+    hidden: float
+    """The states between two layers."""
+    inputs: float
+    """What a layer keeps until backward: its input where it is computed again, else all of `kept`."""
+    kept: float
+    """What the largest layer keeps while it is computed with gradients."""
+    passing: float
+    """Gradients that are there beside it when its backward is fullest."""
+    after_layers: float
+    """Of the last norm and the scored rows: a float32 copy of its input, its results, their gradient."""
+    logits: float
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, shape: ModelShape, tokens: float) -> ActivationBytes:
+        """Of `tokens` tokens on this rank."""
+        size = 2 if spec.bf16 else 4
+        layers = range(shape.num_layers)
+        hidden = tokens * shape.hidden_size * size
+        kept = max(tokens * size * _kept_elements(shape, layer, in_bf16=spec.bf16) for layer in layers)
+        rows = min(tokens, spec.logprobs_chunk_size)
+        return cls(
+            num_layers=shape.num_layers,
+            hidden=hidden,
+            inputs=hidden if spec.gradient_checkpointing else kept,
+            kept=kept,
+            passing=tokens * size * max(_backward_elements(shape, layer) for layer in layers),
+            after_layers=hidden * (6 if spec.bf16 and spec.role != "critic" else 4),
+            # In float32, and in the dtype of the products if that differs.
+            logits=0 if spec.role == "critic" else rows * shape.vocab_size * (4 + (2 if spec.bf16 else 0)),
+        )
+
+    @property
+    def scoring_output(self) -> float:
+        """Without gradients, at the output layer."""
+        return 6 * self.hidden + self.logits
+
+    @property
+    def at_output(self) -> float:
+        """At the output layer's backward."""
+        return self.num_layers * self.inputs + self.after_layers + self.logits
+
+    @property
+    def in_layer(self) -> float:
+        """In the backward of the last layer, the first to be computed again."""
+        return self.inputs * (self.num_layers - 1) + self.in_last_layer
+
+    @property
+    def in_last_layer(self) -> float:
+        """In the backward of the first layer, when all others are done."""
+        return self.kept + self.passing + self.hidden
+
+
+def _kept_elements(shape: ModelShape, layer: int, *, in_bf16: bool) -> float:
+    """Elements per token that transformers' code of one layer keeps from forward to backward, in units of the dtype
+    that is computed in. An RMS norm keeps its normalised and scaled outputs, in bfloat16 its input in float32 too."""
+    copy = 2 if in_bf16 else 0
+    norms = 2 * (copy + 2) * shape.hidden_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if shape.latent is not None:
+        heads = shape.latent.qk_head_dim + shape.latent.qk_rope_head_dim
+        attention = shape.num_heads * (4 * heads + 4 * shape.latent.v_head_dim) + 4 * shape.latent.kv_rank
+    else:
+        attention = 2 * query + 2 * key + ((copy + 1) * (query + key) if shape.has_qk_norm else 0)
+    if layer not in shape.moe_layers:
+        return norms + attention + 4 * shape.ffn_hidden_size
+    experts = shape.experts_per_token * (2 * shape.hidden_size + 4 * shape.expert_ffn_hidden_size)
+    return norms + attention + 3 * shape.num_experts + 4 * shape.shared_ffn_hidden_size + experts
+
+
+def _backward_elements(shape: ModelShape, layer: int) -> float:
+    """Elements per token of gradients that are there beside all that one layer keeps, when its backward is fullest."""
+    if layer not in shape.moe_layers:
+        return 2 * shape.ffn_hidden_size
+    return 3 * shape.experts_per_token * shape.hidden_size

@@ -1,0 +1,196 @@
+"""One rank's step on tensors without data: the worker's own code, alone, with what its tensors would take.
+
+What lies on a rank's device is a `FakeTensor`: shapes and dtypes without numbers. A batch, its layout and whatever else
+a rank keeps in host memory are real. Collectives do nothing (torch's process group `fake`), so what one rank says is
+taken for what all say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
+
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError
+from rl_core.interfaces import LossSpec, Plan, RankInfo, RehearsedPhase, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.optimizer_steps import StepSettings
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
+from rl_core.rank_kit.scoring.memory_tracker import MemoryTracker
+from rl_core.rank_kit.scoring.micro_batch import ModelInput
+from rl_core.rank_kit.scoring.rank_mesh import RankMesh
+from rl_core.rank_kit.scoring.shards import Shards
+from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer
+from rl_core.rank_kit.scoring.ulysses import require_heads
+from rl_core.rank_kit.scoring.worker import ScoringWorker
+from rl_core.rank_kit.worker_specs import SECTIONS
+
+_DEVICE = torch.device("cpu")
+"""A build of torch without CUDA has no handle of its devices, which FSDP asks for."""
+
+
+def rehearse(
+    spec: WorkerSpec,
+    mesh: Mesh,
+    shard: Callable[[Scorer, RankMesh], Shards],
+    batch: Batch,
+    plan: Plan,
+    loss: LossSpec | None,
+    *,
+    section: str,
+) -> tuple[RehearsedPhase, ...]:
+    """What the first rank takes, which holds most where parts are uneven.
+
+    Args:
+        spec: the model; of its files, only `config.json` is read.
+        mesh: of all ranks.
+        shard: as of `start.start_shards`.
+        batch: the rank's sequences, with the columns that the loss reads.
+        plan: its micro-batches.
+        loss: what is minimised; None: the batch is scored.
+        section: the backend's section of the configuration, for messages.
+
+    Returns:
+        `train` and `step`, as after a first step (the optimizer has its state); or `score`.
+
+    Raises:
+        ConfigError: the model cannot be built or sharded.
+    """
+    fake_mode = _FakeDevice(allow_non_fake_inputs=True)
+    with _rank_alone(mesh.world_size):
+        ranks = RankMesh.join(RankInfo(world_size=mesh.world_size), _DEVICE, mesh)
+        shards = _shards(spec, ranks, shard, fake_mode, section)
+        rehearsed = cast(Shards, _FakeShards(shards, fake_mode))
+        worker = ScoringWorker(spec, _DEVICE, ranks, rehearsed, routes_key="")
+        tracker = MemoryTracker(fake_mode)
+        if loss is None:
+            return (_scored(worker, tracker, batch, plan),)
+        return _trained(worker, shards, tracker, batch, plan, loss)
+
+
+def _scored(worker: ScoringWorker, tracker: MemoryTracker, batch: Batch, plan: Plan) -> RehearsedPhase:
+    tracker.name([*worker.scorer.parameters(), *worker.scorer.buffers()], "parameters")
+    with tracker:
+        worker.forward(batch, plan, temperature=1.0)
+        return RehearsedPhase(phase="score", parts=tracker.fullest(), flops=tracker.flops)
+
+
+def _trained(
+    worker: ScoringWorker, shards: Shards, tracker: MemoryTracker, batch: Batch, plan: Plan, loss: LossSpec
+) -> tuple[RehearsedPhase, ...]:
+    parameters = list(worker.scorer.parameters())
+    state = shards.state(with_optimizer=True)  # the optimizer's too is made by this
+    tracker.name([tensor for name, tensor in state.items() if name.startswith("optimizer/")], "optimizer")
+    tracker.name([*parameters, *worker.scorer.buffers()], "parameters")
+    del state
+    with tracker:
+        worker.forward_backward(batch, plan, loss, temperature=1.0)
+        tracker.name([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
+        train = RehearsedPhase(phase="train", parts=tracker.fullest(), flops=tracker.flops)
+        start, flops = tracker.mark(), tracker.flops
+        worker.optim_step()
+        step = RehearsedPhase(phase="step", parts=tracker.fullest(start), flops=tracker.flops - flops)
+    return train, step
+
+
+def _shards(
+    spec: WorkerSpec,
+    ranks: RankMesh,
+    shard: Callable[[Scorer, RankMesh], Shards],
+    fake_mode: FakeTensorMode,
+    section: str,
+) -> Shards:
+    """As `start.start_shards`, of a model without weights: nothing is tried, as there are no numbers to compare."""
+    scorer = load_scorer(spec, torch.device("meta"))
+    if ranks.ulysses is not None:
+        num_heads = scorer.model.config.get_text_config().num_attention_heads
+        require_heads(num_heads, ranks.ulysses, f"{SECTIONS[spec.role]}.{section}")
+        scorer.model.set_attn_implementation(PACKED_ATTENTION)
+    _replace_tensors(scorer, fake_mode)
+    with torch.no_grad():
+        return shard(scorer, ranks)
+
+
+def _replace_tensors(scorer: Scorer, fake_mode: FakeTensorMode) -> None:
+    """By fake ones on the rank's device, tied ones by one."""
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in scorer.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    kept = fakes.setdefault(id(tensor), (tensor, _fake_of(tensor, fake_mode)))
+                    cast(dict[str, Any], tensors)[name] = kept[1]
+
+
+def _fake_of(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    with fake_mode:
+        made = torch.empty_like(tensor, device=_DEVICE)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+
+
+class _FakeDevice(FakeTensorMode):
+    """A number that the host reads from its tensors is 1: a finite norm, a loss."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 1.0 if dtype.is_floating_point else dtype == torch.bool or 1
+        return super().dispatch(func, types, args, kwargs)
+
+
+class _FakeShards:
+    """Of `Shards`, what a step asks of it. On the device all is fake, what is made there without an input too."""
+
+    def __init__(self, shards: Shards, fake_mode: FakeTensorMode):
+        self._shards = shards
+        self._fake_mode = fake_mode
+        self.scorer = shards.scorer
+        self.optimizer = shards.optimizer
+
+    def module(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, ...]:
+        with self._fake_mode:
+            return self._shards.module(_on_device(inputs, self._fake_mode), temperature=temperature)
+
+    def backward(self, loss: Tensor) -> None:
+        with self._fake_mode:
+            self._shards.backward(loss)
+
+    def let_go(self) -> None:
+        self._shards.let_go()
+
+    def has_gradients(self) -> bool:
+        return self._shards.has_gradients()
+
+    def step(self, settings: StepSettings) -> float:
+        # Not inside the mode: DTensor works shapes out on whole fake tensors of its own, which are nobody's memory.
+        return self._shards.step(settings)
+
+
+def _on_device(value: Any, fake_mode: FakeTensorMode) -> Any:
+    """A record whose tensors are on the rank's device."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, FakeTensor) else fake_mode.from_tensor(value)
+    if attrs.has(type(value)):
+        fields = attrs.fields(type(value))
+        return attrs.evolve(value, **{f.name: _on_device(getattr(value, f.name), fake_mode) for f in fields})
+    return value
+
+
+@contextmanager
+def _rank_alone(world_size: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise ConfigError("a rehearsal needs a process without ranks: this one has joined a process group")
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,66 @@
+"""Router replay (R3, Ma et al. 2025, arXiv 2510.11370): the policy's tokens go to the experts that the engine chose.
+
+What is replaced is the choice alone (`rl_core.rank_kit.expert_choices`): the weights of the chosen experts come from
+the router's scores of now, and gradients flow through them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.errors import ConfigError
+from rl_core.rank_kit.expert_choices import ExpertChoices
+from rl_core.rank_kit.scoring.micro_batch import ModelInput, Routes, predicting_states
+
+
+def follow(choices: ExpertChoices, routes: Routes | None) -> None:
+    """Sets the routes of the next forward and of its recomputation."""
+    if routes is None:
+        choices.follow(None, None)
+    else:
+        choices.follow(routes.experts_CLK, routes.is_known_C)
+
+
+def require_followed_routes(
+    model: PreTrainedModel, choices: ExpertChoices, inputs: ModelInput, compute_dtype: torch.dtype, key: str
+) -> None:
+    """Sends a few tokens to experts that the model would not choose, and looks at what its experts are given.
+
+    It finds models that choose in another way than is replaced, and those that give nothing to experts outside of the
+    groups that they choose first.
+
+    Raises:
+        ConfigError: the experts are others, or some have no weight.
+    """
+    shape, num_cells = choices.shape, inputs.tokens_BL.numel()
+    generator = torch.Generator().manual_seed(0)
+    sent_CLE = torch.rand(num_cells, shape.num_layers, shape.num_experts, generator=generator).argsort(-1)
+    sent_CLK = sent_CLE[..., : shape.experts_per_token].to(model.device)
+    given: list[tuple[Any, ...]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: given.append(args))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    choices.follow(sent_CLK, torch.ones(num_cells, dtype=torch.bool, device=model.device))
+    with torch.no_grad():
+        predicting_states(model, inputs, compute_dtype)
+    for handle in handles:
+        handle.remove()
+    for layer, arguments in zip(shape.layers, given, strict=True):
+        if not _is_followed(arguments, sent_CLK[:, layer]):
+            raise ConfigError(
+                f"{key}: the experts of layer {layer} of {type(model).__name__} are not used as the routes say; set "
+                f"{key}=false and generator.inference_engine.enable_return_routed_experts=false"
+            )
+
+
+def _is_followed(arguments: tuple[Any, ...], sent_CK: Tensor) -> bool:
+    """Experts are called with hidden states, indices and weights."""
+    if len(arguments) != 3 or arguments[1].shape != sent_CK.shape:
+        return False
+    return torch.equal(arguments[1], sent_CK) and bool((arguments[2] != 0).all())

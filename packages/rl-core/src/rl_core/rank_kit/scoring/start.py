@@ -1,0 +1,66 @@
+"""From a model on disk to the shards of every rank, and the proof that they compute what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.process_group import agree, from_first
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
+from rl_core.rank_kit.scoring.rank_mesh import RankMesh
+from rl_core.rank_kit.scoring.shards import Shards
+from rl_core.rank_kit.scoring.token_scorer import Scorer, load_scorer, require_close, two_sequences
+from rl_core.rank_kit.scoring.ulysses import require_heads
+from rl_core.rank_kit.worker_specs import SECTIONS
+
+
+def start_shards(
+    spec: WorkerSpec,
+    ranks: RankMesh,
+    shard: Callable[[Scorer], Shards],
+    *,
+    section: str,
+    routes_key: str | None,
+    keeps_float32: bool = True,
+) -> Shards:
+    """Rank 0 reads the model and tries it; the others make its structure without memory and get their shards.
+
+    Args:
+        spec: what to load.
+        ranks: all of them.
+        shard: makes every rank's scorer hold its part of rank 0's weights; collective.
+        section: the backend's section of the configuration, for messages.
+        routes_key: see `load_scorer`.
+        keeps_float32: see `load_scorer`.
+
+    Raises:
+        ConfigError: there is no such model, its code cannot do what is asked, or sharding changes what it computes. On
+            all ranks alike.
+    """
+    where = SECTIONS[spec.role]
+    device = torch.device("cpu" if ranks.is_first else "meta")
+    scorer = agree(lambda: load_scorer(spec, device, routes_key=routes_key, keeps_float32=keeps_float32))
+    if ranks.ulysses is not None:
+        num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
+        agree(lambda: require_heads(num_heads, group, f"{where}.{section}"))
+    inputs = partial(two_sequences, scorer.model, use_sample_packing=spec.use_sample_packing)
+    with torch.no_grad():
+        expected_S = from_first(lambda: scorer(inputs(device=torch.device("cpu")), temperature=1.0)[0])
+        if ranks.ulysses is not None:
+            scorer.model.set_attn_implementation(PACKED_ATTENTION)
+        shards = shard(scorer)
+        own = inputs(device=ranks.device, ulysses=ranks.ulysses)
+        found_S = own.scored_by(shards.module, temperature=1.0)[0].cpu()
+        shards.let_go()
+    require_close(
+        found_S,
+        expected_S,
+        scorer.compute_dtype,
+        f"{where}.model.path: what {type(scorer.model).__name__} computes on {ranks.mesh.world_size} ranks differs "
+        "from what it computes on one",
+        "set sequence_parallel_size=1" if ranks.ulysses else "this backend cannot shard it",
+    )
+    return shards

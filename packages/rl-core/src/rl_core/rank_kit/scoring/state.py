@@ -1,0 +1,145 @@
+"""State of a worker on disk: named tensors in torch's distributed format, which any number of ranks reads.
+
+Every rank writes its shards to a file of its own; `state.json`, written last, lists the files, their sizes and
+checksums. Reading checks all that before it changes anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from rl_core.errors import CheckpointError
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.process_group import agree, from_first
+from rl_core.rank_kit.scoring.flat_pieces import FlatPiece, PieceStager, whole_shape
+from rl_core.rank_kit.scoring.rank_mesh import RankMesh
+from rl_core.rank_kit.state_files import (
+    FileSystemWriter,
+    reason_of,
+    require_complete_state,
+    state_not_written,
+    write_state_list,
+)
+
+_INDEX = ".metadata"
+
+
+def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None) -> None:
+    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
+
+    Raises:
+        CheckpointError: the storage of a rank failed. On all ranks alike.
+    """
+    _expect_one_rank()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        metadata = save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=ranks is None)
+    except (OSError, CheckpointException) as error:
+        raise state_not_written(directory, error) from error
+
+    def list_files() -> None:
+        try:
+            _write_list(directory, metadata, steps_done)
+        except OSError as error:
+            raise state_not_written(directory, error) from error
+
+    list_files() if ranks is None else from_first(list_files)
+
+
+def start_writing(
+    writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None
+) -> None:
+    """As `write_state`, but returns when the tensors are copied: `writer` knows when all is done."""
+
+    def write() -> Future[Metadata]:
+        _expect_one_rank()
+        writing = async_save(
+            dict(tensors),
+            storage_writer=FileSystemWriter(directory),
+            process_group=writer.group,
+            no_dist=ranks is None,
+            async_stager=PieceStager() if any(isinstance(t, FlatPiece) for t in tensors.values()) else None,
+        )
+        assert isinstance(writing, Future)
+        return writing
+
+    def finish(metadata: Metadata) -> None:
+        if ranks is None or ranks.is_first:
+            _write_list(directory, metadata, steps_done)
+
+    writer.start(directory, write, finish)
+
+
+def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMesh | None) -> int:
+    """Fills `tensors` in place with what was saved under their names; returns the optimizer steps behind them.
+
+    Args:
+        directory: as given to `write_state`, by any number of ranks.
+        tensors: sharded in any way, or whole. The state may hold more: an optimizer that is not wanted here.
+        ranks: all read together; None for one rank alone.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or changed, or the tensors are not those of this model. The model is
+            as it was.
+    """
+
+    def check() -> int:
+        steps_done = require_complete_state(directory)
+        _require_same_tensors(directory, tensors)
+        return steps_done
+
+    steps_done = check() if ranks is None else agree(check)
+    try:
+        _expect_one_rank()
+        load(dict(tensors), storage_reader=FileSystemReader(directory), no_dist=ranks is None)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{directory}: cannot be read ({reason_of(error)}); resume from an earlier checkpoint"
+        ) from error
+    return steps_done
+
+
+def _expect_one_rank() -> None:
+    """torch warns of a single rank even where it is asked for; in the background it does so in a thread of its own, so
+    the filter stays."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+
+
+def _write_list(directory: Path, metadata: Metadata, steps_done: int) -> None:
+    names = {_INDEX, *(info.relative_path for info in (metadata.storage_data or {}).values())}
+    write_state_list(directory, names, steps_done=steps_done)
+
+
+def _require_same_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    metadata: Metadata = FileSystemReader(directory).read_metadata()
+    saved = {name: _described(entry) for name, entry in metadata.state_dict_metadata.items()}
+    wanted = {name: _in_words(tensor.dtype, whole_shape(tensor)) for name, tensor in tensors.items()}
+    kinds = {name.partition("/")[0] for name in wanted}
+    for name in sorted(saved.keys() | wanted.keys()):
+        have, want = saved.get(name, "absent"), wanted.get(name, "absent")
+        if have != want and name.partition("/")[0] in kinds:
+            raise CheckpointError(
+                f"{directory}: {name} is {have}, this model's is {want}; the checkpoint belongs to another model, or "
+                "another backend wrote it"
+            )
+
+
+def _described(entry: object) -> str:
+    """Another backend's state may hold what is no tensor."""
+    is_tensor = isinstance(entry, TensorStorageMetadata)
+    return _in_words(entry.properties.dtype, entry.size) if is_tensor else "no tensor"
+
+
+def _in_words(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,286 @@
+"""Any Hugging Face causal language model as a scorer of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl_core.algorithms.logprobs import chunked_logprobs
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerSpec
+from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
+from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
+from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
+from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
+from rl_core.rank_kit.scoring.router_replay import follow, require_followed_routes
+from rl_core.rank_kit.scoring.value_head import ValueScorer, load_head
+from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
+from rl_core.rank_kit.weight_buckets import broken_weights_file
+from rl_core.rank_kit.worker_specs import SECTIONS
+
+
+class TokenScorer(nn.Module):
+    """Log-probs and entropies of tokens from a causal language model.
+
+    The output layer's weight is used inside `forward`, so a sharding wrapper around this module gathers it too.
+    The model stays in evaluation mode: dropout would make log-probs differ from those the engine sampled with.
+    """
+
+    score_names = ("logprobs", "entropies")
+
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, compute_dtype: torch.dtype):
+        super().__init__()
+        self.model = model.eval()
+        self.chunk_tokens = chunk_tokens
+        self.compute_dtype = compute_dtype
+        self.hidden_scale = _hidden_scale(model.config)
+        self.choices: ExpertChoices | None = None
+        """Of a model whose routers follow a batch's routes."""
+
+    def forward(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Scores every token that has a token before it.
+
+        Args:
+            inputs: a micro-batch.
+            temperature: > 0, divides the logits.
+
+        Returns:
+            Log-probs [S] and entropies [S], float32 (float64 for a float64 model).
+        """
+        output = self.model.get_output_embeddings()
+        assert isinstance(output, nn.Linear)
+        if self.choices is not None:
+            follow(self.choices, inputs.routes)
+        hidden_SH = predicting_states(self.model, inputs, self.compute_dtype)
+        if self.hidden_scale != 1.0:
+            hidden_SH = hidden_SH * self.hidden_scale
+        logprobs_S, entropies_S = chunked_logprobs(
+            hidden_SH,
+            output.weight,
+            inputs.target_S,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            bias_V=output.bias,
+        )
+        assert entropies_S is not None
+        return logprobs_S, entropies_S
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a state holds: all, or of a model with adapters these."""
+        return state_weights(self.model)
+
+    def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
+        """The whole model under the names of a Hugging Face checkpoint, in `compute_dtype`."""
+        return exported_weights(self.model, self.compute_dtype, making)
+
+
+Scorer = TokenScorer | ValueScorer
+
+
+def load_scorer(
+    spec: WorkerSpec, device: torch.device, *, routes_key: str | None = None, keeps_float32: bool = True
+) -> Scorer:
+    """Loads the model of `spec`, for training or (without an optimizer) frozen; the critic's with a value head.
+
+    Parameters are float32 where they are trained or computed with, else bfloat16; float64 throughout for a checkpoint
+    stored in float64.
+
+    Args:
+        spec: what to load.
+        device: where to. On `meta` it has the same structure without memory, and nothing is checked.
+        routes_key: the key that asks for router replay, for messages; None: every token goes its own way.
+        keeps_float32: what is trained is float32 also where bfloat16 is computed in; False: what shards it keeps a
+            float32 copy of it.
+
+    Raises:
+        ConfigError: there is no such model, or its code cannot do what is asked.
+    """
+    path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
+    assert path is not None
+    config, is_empty = _load_config(path, where), device.type == "meta"
+    compute_dtype = torch.bfloat16 if spec.bf16 else torch.float64 if config.dtype == torch.float64 else torch.float32
+    is_critic, is_adapted = spec.role == "critic", spec.model.lora.rank > 0
+    dtype = torch.float32 if spec.bf16 and is_trained and not is_adapted and keeps_float32 else compute_dtype
+    try:
+        auto_class = AutoModel if is_critic else AutoModelForCausalLM
+        if is_empty:
+            with device:
+                model = auto_class.from_config(config, dtype=dtype)
+        else:
+            with no_progress_bars():
+                model = auto_class.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{where}.model.path: {broken_weights_file(path) or path} cannot be loaded as a causal language model: "
+            f"{error}"
+        ) from error
+    model.requires_grad_(is_trained)
+    if is_adapted:
+        add_adapters(model, spec.model.lora, path=path, seed=spec.seed, where=where)
+    nn.Module.to(model, device)
+    if is_empty and spec.use_sample_packing:
+        model.set_attn_implementation(PACKED_ATTENTION)
+    if is_critic:
+        scorer = ValueScorer(model, compute_dtype=compute_dtype)
+        if not is_empty:
+            load_head(scorer, path, where)
+            _require_same_states(model, compute_dtype, use_sample_packing=spec.use_sample_packing, where=where)
+    else:
+        scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
+        if not is_empty:
+            _require_linear_output(model, where)
+            _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
+        if routes_key is not None:
+            scorer.choices = ExpertChoices.of(model, where=routes_key)
+            if not is_empty:
+                inputs = two_sequences(model, use_sample_packing=spec.use_sample_packing, device=device)
+                require_followed_routes(model, scorer.choices, inputs, compute_dtype, routes_key)
+    if spec.gradient_checkpointing and is_trained:
+        _recompute_layers(model, where)
+    if not keeps_float32:
+        # Adapters and heads too; buffers, as rotary frequencies, stay what they are.
+        for weight in scorer.parameters():
+            weight.data = weight.data.to(compute_dtype)
+    return scorer
+
+
+def _load_config(path: str, where: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = (
+            "it has no config.json" if Path(path).is_dir() else "no directory here, nor a model that can be fetched"
+        )
+        raise ConfigError(f"{where}.model.path: {path!r} is no Hugging Face model ({reason}): {error}") from error
+
+
+def _hidden_scale(config: PretrainedConfig) -> float:
+    """Cohere multiplies logits by `logit_scale`, Granite divides by `logits_scaling`; the same on hidden states."""
+    return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _require_linear_output(model: PreTrainedModel, where: str) -> None:
+    name = type(model).__name__
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise ConfigError(
+            f"{where}.model.path: {name} caps its logits (final_logit_softcapping), which chunked log-probs lack"
+        )
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"{where}.model.path: the output layer of {name} is not one linear layer, which log-probs are computed from"
+        )
+
+
+def _require_same_scores(scorer: TokenScorer, *, use_sample_packing: bool, where: str) -> None:
+    """Proves that the scorer agrees with the model's own logits of each sequence alone.
+
+    It finds, besides what `_require_agreement` names, output layers that are more than a matrix.
+    """
+    _require_agreement(
+        scorer.model,
+        scorer.compute_dtype,
+        lambda inputs: scorer(inputs, temperature=1.0)[0],
+        partial(_own_logprobs, scorer.model),
+        use_sample_packing=use_sample_packing,
+        where=where,
+    )
+
+
+def _require_same_states(
+    model: PreTrainedModel, compute_dtype: torch.dtype, *, use_sample_packing: bool, where: str
+) -> None:
+    """Proves that the hidden states, which values are made of, are those of each sequence alone."""
+    _require_agreement(
+        model,
+        compute_dtype,
+        lambda inputs: predicting_states(model, inputs, compute_dtype),
+        lambda tokens_T: model(tokens_T[None].to(model.device), use_cache=False).last_hidden_state[0, :-1],
+        use_sample_packing=use_sample_packing,
+        where=where,
+    )
+
+
+def _require_agreement(
+    model: PreTrainedModel,
+    compute_dtype: torch.dtype,
+    as_trained: Callable[[ModelInput], Tensor],
+    alone: Callable[[Tensor], Tensor],
+    *,
+    use_sample_packing: bool,
+    where: str,
+) -> None:
+    """Compares what training computes of two short sequences with what the model's own code makes of each alone.
+
+    It finds layers that look across packed sequences (state-space, convolution) and attention that takes no bounds.
+    Leaves the model with the attention that training needs.
+    """
+    name, sequences = type(model).__name__, _two_token_sequences(model)
+    inputs = two_sequences(model, use_sample_packing=use_sample_packing, device=model.device)
+    remedy = "set trainer.use_sample_packing=false" if use_sample_packing else "this backend cannot train it"
+    with torch.no_grad(), autocast(model, compute_dtype):
+        expected = torch.cat([alone(tokens_T) for tokens_T in sequences])
+        if use_sample_packing:
+            model.set_attn_implementation(PACKED_ATTENTION)
+        try:
+            found = as_trained(inputs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}.model.path: {name} does not run as in training ({error}); {remedy}") from error
+    message = f"{where}.model.path: what {name} computes in training differs from its own scores"
+    require_close(found, expected, compute_dtype, message, remedy)
+
+
+def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, message: str, remedy: str) -> None:
+    """Raises ConfigError with both texts unless scores agree as far as `compute_dtype` lets them."""
+    # Log-probs of a random model all lie near −log V: what tells one token from another is their spread.
+    spread = (expected - expected.mean()).norm().clamp(min=1e-3)
+    error = ((found - expected).norm() / spread).item()
+    limit = 0.1 if compute_dtype == torch.bfloat16 else 1e-3
+    if not error < limit:
+        raise ConfigError(f"{message} by {error:.1e} (relative), expected below {limit:g}; {remedy}")
+
+
+def _two_token_sequences(model: PreTrainedModel) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (7, 5)]
+
+
+def two_sequences(
+    model: PreTrainedModel, *, use_sample_packing: bool, device: torch.device, ulysses: UlyssesGroup | None = None
+) -> ModelInput:
+    """Twelve tokens, the same on every rank, to try a model on."""
+    batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in _two_token_sequences(model)])
+    return model_input(
+        batch, predicted_tokens(batch), use_sample_packing=use_sample_packing, device=device, ulysses=ulysses
+    )
+
+
+def _own_logprobs(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
+    tokens_T = tokens_T.to(model.device)
+    logits_TV = model(input_ids=tokens_T[None], use_cache=False).logits[0]
+    logits_TV = logits_TV.to(torch.promote_types(torch.float32, logits_TV.dtype))
+    return logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None]).squeeze(1)
+
+
+def _recompute_layers(model: PreTrainedModel, where: str) -> None:
+    """Wraps every decoder layer's `forward`, not its call: hooks of a sharding wrapper stay outside and run once.
+
+    transformers' own switch works in training mode only, which would also switch dropout on.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: "
+            "set trainer.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

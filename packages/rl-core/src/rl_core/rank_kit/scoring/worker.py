@@ -1,0 +1,265 @@
+"""One rank that scores and trains a Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.columns import INPUT_COLUMNS
+from rl_core.errors import WorkerError
+from rl_core.interfaces import (
+    LossSpec,
+    Manifest,
+    OptimizerStep,
+    OptimizerUpdate,
+    Plan,
+    WeightBucket,
+    WeightSender,
+    WorkerSpec,
+)
+from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.learning_rates import learning_rate
+from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
+from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.optimizer_steps import step_settings
+from rl_core.rank_kit.perturbation import Perturbation
+from rl_core.rank_kit.publishing import pack_on_first, publish
+from rl_core.rank_kit.route_checks import require_routes
+from rl_core.rank_kit.row_moves import scatter_rows
+from rl_core.rank_kit.scoring.lora import has_adapters, save_adapters
+from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
+from rl_core.rank_kit.scoring.rank_mesh import RankMesh
+from rl_core.rank_kit.scoring.shards import Shards
+from rl_core.rank_kit.scoring.state import read_state, start_writing, write_state
+from rl_core.rank_kit.scoring.value_head import ValueScorer
+from rl_core.rank_kit.scoring.weights import persistent_buffers
+from rl_core.rank_kit.worker_specs import require_model_path, require_optimizer
+
+
+class ScoringWorker:
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: one rank, alone
+    or of several.
+
+    Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
+    one that has no sequences left computes a shortest one again and leaves its result out.
+    Nothing here is random (the model runs without dropout), so `spec.seed` has nothing to fix.
+
+    Args:
+        spec: what was loaded.
+        device: of this rank.
+        ranks: all of them; None for one alone that needs no process group.
+        shards: the model, as this rank holds it.
+        routes_key: the key that asks for router replay, for messages.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, device: torch.device, ranks: RankMesh | None, shards: Shards, *, routes_key: str
+    ):
+        self.spec = spec
+        self.device = device
+        self.ranks = ranks
+        self.shards = shards
+        self.scorer = shards.scorer
+        self.routes_key = routes_key
+        self.steps_done = 0
+        self.background: BackgroundWriter | None = None
+        self._perturbation: Perturbation | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """None for a model that is not trained."""
+        return self.shards.optimizer
+
+    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+        """Log-probs and entropies of the stream, or a critic's values, without gradient."""
+        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
+        inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
+        self._require_fitting_routes(inputs)
+        for sequences, micro_batch in self._micro_batches(inputs, plan):
+            index_S = predicted_tokens(micro_batch)
+            with torch.no_grad():
+                scores_S = self._score(micro_batch, index_S, temperature)
+            if not sequences:
+                continue
+            stream_index_S = batch.token_index(torch.as_tensor(sequences))[index_S]
+            for values_T, values_S in zip(scores.values(), scores_S, strict=True):
+                values_T[stream_index_S] = values_S.float().cpu()
+        if self.ranks is None:
+            return scores
+        self.shards.let_go()
+        return scores if self.ranks.returns_results else {}
+
+    def forward_backward(
+        self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
+        require_optimizer(self.optimizer, self.spec, "forward_backward")
+        self._require_fitting_routes(batch)
+        objective = objective_from_spec(loss)
+        require_scores(returns, self.scorer.score_names, self.spec.role)
+        parts, returned = [], {name: torch.zeros(batch.num_tokens) for name in returns}
+        for sequences, micro_batch in self._micro_batches(batch, plan):
+            trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
+            scores_S = self._score(micro_batch, trained_S, temperature)
+            index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
+            scores = {
+                name: scatter_rows(values_S, index_S, num_tokens)
+                for name, values_S in zip(self.scorer.score_names, scores_S, strict=True)
+            }
+            weighted_sum, metrics = batch_loss(objective, micro_batch, scores, self.device)
+            self.shards.backward(weighted_sum)
+            parts.append(metrics)
+            if sequences and returned:
+                stream_index_T = batch.token_index(torch.as_tensor(sequences))
+                for name, values_T in returned.items():
+                    values_T[stream_index_T] = scores[name].detach().float().cpu()
+        return {**total_metrics(parts), **returned}
+
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        require_optimizer(self.optimizer, self.spec, "optim_step")
+        config = self.spec.optimizer
+        assert config is not None
+        if not self.shards.has_gradients():
+            raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
+        rate = learning_rate(self.steps_done, config, self.spec.total_optimizer_steps)
+        settings = step_settings(config, update, scheduled_rate=rate)
+        grad_norm = self.shards.step(settings)
+        is_finite = math.isfinite(grad_norm)
+        self.steps_done += is_finite
+        return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
+        return self.shards.gradients()
+
+    def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
+        return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
+
+    def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The adapter alone, as `export_weights`; in the same dtype, which is the engine's too."""
+        tensors = self.shards.adapters(self.scorer.compute_dtype)
+        return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
+
+    def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
+        """Sends `export_weights`, or `export_adapter` where the configuration says so."""
+        return publish(self, sender, version, max_bucket_bytes)
+
+    def perturb(self, seed: int, scale: float) -> None:
+        """Noise on every trained parameter, until `restore`."""
+        self.restore()
+        self._perturbation = Perturbation.perturb(self.shards.pieces(), seed=seed, scale=scale)
+        self.shards.take_pieces()
+
+    def restore(self) -> None:
+        """Takes the noise away again."""
+        if self._perturbation is not None:
+            self._perturbation.restore(self.shards.pieces())
+            self.shards.take_pieces()
+            self._perturbation = None
+
+    def save_state(self, directory: Path) -> None:
+        """Writes weights and, of a trained model, optimizer and schedule; every rank its own shards."""
+        write_state(directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
+
+    def start_saving(self, directory: Path) -> None:
+        """As `save_state`, from a copy in CPU memory."""
+        self.background = self.background or BackgroundWriter(is_alone=self.ranks is None)
+        start_writing(self.background, directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
+
+    def has_saved(self) -> bool:
+        """See `BackgroundSaver`. Raises CheckpointError."""
+        return self.background is None or self.background.is_done()
+
+    def load_state(self, directory: Path) -> None:
+        """Reads what `save_state` wrote, on any number of ranks; all is checked before anything changes."""
+        state, is_trained = self._state(), self.optimizer is not None
+        steps_done = read_state(directory, state, ranks=self.ranks)
+        self.shards.take(state, with_optimizer=is_trained, steps_done=steps_done)
+        if is_trained:
+            self.shards.clear_gradients()
+            self.steps_done = steps_done
+
+    def save_model(self, directory: Path) -> None:
+        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so.
+
+        Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
+        """
+        scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
+        tensors = chain(self.shards.model_weights(), persistent_buffers(model).items())
+        write_weights(tensors, directory, is_first=is_first)
+        if is_first:
+            generation = model.generation_config if model.can_generate() else None
+            write_config(
+                model.config, directory, dtype=dtype, generation=generation, architectures=[type(model).__name__]
+            )
+            write_tokenizer(require_model_path(self.spec), directory)
+        if isinstance(scorer, ValueScorer):
+            head = self.shards.head()
+            if is_first:
+                write_head(head, directory)
+        if has_adapters(model):
+            adapters = dict(self.shards.adapters(None))
+            if is_first:
+                save_adapters(model, adapters, directory / ADAPTER_FOLDER)
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves them (parameters with their gradients) to CPU memory; without an accelerator they are there."""
+        self._move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves them back."""
+        self._move(self.device, parameters=parameters, optimizer=optimizer)
+
+    def close(self) -> None:
+        """Drops model and optimizer, and leaves the other ranks."""
+        is_busy = self.background is not None and self.background.is_busy
+        was_open = self.__dict__.pop("shards", None) is not None
+        self.__dict__.pop("scorer", None)
+        if was_open and self.ranks is not None and not is_busy:
+            self.ranks.leave()
+
+    def _require_fitting_routes(self, batch: Batch) -> None:
+        choices = self.scorer.choices
+        require_routes(batch, None if choices is None else choices.shape, key=self.routes_key)
+
+    def _state(self) -> dict[str, Any]:
+        return self.shards.state(with_optimizer=self.optimizer is not None)
+
+    def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        inputs = model_input(
+            micro_batch,
+            index_S,
+            use_sample_packing=self.spec.use_sample_packing,
+            device=self.device,
+            ulysses=None if self.ranks is None else self.ranks.ulysses,
+        )
+        return inputs.scored_by(self.shards.module, temperature=temperature)
+
+    def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
+        """Each micro-batch's sequences, and what is computed: without any, one sequence of which no token is trained,
+        because the others wait for this rank in every layer. One rank alone waits for nobody and leaves it out."""
+        for sequences in plan:
+            if len(sequences):
+                yield list(sequences), batch.select(list(sequences))
+            elif self.ranks is not None:
+                shortest = batch.select([int(batch.lengths.argmin())])
+                untrained_T = torch.zeros(shortest.num_tokens, dtype=torch.bool)
+                yield [], shortest.with_columns(loss_mask=untrained_T) if "loss_mask" in shortest else shortest
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks is None or self.ranks.is_first
+
+    def _move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
+        if self.device.type != "cpu":
+            self.shards.move(device, parameters=parameters, optimizer=optimizer and self.optimizer is not None)
+            torch.cuda.empty_cache()

@@ -1,0 +1,102 @@
+"""Files elsewhere: addresses that fsspec knows, such as `s3://bucket/train.parquet`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from rl_core.errors import ConfigError, DataError, install
+
+
+def is_remote(path: str | Path) -> bool:
+    """It has a protocol, so it is no path of this machine."""
+    return "://" in str(path)
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to read, from wherever it is. Raises OSError, and ConfigError where its store cannot be asked."""
+    if not is_remote(path):
+        with Path(path).open("rb") as file:
+            yield file
+        return
+    system, place = _found(str(path))
+    with _asked(str(path)), system.open(place, "rb") as file:
+        yield cast("BinaryIO", file)
+
+
+def exists(path: str) -> bool:
+    """Whether there is something at an address. Raises ConfigError where its store cannot be asked."""
+    system, place = _found(path)
+    with _asked(path):
+        return bool(system.exists(place))
+
+
+def names_in(directory: str) -> list[str]:
+    """Names of what lies in a remote directory; none where it is not there. Raises ConfigError."""
+    system, place = _found(directory)
+    with _asked(directory):
+        # A store may remember what it once listed.
+        system.invalidate_cache()
+        if not system.exists(place):
+            return []
+        return sorted({entry.rstrip("/").rpartition("/")[2] for entry in system.ls(place, detail=False)})
+
+
+def upload(directory: Path, target: str, *, last: str | None = None) -> None:
+    """Copies a directory's files to a remote one, and the file `last` when all others are there.
+
+    Raises ConfigError, OSError.
+    """
+    system, place = _found(target)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    with _asked(target):
+        for path in sorted(files, key=lambda file: file.name == last and file.parent == directory):
+            there = f"{place.rstrip('/')}/{path.relative_to(directory).as_posix()}"
+            system.makedirs(there.rpartition("/")[0], exist_ok=True)
+            with path.open("rb") as source, system.open(there, "wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 24)
+
+
+def download(source: str, directory: Path) -> None:
+    """Copies a remote directory's files into a new one here. Raises ConfigError, OSError."""
+    system, place = _found(source)
+    with _asked(source):
+        for there in system.find(place):
+            path = directory / there[len(place.rstrip("/")) + 1 :]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with system.open(there, "rb") as file, path.open("wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 24)
+
+
+def remove(directory: str) -> None:
+    """Removes a remote directory. Raises ConfigError, OSError."""
+    system, place = _found(directory)
+    with _asked(directory):
+        system.rm(place, recursive=True)
+
+
+def _found(path: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ConfigError(f"{path}: files elsewhere need fsspec: {install('rl-core[remote]')}") from error
+    try:
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{path}: fsspec cannot reach it: {error}") from error
+
+
+@contextmanager
+def _asked(path: str) -> Iterator[None]:
+    """Stores raise whatever their library does: without a network, a right or a bucket."""
+    try:
+        yield
+    except (OSError, ConfigError, DataError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path}: its store answers {type(error).__name__}: {error}") from error

@@ -1,0 +1,217 @@
+"""What bfloat16 may cost: a worker's distance from float32, in multiples of that of plain transformers in bfloat16.
+
+bfloat16 has eight bits: no two right implementations agree, and no absolute limit tells a wrong one from a right one.
+But the error of plain transformers says how much rounding the model itself stands for: a worker that errs by half as
+much again rounds where it need not (log-probs, weights that are trained).
+
+All is measured on a checkpoint stored in bfloat16, so that float32 starts from the same weights, and as means over many
+numbers: single tokens of two right implementations differ by tens of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from rl_core.batch import Batch
+from rl_core.interfaces import LossSpec, OptimizerStep, OptimizerUpdate, WorkerSpec
+from rl_core.rank_kit.weight_buckets import unpack_bucket
+from rl_core.rank_kit.worker_specs import require_model_path
+from rl_core.testing.cases import LOSS, TEMPERATURE, make_batch, make_routes
+from rl_core.testing.forced_routes import routers
+from rl_core.testing.reference_worker import ReferenceWorker
+
+NUM_BATCHES = 4
+"""Together 836 tokens: with other seeds the multiples of a mesh stay within 0.1."""
+NUM_BATCHES_OF_ROUTERS = 16
+"""For experts that the model's own routers choose: rounding tips one choice in some hundred over, and how often it does
+is most of the error. With 4 batches multiples of 1 to 3.9 were seen, with 32 of 0.98 to 1.06."""
+
+
+class Bfloat16Worker(ReferenceWorker):
+    """transformers in bfloat16, as precise as that is without changing the model's code.
+
+    Weights that are trained, the sum of gradients over sequences, AdamW and log-probs are float32.
+    """
+
+    def __init__(self, spec: WorkerSpec):
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(spec)
+        assert spec.model.path is not None
+        # Loaded, not cast: what transformers keeps in float32 (rotary frequencies, a router's bias) stays so.
+        self.computing = AutoModelForCausalLM.from_pretrained(
+            require_model_path(spec), dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        for trained, computing in self._pairs():
+            computing.register_post_accumulate_grad_hook(partial(_add_to, trained))
+
+    def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
+        """Of the float32 weights, which are rounded into those that compute."""
+        step = super().optim_step(update)
+        with torch.no_grad():
+            for trained, computing in self._pairs():
+                computing.copy_(trained)
+        return step
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return list(zip(self.model.parameters(), self.computing.parameters(), strict=True))
+
+
+def _add_to(trained: nn.Parameter, computing: nn.Parameter) -> None:
+    assert computing.grad is not None
+    gradient = computing.grad.float()
+    trained.grad = gradient if trained.grad is None else trained.grad.add_(gradient)
+    computing.grad = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Course:
+    """What a worker computes of some batches, and of three optimizer steps."""
+
+    logprobs_T: Tensor
+    """Of all batches' scored tokens."""
+    gradients: Mapping[str, Tensor]
+    """Of all batches together."""
+    weights: Mapping[str, Tensor]
+    """After a step by these gradients, and one by each of two of the batches."""
+
+
+@attrs.frozen(kw_only=True)
+class Errors:
+    """Of a course, against that in float32."""
+
+    logprobs: float
+    """Mean |difference| in nats."""
+    direction: float
+    """1 − the cosine of the angle between the gradients of all parameters as one vector."""
+    weights: float
+    """RMS difference over the RMS of what the steps changed."""
+
+
+def make_batches(reference: ReferenceWorker, *, forced_routes: bool) -> list[Batch]:
+    """What courses are run on: all that a mean needs to be steady.
+
+    Old log-probs are the reference's own, and every token weighs the same: near the edge of a clipped ratio rounding
+    would switch a token's gradient off, and in a batch of few heavy tokens that would be most of the gradient. Where
+    experts are given, they are for every token: rounding tips a router's own choice over, and one token's other expert
+    can be most of the error.
+    """
+    chooses = bool(routers(reference.model)) and not forced_routes
+    num_batches = NUM_BATCHES_OF_ROUTERS if chooses else NUM_BATCHES
+    batches = []
+    for seed in range(1, num_batches + 1):
+        batch = make_batch(reference, forced_routes=forced_routes, seed=seed)
+        if forced_routes:
+            batch = batch.with_columns(**_routes_of_every_token(reference, batch))
+        mask_T = batch["loss_mask"]
+        logprobs_T = reference.forward(batch, _one_by_one(batch), temperature=TEMPERATURE)["logprobs"]
+        uniform_T = mask_T.float() / mask_T.sum() / num_batches
+        batches.append(batch.with_columns(old_logprobs=logprobs_T, ref_logprobs=logprobs_T, loss_weights=uniform_T))
+    return batches
+
+
+def _routes_of_every_token(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:
+    lengths = batch.offsets.diff().tolist()
+    routes = [make_routes(reference, length, seed=i, has_gaps=False) for i, length in enumerate(lengths)]
+    return {name: torch.cat([of_one[name] for of_one in routes]) for name in routes[0]}
+
+
+def _one_by_one(batch: Batch) -> list[list[int]]:
+    return [[i] for i in range(batch.num_sequences)]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Baseline:
+    """What a worker's course is judged by."""
+
+    batches: Sequence[Batch]
+    before: Mapping[str, Tensor]
+    """The weights that courses start from."""
+    exact: Course
+    """In float32."""
+    plain: Course
+    """Of plain transformers in bfloat16; its weights are float32."""
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:
+        """Runs both on what `batches_of` makes with the float32 worker; `spec.model` is stored in bfloat16."""
+        reference = ReferenceWorker(spec)
+        before, batches = weights_of(reference), batches_of(reference)
+        exact = course(reference, batches, None, partial(weights_of, reference))
+        del reference  # one model at a time: a real one takes gigabytes
+        worker = Bfloat16Worker(spec)
+        plain = course(worker, batches, None, partial(weights_of, worker))
+        return cls(batches=batches, before=before, exact=exact, plain=plain)
+
+    def errors(self, found: Course) -> tuple[Errors, Errors]:
+        """Those of a course, and the plain ones; weights are compared in the dtype that the course has them in."""
+        rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
+        plain = attrs.evolve(self.plain, weights=rounded)
+        return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)
+
+
+def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]) -> Course:
+    """Runs what is compared.
+
+    Args:
+        worker: has `forward`, `forward_backward`, `gradients` and `optim_step`: a worker or a `RankGroup`.
+        batches: of `make_batches`.
+        limits: the second argument of `forward`: of a `RankGroup` limits; None: the plan of a worker.
+        weights: the worker's weights, by name.
+    """
+    plans = [limits or _one_by_one(batch) for batch in batches]
+    pairs = list(zip(batches, plans, strict=True))
+    scores = [worker.forward(*pair, temperature=TEMPERATURE)["logprobs"] for pair in pairs]
+    for pair in pairs:
+        worker.forward_backward(*pair, LOSS, temperature=TEMPERATURE)
+    gradients = worker.gradients()
+    worker.optim_step()
+    for pair in pairs[:2]:
+        # No ratio to clip, so that the steps' noise cannot tip it either.
+        worker.forward_backward(*pair, LossSpec(name="cross_entropy"), temperature=TEMPERATURE)
+        worker.optim_step()
+    scored = [scores_T[is_scored(batch)] for scores_T, batch in zip(scores, batches, strict=True)]
+    return Course(logprobs_T=torch.cat(scored), gradients=gradients, weights=weights())
+
+
+def is_scored(batch: Batch) -> Tensor:
+    """[T] bool: all tokens but each sequence's first."""
+    is_scored_T = torch.ones(batch.num_tokens, dtype=torch.bool)
+    is_scored_T[batch.offsets[:-1]] = False
+    return is_scored_T
+
+
+def errors(found: Course, exact: Course, before: Mapping[str, Tensor]) -> Errors:
+    """How far `found` is from `exact`; `before`: the weights before the steps.
+
+    Weights are compared as they are exported: where that is in bfloat16, the exact ones are rounded too.
+    """
+    like = {name: exact.weights[name].to(weight.dtype).float() for name, weight in found.weights.items()}
+    missed, moved = _distance(found.weights, like), _distance(exact.weights, before)
+    return Errors(
+        logprobs=float((found.logprobs_T - exact.logprobs_T).abs().mean()),
+        direction=1.0 - _cosine(found.gradients, exact.gradients),
+        weights=missed / moved,
+    )
+
+
+def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    return sum(float((a[name].double() - b[name].double()).pow(2).sum()) for name in b) ** 0.5
+
+
+def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    def product(c: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> float:
+        return sum(float((c[name].double() * d[name].double()).sum()) for name in b)
+
+    return product(a, b) / (product(a, a) * product(b, b)) ** 0.5
+
+
+def weights_of(worker: ReferenceWorker) -> dict[str, Tensor]:
+    """Copies of what it exports."""
+    return {name: t.clone() for bucket in worker.export_weights(1 << 20) for name, t in unpack_bucket(bucket)}

@@ -1,0 +1,36 @@
+"""Work beside other work, and work that a stop cuts off. Neither leaves a task behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+@contextlib.asynccontextmanager
+async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` as a task of its own until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """The result of `work`; None where `stop` is set before it is there, which cancels the work."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        await asyncio.wait({working})
+        return None if working.cancelled() else working.result()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait({working, stopping})

@@ -1,0 +1,79 @@
+"""The account of samples that failed: warned of at once, counted by kind, kept for `samples.jsonl`, and limited."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from rl_core.errors import GenerationError
+from rl_core.interfaces import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class FailureAccount:
+    """What failed of the samples of a step, or of an evaluation.
+
+    The first failure of each kind is a warning at once. More than `max_rate` of the samples raise: of those that ended
+    since the last `lap`, or of `num_expected`, which is more at the beginning.
+    """
+
+    def __init__(self, name: str, *, max_rate: float, num_expected: int):
+        """
+        Args:
+            name: prefix of the metrics, `rollout` or `eval`.
+            max_rate: largest fraction of samples that may fail; 1: all.
+            num_expected: samples of a step, or of the evaluation.
+        """
+        self._name = name
+        self._max_rate = max_rate
+        self._num_expected = num_expected
+        self._warned: set[str] = set()
+        self._num_ended: Counter[int] = Counter()
+        """Of each group."""
+        self._failed: list[Trajectory] = []
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Takes note of samples that ended. Raises GenerationError where too many of them failed."""
+        failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
+        self._num_ended.update(trajectory.group_id for trajectory in trajectories)
+        self._failed += failed
+        for trajectory in failed:
+            if trajectory.failure_kind not in self._warned:
+                self._warned.add(trajectory.failure_kind)
+                logger.warning(
+                    "a sample failed and is not used: %s (the first %s; all are in samples.jsonl, and counted in "
+                    "%s/failed)",
+                    trajectory.failure,
+                    trajectory.failure_kind,
+                    self._name,
+                )
+        num_ended = self._num_ended.total()
+        if failed and len(self._failed) > self._max_rate * max(num_ended, self._num_expected):
+            raise GenerationError(
+                f"{self._name}: {len(self._failed)} of {num_ended} samples failed, of {self._num_expected} that "
+                f"belong together ({self._kinds()}), and trainer.max_failure_rate is {self._max_rate:g}; the last one: "
+                f"{failed[-1].failure}"
+            )
+
+    def lap(self, *, later: Container[int] = ()) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
+        """`<name>/failed`, and `<name>/failed/<kind>` of each kind that there was; and the failed samples themselves,
+        by group. Begins anew, but for the groups in `later`, which the next call accounts for."""
+        failed = sorted((one for one in self._failed if one.group_id not in later), key=_place)
+        self._failed = [one for one in self._failed if one.group_id in later]
+        self._num_ended = Counter({group: count for group, count in self._num_ended.items() if group in later})
+        metrics = {f"{self._name}/failed": float(len(failed))}
+        metrics |= {f"{self._name}/failed/{kind}": float(count) for kind, count in _counts(failed).items()}
+        return metrics, tuple(failed)
+
+    def _kinds(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in _counts(self._failed).most_common())
+
+
+def _place(trajectory: Trajectory) -> tuple[int, int]:
+    return trajectory.group_id, trajectory.sample_index
+
+
+def _counts(failed: Sequence[Trajectory]) -> Counter[str]:
+    return Counter(trajectory.failure_kind for trajectory in failed)

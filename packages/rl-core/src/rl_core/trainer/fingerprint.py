@@ -1,0 +1,126 @@
+"""What a run is: its prompts and settings, as its checkpoints remember them and a resume compares them.
+
+A group's number says which prompt it plays, by the rows, their order and the seed. Another number of rows, another
+shuffling or another seed would give the numbers of a checkpoint another meaning, so they are refused; every other
+setting may change in a resume, which says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.config.resolving import as_mapping, leaves
+from rl_core.errors import ConfigError, Mistakes
+from rl_core.trainer.checkpoint import load_fingerprint
+from rl_core.trainer.data import DataRow
+
+logger = logging.getLogger(__name__)
+
+_NUMBER_GROUPS = ("trainer.seed", "data.shuffle")
+"""Keys that, with the rows, say which prompt a group's number means."""
+_OF_THE_PROCESS = frozenset(
+    {
+        "trainer.resume_mode",
+        "trainer.resume_path",
+        "trainer.run_name",
+        "trainer.run_dir",
+        "trainer.ckpt_path",
+        "trainer.export_path",
+        "trainer.project_name",
+        "trainer.logger",
+        "trainer.tags",
+        "trainer.callbacks",
+        "data.train_data",
+    }
+)
+"""Keys of one process of a run: where it writes, what it goes on from, who looks on. Rows are compared, not their
+files."""
+_REMEDY = "or begin a run of its own with trainer.resume_mode=none, which keeps this one beside it"
+
+
+def fingerprint(config: Config, rows: Sequence[DataRow]) -> dict[str, Any]:
+    """What a checkpoint remembers of a run, before its prompts are counted (`with_prompts`).
+
+    Args:
+        config: resolved.
+        rows: of `data.train_data`, in order, all of them.
+    """
+    settings = {key: value for key, value in leaves(as_mapping(config)) if key not in _OF_THE_PROCESS}
+    data = {"num_rows": len(rows), "sha256": _digest(rows), "num_prompts": None}
+    # As it comes back from a file: lists for tuples.
+    return json.loads(json.dumps({"data": data, "settings": settings}, default=str))
+
+
+def with_prompts(run: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
+    """With the number of rows whose prompts are short enough to be played."""
+    return {**run, "data": {**run["data"], "num_prompts": num_prompts}}
+
+
+def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
+    """The numbers of the checkpoint's groups mean the same prompts now.
+
+    Raises:
+        ConfigError: they do not; ConfigErrors: for several reasons. CheckpointError: what it remembers cannot be read.
+    """
+    before = load_fingerprint(checkpoint)
+    if before is None:
+        return
+    mistakes = Mistakes()
+    mistakes.add(*_other_data(checkpoint, before["data"], now["data"]))
+    for key in _NUMBER_GROUPS:
+        was, given = before["settings"].get(key), now["settings"].get(key)
+        if was != given:
+            mistakes.add(
+                ConfigError(
+                    f"{key}: got {_shown(given)}, {checkpoint} was made with {_shown(was)}: the groups that it "
+                    f"counts would play other prompts. Give {_shown(was)}, {_REMEDY}"
+                )
+            )
+    mistakes.raise_found()
+
+
+def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
+    """Says which settings are not those that the checkpoint was made with."""
+    before = load_fingerprint(checkpoint)
+    if before is None:
+        logger.warning("%s does not say with which settings it was made; they are not compared", checkpoint)
+        return
+    was, given = before["settings"], now["settings"]
+    keys = [key for key in dict.fromkeys([*was, *given]) if was.get(key) != given.get(key)]
+    if keys:
+        changes = "; ".join(f"{key}: {_shown(was.get(key))} → {_shown(given.get(key))}" for key in keys)
+        logger.warning("going on with other settings than %s was made with: %s", checkpoint.name, changes)
+
+
+def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    if was["sha256"] != given["sha256"]:
+        how = f"{given['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "as many rows with other content"
+        yield ConfigError(
+            f"data.train_data: has {how}, {checkpoint} was made with {was['num_rows']} rows: the groups that it counts "
+            f"would play other prompts. Give the same rows in the same order, {_REMEDY}"
+        )
+    elif None not in (was["num_prompts"], given["num_prompts"]) and was["num_prompts"] != given["num_prompts"]:
+        yield ConfigError(
+            f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, {checkpoint} was made with "
+            f"{was['num_prompts']}: the groups that it counts would play other ones. Give the same limit (and "
+            f"data.on_long_prompt), {_REMEDY}"
+        )
+
+
+def _digest(rows: Sequence[DataRow]) -> str:
+    """Of the rows' content in their order, whatever files of whatever format they lie in."""
+    digest, encode = hashlib.sha256(), json.JSONEncoder(sort_keys=True, default=str).encode
+    for row in rows:
+        digest.update(encode(row.row).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, str) else value

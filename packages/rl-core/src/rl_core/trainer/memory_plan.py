@@ -1,0 +1,276 @@
+"""Peak memory of a run, phase by phase, from what backends and engine say of their parts (`rl plan`).
+
+Who is on the devices in a phase is the loop's business (`trainer/colocation.py`, `workers/devices.py`); what each holds
+there is its plug-in's (`RankPlan`, `EnginePlan`). Nothing is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import attrs
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError
+from rl_core.interfaces import EnginePlan, HeldKind, RankPlan, Role
+from rl_core.rank_kit.model_files import MAX_FILE_BYTES
+
+PROCESS_BYTES = 3 << 29
+"""Of one process on a GPU, an estimate: context, libraries, collectives and what its allocator cannot use; 1.5 GiB."""
+ENGINE = "engine"
+_KINDS: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
+
+
+@attrs.frozen(kw_only=True)
+class ModelOnRanks:
+    """One model of the run, as its backend plans it."""
+
+    role: Role
+    ranks: tuple[RankPlan, ...]
+    ranks_per_node: int
+    keeps_optimizer: bool
+    """Its optimizer's state stays on the devices while others have them."""
+
+
+@attrs.frozen(kw_only=True)
+class Peak:
+    """The fullest device, and the fullest machine, in one phase."""
+
+    devices: str
+    """Whose they are."""
+    phase: str
+    parts: Mapping[str, int]
+    """Bytes of the device by what they are of."""
+    host_bytes: int
+    """Of one machine's memory, for all ranks on it."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@attrs.frozen(kw_only=True)
+class Serving:
+    """What an engine can do with its part of a device."""
+
+    tokens: int
+    """Whose keys and values fit at once."""
+    context: int
+    """Tokens of the longest sequence."""
+
+    @property
+    def sequences(self) -> int:
+        """Longest sequences that are computed at once; more wait."""
+        return self.tokens // self.context
+
+
+def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
+    """Without a device's size, as many tokens as the engine may ever compute at once."""
+    wanted = config.generator.inference_engine.max_num_seqs * context
+    if device_bytes is None:
+        return Serving(tokens=wanted, context=context)
+    free = engine.memory_share * device_bytes - engine.weight_bytes - engine.computing_bytes
+    return Serving(tokens=max(0, min(wanted, int(free / engine.kv_bytes_per_token))), context=context)
+
+
+def peaks(
+    config: Config,
+    models: Sequence[ModelOnRanks],
+    engine: EnginePlan | None,
+    *,
+    context: int,
+    device_bytes: int | None = None,
+) -> tuple[Peak, ...]:
+    """All phases of all devices.
+
+    Args:
+        config: of the run.
+        models: all of its models.
+        engine: None where the engine's plug-in does not plan; it is left out then.
+        context: tokens of the longest sequence.
+        device_bytes: memory of one device, of which an engine takes its share; None: not known.
+    """
+    placement = config.trainer.placement
+    with_policy = {"policy"}
+    with_policy |= {"reference"} if placement.colocate_policy_ref else set()
+    with_policy |= {"critic"} if placement.colocate_all else set()
+    together = [model for model in models if model.role in with_policy]
+    shared = engine if placement.colocate_all else None
+    found = _of_devices(config, together, shared, context, device_bytes)
+    for model in models:
+        if model.role not in with_policy:
+            found += _of_devices(config, [model], None, context, device_bytes)
+    if engine is not None and not placement.colocate_all:
+        found += _of_engine(engine, config, context, device_bytes)
+    return tuple(found)
+
+
+def require_room(
+    found: Iterable[Peak], *, device_bytes: int | None, host_bytes: int | None, served: Serving | None = None
+) -> None:
+    """Raises ConfigError that names every phase that takes more than there is, and what to do."""
+    complaints = []
+    for peak in found:
+        if device_bytes is not None and peak.device_bytes > device_bytes:
+            most = max(peak.parts, key=lambda part: peak.parts[part])
+            complaints.append(
+                f"{peak.phase} ({peak.devices}) takes {_gib(peak.device_bytes)} of a device's {_gib(device_bytes)}, "
+                f"most of it {most} ({_gib(peak.parts[most])})"
+            )
+        if host_bytes is not None and peak.host_bytes > host_bytes:
+            complaints.append(
+                f"{peak.phase} ({peak.devices}) takes {_gib(peak.host_bytes)} of a machine's {_gib(host_bytes)}"
+            )
+    if served is not None and served.sequences < 1:
+        complaints.append(
+            f"the engine has room for the keys and values of {served.tokens} tokens, and a sequence may have "
+            f"{served.context}"
+        )
+    if complaints:
+        raise ConfigError(
+            "it does not fit: " + "; ".join(complaints) + ". Split the model over more ranks, offload it "
+            "(fsdp_config.cpu_offload), lower trainer.max_tokens_per_microbatch or the length of sequences, or give "
+            "the engine another share (gpu_memory_utilization, tensor_parallel_size)"
+        )
+
+
+# --- devices of models ----------------------------------------------------------------------------------------------
+
+
+def _of_devices(
+    config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
+) -> list[Peak]:
+    """Of devices that these models, and the engine where it is given, have in common."""
+    turns = engine is not None and engine.can_sleep and config.trainer.max_staleness == 0
+    devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
+    beside: dict[str, int] = {}
+    if device_bytes is not None:
+        beside["processes"] = PROCESS_BYTES * (len(models) + (engine is not None))
+    awake = {} if engine is None else _served_parts(engine, config, context, device_bytes)
+    if engine is not None:
+        beside |= {"engine, asleep": engine.asleep_bytes} if turns else awake
+    leaves = turns or len(models) > 1
+    away = {model.role: _away(model) if leaves else _Away() for model in models}
+    at_rest = sum(_on_host(model) for model in models)
+    asleep = engine.asleep_host_bytes * models[0].ranks_per_node if engine is not None and turns else 0
+    found: list[Peak] = []
+
+    def add(phase: str, parts: Mapping[str, int], host: int) -> None:
+        shown = {name: size for name, size in {**parts, **beside}.items() if size}
+        slept = asleep if "engine, asleep" in shown else 0
+        found.append(Peak(devices=devices, phase=phase, parts=shown, host_bytes=at_rest + slept + host))
+
+    for model in models:
+        others = sum(away[other.role].total for other in models if other is not model)
+        if (loading := _node_sum(model, lambda rank: rank.loading_host_bytes)) > 0:
+            add(f"load {model.role}", {}, others + loading)
+        if model.role == "reference":
+            add("score reference", _fullest(model, ("parameters",), ("activations", "gathered")), others)
+            continue
+        add(f"train {model.role}", _fullest(model, _KINDS, ("activations", "gathered")), others)
+        add(f"step {model.role}", _fullest(model, _KINDS), others)
+        copies = _node_sum(model, lambda rank: rank.parameter_bytes + rank.optimizer_bytes)
+        stored = copies if config.trainer.async_save else 0
+        kinds = _held_between(model, optimizer=True)
+        saved = {**_fullest(model, kinds, ("exported",)), "buckets": 2 * MAX_FILE_BYTES}
+        add(f"save {model.role}", saved, others + stored + MAX_FILE_BYTES)
+    for model in (model for model in models if model.role == "policy"):
+        others = sum(away[other.role].total for other in models if other is not model)
+        keeps = model.keeps_optimizer or not leaves
+        synced = _fullest(model, _held_between(model, optimizer=keeps), ("exported",))
+        synced["buckets"] = 2 * config.generator.inference_engine.weight_bucket_bytes
+        if turns and engine is not None:
+            synced["engine's weights"] = engine.weight_bytes  # awake, while its cache is not
+        add("sync", synced, others + (0 if keeps else away["policy"].optimizer))
+        if turns and engine is not None:
+            kept = _fullest(model, ("optimizer",)) if model.keeps_optimizer else {}
+            slept = beside.pop("engine, asleep", 0)
+            kept_on_device = away["policy"].optimizer if model.keeps_optimizer else 0
+            add("generate", {**kept, **awake}, sum(a.total for a in away.values()) - kept_on_device)
+            beside["engine, asleep"] = slept
+    return found
+
+
+def _of_engine(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> list[Peak]:
+    """Of devices that an engine has for itself."""
+    processes = {} if device_bytes is None else {"processes": PROCESS_BYTES}
+    serves = _served_parts(engine, config, context, device_bytes)
+    bucket = {"buckets": 2 * config.generator.inference_engine.weight_bucket_bytes}
+    return [
+        Peak(devices=ENGINE, phase="generate", parts={**serves, **processes}, host_bytes=0),
+        Peak(devices=ENGINE, phase="sync", parts={**serves, **bucket, **processes}, host_bytes=0),
+    ]
+
+
+def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> dict[str, int]:
+    """An engine with a share of the device takes all of it; what keys and values do not need lies idle."""
+    room = serving(engine, config, context, device_bytes)
+    parts = {"engine's weights": engine.weight_bytes, "engine's computation": engine.computing_bytes}
+    cache = round(room.tokens * engine.kv_bytes_per_token)
+    if device_bytes is not None and engine.memory_share < 1.0:
+        cache = max(cache, round(engine.memory_share * device_bytes) - sum(parts.values()))
+    return {**parts, "keys and values": cache}
+
+
+@attrs.frozen(kw_only=True)
+class _Away:
+    """Of one model, in the host's memory while others have the devices."""
+
+    parameters: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer
+
+
+def _away(model: ModelOnRanks) -> _Away:
+    return _Away(
+        parameters=_node_sum(model, lambda rank: _device_bytes(rank, "parameters")),
+        optimizer=_node_sum(model, lambda rank: _device_bytes(rank, "optimizer")),
+    )
+
+
+def _on_host(model: ModelOnRanks) -> int:
+    """In the host's memory in all phases."""
+    return _node_sum(model, lambda rank: sum(_bytes(rank, kind) for kind in rank.on_host))
+
+
+def _held_between(model: ModelOnRanks, *, optimizer: bool) -> tuple[HeldKind, ...]:
+    """Between two optimizer steps."""
+    frees = all(rank.frees_gradients for rank in model.ranks)
+    return tuple(kind for kind in _KINDS if (kind != "gradients" or not frees) and (kind != "optimizer" or optimizer))
+
+
+def _fullest(model: ModelOnRanks, kinds: Sequence[HeldKind], moment: Sequence[str] = ()) -> dict[str, int]:
+    """What the fullest rank has on its device: of what it holds, and of what is there for a moment."""
+
+    def parts(rank: RankPlan) -> dict[str, int]:
+        passing = {
+            "activations": rank.activation_bytes,
+            "gathered": rank.gathered_bytes,
+            "exported": rank.export_bytes,
+        }
+        return {kind: _device_bytes(rank, kind) for kind in kinds} | {name: passing[name] for name in moment}
+
+    return max((parts(rank) for rank in model.ranks), key=lambda found: sum(found.values()))
+
+
+def _bytes(rank: RankPlan, kind: HeldKind) -> int:
+    sizes = {"parameters": rank.parameter_bytes, "gradients": rank.gradient_bytes, "optimizer": rank.optimizer_bytes}
+    return sizes[kind]
+
+
+def _device_bytes(rank: RankPlan, kind: HeldKind) -> int:
+    return 0 if kind in rank.on_host else _bytes(rank, kind)
+
+
+def _node_sum(model: ModelOnRanks, of_rank: Callable[[RankPlan], int]) -> int:
+    """Of the machine whose ranks have most."""
+    size = model.ranks_per_node
+    nodes = [model.ranks[first : first + size] for first in range(0, len(model.ranks), size)]
+    return max(sum(map(of_rank, ranks)) for ranks in nodes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

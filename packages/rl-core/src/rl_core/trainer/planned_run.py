@@ -1,0 +1,92 @@
+"""The models of a run on their meshes, and its engine, as their plug-ins plan them. Nothing is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import attrs
+
+from rl_core.config import Config, engine_spec
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, Planner, Role, WorkerSpec
+from rl_core.layout.mesh import Mesh
+from rl_core.layout.packing import padded_lengths
+from rl_core.rank_kit.shipped_configs import here_or_shipped
+from rl_core.trainer.memory_plan import ModelOnRanks
+from rl_core.trainer.settings import model_shapes, worker_spec
+
+
+@attrs.frozen(kw_only=True)
+class ArrangedModel:
+    """One model of a run, on its ranks."""
+
+    backend: Backend
+    spec: WorkerSpec
+    """Its path is that of a shipped configuration where the model is not here."""
+    mesh: Mesh
+    ranks_per_node: int
+
+
+def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
+    """All models of a resolved configuration. Raises ConfigError for one that its ranks cannot be arranged for."""
+    models: dict[Role, ArrangedModel] = {}
+    for role, (nodes, per_node) in model_shapes(config).items():
+        # Schedules end with the last step, of which a plan needs to know nothing.
+        backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
+        if not isinstance(backend, Planner):
+            raise ConfigError(f"trainer.strategy: {backend.name} does not say what its ranks would hold")
+        spec = attrs.evolve(spec, model=attrs.evolve(spec.model, path=here_or_shipped(spec.model.path)))
+        mesh = backend.mesh(spec.options, nodes * per_node)
+        models[role] = ArrangedModel(backend=backend, spec=spec, mesh=mesh, ranks_per_node=per_node)
+    return models
+
+
+def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int) -> ModelOnRanks:
+    """What its ranks would hold with sequences of up to `longest` tokens."""
+    tokens, count = micro_batch_size(config, role, model.mesh, longest)
+    assert isinstance(model.backend, Planner)
+    ranks = model.backend.plan(model.spec, model.mesh.world_size, micro_batch_tokens=tokens, num_micro_batches=count)
+    optimizer = model.spec.optimizer
+    return ModelOnRanks(
+        role=role,
+        ranks=ranks,
+        ranks_per_node=model.ranks_per_node,
+        keeps_optimizer=optimizer is not None and not optimizer.offload_after_step,
+    )
+
+
+def planned_engine(config: Config) -> EnginePlan | None:
+    """What one device of an engine would hold; None where its plug-in does not plan."""
+    plugin, spec = engine_spec(config)
+    if not isinstance(plugin, EnginePlanner):
+        return None
+    return plugin.plan(attrs.evolve(spec, model_path=here_or_shipped(spec.model_path) or spec.model_path))
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of a prompt and its response."""
+    return config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
+
+
+def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None = None) -> tuple[int, int]:
+    """Tokens of the largest micro-batch, every sequence as long as it may be and padded; micro-batches of each rank per
+    mini-batch.
+
+    Args:
+        longest: tokens of a sequence; None: `longest_sequence`. Where it is above `trainer.max_tokens_per_microbatch`,
+            that is taken to be raised to it.
+    """
+    trainer = config.trainer
+    longest = int(padded_lengths([longest or longest_sequence(config)], mesh.sequence_multiple)[0])
+    prompts = trainer.critic_mini_batch_size if role == "critic" else trainer.policy_mini_batch_size
+    sequences = -(-prompts * config.generator.n_samples_per_prompt // mesh.data)
+    if trainer.max_tokens_per_microbatch > 0:
+        tokens = min(max(trainer.max_tokens_per_microbatch, longest), sequences * longest)
+        per_micro_batch = max(1, tokens // longest)
+    else:
+        limit = trainer.micro_forward_batch_size_per_gpu if role == "reference" else None
+        per_micro_batch = min(limit or trainer.micro_train_batch_size_per_gpu, sequences)
+        tokens = per_micro_batch * longest
+    multiple = mesh.micro_batch_multiple
+    return tokens, -(-max(1, -(-sequences // per_micro_batch)) // multiple) * multiple

@@ -1,0 +1,112 @@
+"""Which prompts are short enough: for `trainer.max_prompt_length`, and for a response to fit behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from rl_core.config import Config
+from rl_core.config.resolving import value_at
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import Generator
+from rl_core.rank_kit.shipped_configs import known_config
+from rl_core.trainer.data import DataRow
+
+TRAINING, EVALUATION = "generator.sampling_params", "generator.eval_sampling_params"
+"""Sections that say how long a response may be."""
+logger = logging.getLogger(__name__)
+
+_PART = 256
+
+
+def context_of(config: Config) -> tuple[int, str] | None:
+    """Tokens of a prompt and its response together that the model can take, and who says so; None where that is not
+    known, as of a model of the hub or one that is going to be made."""
+    limits: list[tuple[int, str]] = []
+    given = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    if isinstance(given, int) and given > 0:
+        limits.append((given, "generator.inference_engine.engine_init_kwargs.max_model_len"))
+    model = known_config(config.policy_model_path) or {}
+    for section in (model, model.get("text_config") or {}):
+        positions = section.get("max_position_embeddings")
+        if isinstance(positions, int) and positions > 0:
+            limits.append((positions, f"max_position_embeddings of {config.policy_model_path}"))
+    return min(limits, default=None)
+
+
+def require_room_for_responses(config: Config, sampling: str) -> None:
+    """A response leaves room for a prompt. Raises ConfigError."""
+    context, key = context_of(config), f"{sampling}.max_generate_length"
+    response = value_at(config, key)
+    if context is not None and response >= context[0]:
+        raise ConfigError(
+            f"{key}: {response} tokens leave no room for a prompt: the model takes {context[0]} tokens, prompt and "
+            f"response together ({context[1]}); give less than {context[0]}"
+        )
+
+
+async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
+    """As `fitting_rows`; a signal is answered between two parts of the rows."""
+    kept: list[DataRow] = []
+    for first in range(0, len(rows), _PART):
+        await asyncio.sleep(0)
+        kept += _short_enough(rows[first : first + _PART], generator, config, sampling)
+    _require_some(rows, kept, config, sampling)
+    return kept
+
+
+def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
+    """The rows whose prompts are short enough; a longer one is an error or is left out, as `data.on_long_prompt` says.
+
+    Args:
+        sampling: `TRAINING` or `EVALUATION`: the section that says how long a response may be.
+
+    Raises:
+        DataError: a prompt is too long, all are, or one cannot be encoded.
+    """
+    kept = _short_enough(rows, generator, config, sampling)
+    _require_some(rows, kept, config, sampling)
+    return kept
+
+
+def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
+    limits, kept = _limits(config, sampling), []
+    for row in rows:
+        try:
+            length = generator.prompt_length(row.row)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        reason = next((text for limit, text in limits if length > limit), None)
+        if reason is None:
+            kept.append(row)
+        elif config.data.on_long_prompt == "error":
+            raise DataError(
+                f"{row.place}: the prompt has {length} tokens; {reason}. Shorten the prompt, or leave such rows out "
+                "with data.on_long_prompt=drop"
+            )
+    return kept
+
+
+def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Config, sampling: str) -> None:
+    longest = "; ".join(text for _, text in _limits(config, sampling))
+    if rows and not kept:
+        raise DataError(f"all {len(rows)} prompts are too long: {longest}")
+    if len(kept) < len(rows):
+        logger.warning(
+            "%d of %d rows were left out, their prompts are too long: %s", len(rows) - len(kept), len(rows), longest
+        )
+
+
+def _limits(config: Config, sampling: str) -> list[tuple[int, str]]:
+    """Most tokens of a prompt, and why."""
+    limit, context = config.trainer.max_prompt_length, context_of(config)
+    limits = [(limit, f"trainer.max_prompt_length is {limit}")]
+    if context is not None:
+        response = value_at(config, f"{sampling}.max_generate_length")
+        room = context[0] - response
+        text = (
+            f"{context[1]} ({context[0]}) less {sampling}.max_generate_length ({response}) leaves {room} for a prompt"
+        )
+        limits.append((room, text))
+    return limits

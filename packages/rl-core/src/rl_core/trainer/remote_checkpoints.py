@@ -1,0 +1,94 @@
+"""Checkpoints elsewhere: `trainer.ckpt_path=s3://…` keeps a copy of each there, and a run goes on from the newest.
+
+A checkpoint is written here first, in the run's directory, whole as ever; then its files are copied, the list of them
+last, so that one without it is no checkpoint there either. A copy that fails is tried again with the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from rl_core import remote_files
+from rl_core.config import Config
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointCopies:
+    """The copies at one address."""
+
+    def __init__(self, address: str):
+        self._address = address.rstrip("/")
+        self._failure: Exception | None = None
+
+    def steps(self) -> list[str]:
+        """Names of the whole checkpoints there, oldest first. Raises ConfigError, OSError."""
+        names = [name for name in remote_files.names_in(self._address) if is_step_name(name)]
+        return sorted((name for name in names if self._listing(name) is not None), key=lambda name: int(name[5:]))
+
+    def send(self, root: Path) -> None:
+        """Copies what is whole in `root` and not there, and removes there what is no longer here."""
+        try:
+            here = {path.name: path for path in complete_checkpoints(root)}
+            for name, path in here.items():
+                if self._listing(name) != (path / COMPLETE).read_bytes():
+                    remote_files.upload(path, f"{self._address}/{name}", last=COMPLETE)
+            for name in self.steps():
+                if name not in here:
+                    remote_files.remove(f"{self._address}/{name}")
+            self._failure = None
+        except (OSError, ConfigError) as error:
+            self._failure = error
+            logger.warning("%s: not copied, the next checkpoint tries again: %s", self._address, error)
+
+    def require_sent(self) -> None:
+        """Raises CheckpointError where the last copy failed."""
+        if self._failure is not None:
+            raise CheckpointError(
+                f"trainer.ckpt_path: {self._address} has not all checkpoints ({self._failure}); they are whole in the "
+                "run's directory. Copy them, or resume the run when the store can be reached"
+            ) from self._failure
+
+    def fetch_newest(self, root: Path) -> None:
+        """Has `root` hold the newest checkpoint there. Raises ConfigError, OSError."""
+        names = self.steps()
+        if not names or (root / names[-1] / COMPLETE).is_file():
+            return
+        partial = root / f"{names[-1]}{PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        logger.info("fetching %s from %s", names[-1], self._address)
+        remote_files.download(f"{self._address}/{names[-1]}", partial)
+        partial.rename(root / names[-1])
+
+    def _listing(self, name: str) -> bytes | None:
+        place = f"{self._address}/{name}/{COMPLETE}"
+        if not remote_files.exists(place):
+            return None
+        with remote_files.opened(place) as file:
+            return file.read()
+
+
+def copies_of(config: Config) -> CheckpointCopies | None:
+    """Where a run copies its checkpoints; None where `trainer.ckpt_path` is a path of this machine."""
+    path = config.trainer.ckpt_path
+    return CheckpointCopies(path) if path is not None and remote_files.is_remote(path) else None
+
+
+def fetch_checkpoint(config: Config) -> None:
+    """Before a run looks for the checkpoint that it goes on from. Raises ConfigError: another run's lie there."""
+    copies = copies_of(config)
+    if copies is None:
+        return
+    if config.trainer.resume_mode == "latest":
+        copies.fetch_newest(config.ckpt_dir)
+    elif names := copies.steps():
+        raise ConfigError(
+            f"trainer.ckpt_path: {config.trainer.ckpt_path} holds checkpoints ({names[-1]}), and "
+            f"trainer.resume_mode={config.trainer.resume_mode} does not go on from them; give another address, or "
+            "trainer.resume_mode=latest"
+        )

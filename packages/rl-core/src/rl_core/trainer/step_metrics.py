@@ -1,0 +1,40 @@
+"""The metrics of a step: what its groups were, and means of what was summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_core.batch import Batch
+from rl_core.interfaces import Metrics
+from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.evaluation import trajectory_means
+
+
+def divided(metrics: Metrics) -> dict[str, float]:
+    """Sums over their weights; a metric without weight is left out."""
+    return {name: total / weight for name, (total, weight) in metrics.items() if weight}
+
+
+def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int) -> dict[str, float]:
+    """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    means = trajectory_means(trajectories)
+    mean = means.pop("reward")
+    greedy = [group.trajectories[0].greedy_reward for group in groups]
+    known = [reward for reward in greedy if reward is not None]
+    spread = (sum((trajectory.reward - mean) ** 2 for trajectory in trajectories) / len(trajectories)) ** 0.5
+    return {
+        "reward/mean": mean,
+        "reward/std": spread,
+        "rollout/tokens": float(batch.num_tokens),
+        "rollout/sampled_tokens": float(batch["sampled"].sum()),
+        "rollout/response_length": means.pop("response_length"),
+        "rollout/turns": sum(len(trajectory.turns) or len(trajectory.steps) for trajectory in trajectories)
+        / len(trajectories),
+        "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
+        "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
+        "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
+        "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
+        **({"rollout/greedy_reward": sum(known) / len(known)} if known else {}),
+        **{f"environment/{name}": value for name, value in means.items()},
+    }

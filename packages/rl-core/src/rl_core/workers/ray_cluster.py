@@ -1,0 +1,195 @@
+"""Ray itself, and the devices that a group of ranks has of it: a placement group.
+
+Resources: a node of the group is one bundle of its placement group. A rank takes one GPU of it or, where Ray has no
+GPUs, only `CPUS` of a CPU: ranks on CPUs share cores by time, so that number only bounds how many a machine takes. A
+group that shares the devices of another takes nothing: it stands in the same bundles and sees the same GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Self
+
+from rl_core.errors import ConfigError, DeadlineError, WorkerError, install
+
+if "RAY_ADDRESS" not in os.environ:
+    # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Ray would run ranks and inference servers at niceness 15: any other work on the machine starves them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+# Ray's native handler of SIGTERM prints stack traces and aborts the process. Crashes still print their Python stack.
+os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+
+try:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "several ranks, or a backend that needs a process of its own, run on Ray, which is not installed: "
+        f"{install('rl-core[ray]')}"
+    ) from error
+
+CPUS = 1 / 16
+"""CPU resource of a rank; a machine of two cores takes 32 ranks."""
+
+
+class RaySession:
+    """Ray itself: joined where RAY_ADDRESS is set, else started for this process and stopped after its last group."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._is_ours = False
+
+    def enter(self) -> None:
+        if not ray.is_initialized():
+            self._connect()
+            self._is_ours = True
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        common: dict[str, Any] = {"namespace": "rl", "log_to_driver": False, "logging_level": logging.WARNING}
+        address = os.environ.get("RAY_ADDRESS", "local")
+        if address == "local":
+            self._start_locally(common)
+            return
+        try:
+            _init(address, **common)
+        except (ConnectionError, RayError, ValueError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, but no Ray cluster could be joined there ({error}). Start one with "
+                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
+            ) from error
+
+    def _start_locally(self, common: dict[str, Any]) -> None:
+        """Ray gives its own node 30 s to start, a number that cannot be set and that a busy machine exceeds: it gets a
+        second try."""
+        for is_last_try in (False, True):
+            try:
+                _init("local", include_dashboard=False, **common)
+                return
+            except Exception as error:
+                if "AF_UNIX path length" in str(error):
+                    raise ConfigError(
+                        f"Ray cannot start: the path of its temporary directory is too long for sockets ({error}). "
+                        "Set RAY_TMPDIR to a short one"
+                    ) from error
+                if "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
+                if is_last_try:
+                    raise WorkerError(
+                        "Ray did not start on this machine within two tries of 30 s. It may be short of CPU time or "
+                        "memory; Ray's own logs are in the `logs` folder of its newest session"
+                    ) from error
+
+
+def _init(address: str, **options: Any) -> None:
+    """ray.init in a thread of its own: in the main one it has SIGTERM end the process at once, without a checkpoint.
+
+    The thread stays: Ray's processes end with the thread that started them.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            ray.init(address, **options)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+            threading.Event().wait()
+
+    log = logging.getLogger("ray._private.worker")
+    log.addFilter(_is_not_about_sigterm)
+    try:
+        threading.Thread(target=run, name="rl-core-ray", daemon=True).start()
+        done.result()
+    finally:
+        log.removeFilter(_is_not_about_sigterm)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+ray_session = RaySession()
+"""Also for what else runs on Ray: inference servers."""
+
+
+async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup | None:
+    """A placement group that has its resources; None where they were not free in time. Nothing stays asked for then.
+
+    Also for what else runs on Ray: inference servers.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    is_ready = False
+    try:
+        is_ready = await asyncio.to_thread(group.wait, timeout_s)
+    finally:
+        if not is_ready:
+            remove_placement_group(group)
+    return group if is_ready else None
+
+
+class Reservation:
+    """A placement group: one bundle per node. Removed when its last group leaves."""
+
+    def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
+        self.group = group
+        self.shape = shape
+        self.has_gpus = has_gpus
+        self._users = 0
+
+    @classmethod
+    async def reserve(cls, role: str, shape: tuple[int, int], timeout_s: float) -> Self:
+        """Raises ConfigError if the cluster is too small, DeadlineError if it stays occupied."""
+        num_nodes, ranks_per_node = shape
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": ranks_per_node * CPUS} | ({"GPU": ranks_per_node} if has_gpus else {})
+        _require_room(role, num_nodes, bundle)
+        strategy = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
+        group = await reserved([bundle] * num_nodes, strategy, timeout_s)
+        if group is None:
+            raise DeadlineError(
+                f"{role}: waited {timeout_s:g} s (trainer.worker_start_timeout_s) for {num_nodes} nodes with "
+                f"{_described(bundle)} each; free in Ray's cluster: {_described(ray.available_resources())}. Other "
+                "groups or jobs hold the rest"
+            )
+        return cls(group, shape, has_gpus)
+
+    def enter(self) -> None:
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            remove_placement_group(self.group)
+
+
+def _require_room(role: str, num_nodes: int, bundle: Mapping[str, float]) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
+    if len(fitting) < num_nodes:
+        have = "; ".join(_described(node) for node in nodes)
+        raise ConfigError(
+            f"{role}: trainer.placement asks for {num_nodes} nodes with {_described(bundle)} each (a rank takes one "
+            f"GPU or, without GPUs, {CPUS:g} CPU); Ray has {len(nodes)} nodes: {have}. Ask for fewer ranks, or add "
+            "nodes with `ray start`"
+        )
+
+
+def _described(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

@@ -1,0 +1,91 @@
+"""The entry point of this package. Imports no torch: it is loaded to check a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import RankInfo, RankPlan, Worker, WorkerSpec
+from rl_core.rank_kit.worker_specs import SECTIONS, require_model_path, require_training_settings
+from rl_deepspeed.engine_config import require_free_keys
+from rl_deepspeed.options import DeepSpeedOptions, replay_key
+
+if TYPE_CHECKING:
+    from rl_core.layout.mesh import Mesh
+
+
+@attrs.frozen(kw_only=True)
+class DeepSpeedBackend:
+    """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one, with ZeRO."""
+
+    name: str = "deepspeed"
+    contract_version: int = 2
+    config_section: str = "deepspeed_config"
+    options_class: type = DeepSpeedOptions
+
+    def mesh(self, options: DeepSpeedOptions, world_size: int) -> Mesh:
+        """Ulysses ranks are neighbours; the rest is data parallel, whatever the stage."""
+        from rl_core.layout.mesh import Mesh
+
+        return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
+
+    def validate(self, spec: WorkerSpec, world_size: int) -> None:
+        """Raises ConfigError for what cannot be trained; reads no model file."""
+        self.mesh(spec.options, world_size)
+        require_model_path(spec)
+        require_training_settings(spec)
+        _require_zero(spec, f"{SECTIONS[spec.role]}.deepspeed_config", world_size)
+        if spec.options.moe_enable_routing_replay and spec.role == "critic":
+            raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
+
+    def follows_routes(self, options: DeepSpeedOptions) -> bool:
+        """See `RouteFollowing`."""
+        return options.moe_enable_routing_replay
+
+    def needs_own_process(self) -> bool:
+        """DeepSpeed keeps one process group and one set of parameter hooks per process."""
+        return True
+
+    def plan(
+        self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
+    ) -> tuple[RankPlan, ...]:
+        """What each rank would hold; imports torch. However many micro-batches there are, one is computed at a time."""
+        from rl_deepspeed.plan import plan_ranks
+
+        self.validate(spec, world_size)
+        return plan_ranks(spec, self.mesh(spec.options, world_size), micro_batch_tokens=micro_batch_tokens)
+
+    def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
+        """Loads the model in the calling process and thread."""
+        from rl_deepspeed.worker import DeepSpeedWorker
+
+        self.validate(spec, rank.world_size)
+        return DeepSpeedWorker(spec, rank)
+
+
+def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
+    zero = spec.options.zero_optimization
+    where = f"{section}.zero_optimization"
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        raise ConfigError(
+            f"{where}.offload_param.device: got {zero.offload_param.device!r}, and stage {zero.stage} keeps "
+            "parameters whole on every rank: set stage=3"
+        )
+    if zero.overlap_comm and zero.stage == 1:
+        raise ConfigError(
+            f"{where}.overlap_comm: with stage 1 gradients are summed once, in the step, so nothing overlaps: set "
+            "stage=2, or leave it out"
+        )
+    if zero.zero_hpz_partition_size < 1 or world_size % zero.zero_hpz_partition_size:
+        raise ConfigError(
+            f"{where}.zero_hpz_partition_size: {zero.zero_hpz_partition_size} does not divide {world_size} ranks"
+        )
+    for name in ("sub_group_size", "reduce_bucket_size"):
+        if getattr(zero, name) < 1:
+            raise ConfigError(f"{where}.{name}: got {getattr(zero, name)}; expected at least 1 element")
+    require_free_keys(spec.options.extra, f"{section}.extra")
+
+
+deepspeed = DeepSpeedBackend()

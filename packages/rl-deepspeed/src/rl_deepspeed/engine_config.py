@@ -1,0 +1,94 @@
+"""What DeepSpeed is told: its own configuration, made of a `WorkerSpec`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerSpec
+
+_DECIDED = {
+    "train_batch_size": "trainer.train_batch_size and the mini-batch sizes decide",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch decides",
+    "gradient_accumulation_steps": "a mini-batch has as many micro-batches as it takes",
+    "managed_gradient_accumulation": "a mini-batch has as many micro-batches as it takes",
+    "gradient_clipping": "optimizer_config.max_grad_norm decides",
+    "optimizer": "optimizer_config decides",
+    "scheduler": "optimizer_config.scheduler decides",
+    "bf16": "trainer.bf16 decides",
+    "fp16": "trainer.bf16 decides; float16 is not trained in",
+    "torch_autocast": "trainer.bf16 decides",
+    "data_types": "gradients are summed in float32",
+    "activation_checkpointing": "trainer.gradient_checkpointing decides",
+    "sequence_parallel_size": "deepspeed_config.sequence_parallel_size decides",
+}
+"""Keys of DeepSpeed that other keys of this project decide."""
+
+
+def engine_config(spec: WorkerSpec) -> dict[str, Any]:
+    """DeepSpeed's configuration for one model."""
+    zero = spec.options.zero_optimization
+    config: dict[str, Any] = {
+        # There is no batch that DeepSpeed knows of: it steps when it is told to.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "zero_optimization": _zero_config(spec),
+    }
+    if spec.bf16:
+        config["bf16"] = {"enabled": True}
+        if spec.optimizer is not None:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+            # With stage 1 and float32 sums DeepSpeed takes another optimizer class, without offloading. Stage 2 gives
+            # the same numbers and holds less.
+            config["zero_optimization"]["stage"] = max(2, zero.stage)
+    return _merged(config, spec.options.extra)
+
+
+def _zero_config(spec: WorkerSpec) -> dict[str, Any]:
+    zero = attrs.asdict(spec.options.zero_optimization)
+    if zero["overlap_comm"] is None:
+        zero["overlap_comm"] = zero["stage"] != 1 and spec.optimizer is not None
+    for name in ("offload_param", "offload_optimizer"):
+        if zero[name]["device"] == "none":
+            del zero[name]
+    if spec.optimizer is None:
+        zero.pop("offload_optimizer", None)
+    return zero
+
+
+def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for keys that are decided elsewhere."""
+    for name, reason in _DECIDED.items():
+        if name in extra:
+            raise ConfigError(f"{where}.{name}: {reason}; leave it out here")
+    own = {field.name for field in attrs.fields(_zero_class())}
+    for name in extra.get("zero_optimization", {}):
+        if name in own:
+            raise ConfigError(f"{where}.zero_optimization.{name}: write deepspeed_config.zero_optimization.{name}")
+
+
+def _zero_class() -> type:
+    from rl_deepspeed.options import ZeroOptimization
+
+    return ZeroOptimization
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(_merged_items(base, more))
+
+
+def _merged_items(base: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in {**base, **more}:
+        below = base.get(name), more.get(name)
+        if all(isinstance(value, Mapping) for value in below):
+            yield name, _merged(below[0], below[1])  # pyright: ignore[reportArgumentType]
+        else:
+            yield name, more[name] if name in more else base[name]

@@ -1,0 +1,37 @@
+"""`rl import-config FILE`. Imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("import-config", short_help="Translate a command or YAML file of SkyRL or verl.")
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="A new .yaml file; else it is printed.")
+def import_config(file: Path, output: Path | None) -> int:
+    """Translate FILE, a launch script or a YAML file of SkyRL or verl, into a file for `rl train`.
+
+    What is called otherwise here, what has no effect and what could not be translated is listed; with something that
+    could not be, the exit code is 1, and the file says so in comments.
+    """
+    from rl_core.errors import DataError
+    from rl_examples.importing.reading import read
+    from rl_examples.importing.translation import translate
+
+    if output is not None and output.exists():
+        raise DataError(f"{output} exists already: give another file, or remove it first")
+    translation = translate(read(file))
+    if output is None:
+        click.echo(translation.as_yaml(), nl=False)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(translation.as_yaml(), encoding="utf-8")
+    for remark in translation.changed:
+        click.echo(f"changed          {remark}", err=True)
+    for reason in translation.left:
+        click.echo(f"not translated   {reason}", err=True)
+    there = output or "a file"
+    click.echo(f"{len(translation.values)} keys; rl train {there} --dry-run checks them", err=True)
+    return int(bool(translation.left))

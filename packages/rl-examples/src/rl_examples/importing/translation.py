@@ -1,0 +1,149 @@
+"""From the keys of SkyRL or verl to a configuration of ours, with a list of what was changed and what could not be."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+import yaml
+
+from rl_core.config import ConfigWarning, Given, from_mapping
+from rl_core.config.keys import translated
+from rl_core.config.plugin_options import is_known
+from rl_core.config.yaml12 import Yaml12Dumper
+from rl_core.errors import ConfigErrors, Mistakes, RLError
+from rl_examples.importing.reading import Read
+from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
+
+Dialect = Literal["skyrl", "verl"]
+
+
+@attrs.frozen(kw_only=True)
+class Translation:
+    """A configuration and what is to be said of it."""
+
+    dialect: Dialect
+    values: Mapping[str, Any]
+    """In our keys."""
+    changed: tuple[str, ...] = ()
+    """Keys that are called otherwise here, or have no effect."""
+    left: tuple[str, ...] = ()
+    """Keys that could not be translated, each with the reason."""
+
+    def as_yaml(self) -> str:
+        """As a file for `rl train`, with what could not be translated as comments at its top."""
+        lines = [f"# Not translated: {reason}" for reason in self.left]
+        content = yaml.dump(_nested(self.values), Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return "\n".join([f"# From {_NAMES[self.dialect]}, by rl import-config.", *lines, content])
+
+
+_CLIP = "actor_rollout_ref.actor.clip_ratio"
+_OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
+_NAMES = {"skyrl": "SkyRL", "verl": "verl"}
+
+
+def dialect_of(found: Read) -> Dialect:
+    """Whose keys these are."""
+    is_verl = (found.module or "").startswith("verl.") or any(
+        key.startswith(("actor_rollout_ref.", "algorithm.", "data.train_files")) for key in found.values
+    )
+    return "verl" if is_verl else "skyrl"
+
+
+def translate(found: Read) -> Translation:
+    """The keys of a file in ours. What loads here is kept; whatever else is said."""
+    dialect = dialect_of(found)
+    # The file of one section says whose it is in another order.
+    values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
+    changed, left = [], []
+    if dialect == "verl":
+        values, changed, left = _from_verl(values)
+    values, more, refused = _loadable(values)
+    return Translation(
+        dialect=dialect, values=values, changed=(*changed, *more), left=(*found.remarks, *left, *refused)
+    )
+
+
+def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    values: dict[str, Any] = {}
+    changed, left = [], []
+    for key, value in given.items():
+        if key in KEYS:
+            try:
+                values[KEYS[key].key] = KEYS[key].value(value)
+            except (ValueError, TypeError) as error:
+                left.append(f"{key}={value}: {error}")
+        elif key == _CLIP:
+            continue  # where the two bounds are not given
+        elif key in NO_EFFECT:
+            changed.append(f"{key}: has no effect here: {NO_EFFECT[key]}")
+        else:
+            left.append(f"{key}={value}: no key here is known to mean the same; rl config RECIPE shows all")
+    if _CLIP in given:
+        for bound in ("low", "high"):
+            values.setdefault(f"trainer.algorithm.eps_clip_{bound}", given[_CLIP])
+    _set_engines(given, values)
+    # Its rows say `reward_model`, and a function for each data source judges them.
+    left += [
+        "reward: verl chooses a function by data_source; set environment.env_class or environment.reward_functions"
+    ]
+    return values, changed, left
+
+
+def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """As many engines as there are GPUs for: verl does not say it."""
+    gpus = given.get("trainer.n_gpus_per_node"), given.get("trainer.nnodes", 1)
+    ranks = given.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
+    if all(isinstance(number, int) for number in (*gpus, ranks)):
+        values["generator.inference_engine.num_engines"] = max(1, gpus[0] * gpus[1] // ranks)
+
+
+def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The keys as they are here, what was changed for it, and what does not load."""
+    layer, mistakes = [(key, Given(value, "")) for key, value in values.items()], Mistakes()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept = dict(translated(layer, mistakes, lambda path: is_known(path, values), values))
+    changed = [_plain(str(one.message)) for one in caught if one.category is ConfigWarning]
+    refused = [_plain(str(error)) for error in mistakes.errors]
+    found = {key: given.value for key, given in kept.items()}
+    for error in _mistakes_in(found):
+        key = str(error).partition(":")[0]
+        mistaken = [name for name in found if f"{name}.".startswith(f"{key}.")]
+        for name in mistaken:
+            del found[name]
+        if mistaken:
+            refused.append(_plain(str(error)))
+        else:
+            changed.append(f"to be mended: {_plain(str(error))}")
+    return found, changed, refused
+
+
+def _mistakes_in(values: Mapping[str, Any]) -> list[RLError]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        try:
+            from_mapping(values)
+        except ConfigErrors as errors:
+            return list(errors.errors)
+        except RLError as error:
+            return [error]
+    return []
+
+
+def _plain(text: str) -> str:
+    return text.replace(" ()", "")
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, last = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree

@@ -1,0 +1,39 @@
+"""GRPO on GSM8K with Qwen2.5-3B-Instruct, colocated on one machine of eight 80 GB GPUs.
+
+What it does: 1024 prompts × 5 samples a step, four optimizer steps of 256 prompts, pure data parallelism.
+Left out, on purpose: a critic, a KL term, a format reward (see `gsm8k`, whose environment and data these are).
+Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
+Run:       rl train qwen2_5_3b        (on other backends: trainer.strategy=fsdp1, trainer.strategy=megatron)
+Plan:      rl plan qwen2_5_3b --gpu-memory 80
+Here:      rl train qwen2_5_3b --tiny        (a small random copy of the model: shows the path, learns nothing)
+"""
+
+from __future__ import annotations
+
+from rl_core.interfaces import Recipe
+from rl_examples import gsm8k
+from rl_examples.tiny_copies import MADE, TINY, tiny_copy
+
+_MODEL = "Qwen/Qwen2.5-3B-Instruct"
+
+recipe = Recipe(
+    summary="GRPO on GSM8K with Qwen2.5-3B-Instruct on eight GPUs",
+    config={
+        **gsm8k.recipe.config,
+        "trainer.run_name": "qwen2_5_3b",
+        "trainer.policy.model.path": _MODEL,
+        "trainer.placement.policy_num_gpus_per_node": 8,
+        "trainer.max_tokens_per_microbatch": 32768,
+        # Engines take the GPUs in turns with training; each is small enough for one.
+        "generator.inference_engine.backend": "vllm",
+        "generator.inference_engine.num_engines": 8,
+        "generator.inference_engine.weight_sync_backend": "shared_memory",
+    },
+    tiny={
+        **TINY,
+        "trainer.run_name": "qwen2_5_3b_tiny",
+        "trainer.policy.model.path": tiny_copy(_MODEL),
+    },
+    prepare="rl_examples.tiny_copies:prepare",
+    makes=(*MADE, tiny_copy(_MODEL)),
+)

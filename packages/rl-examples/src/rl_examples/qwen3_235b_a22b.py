@@ -1,0 +1,59 @@
+"""GRPO on GSM8K with Qwen3-235B-A22B on sixteen machines of eight 80 GB GPUs: Megatron, colocated.
+
+The 128 GPUs are pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 inside.
+94 layers: 11 on the first and on the last stage, which have the embedding and the output layer, 12 on the others.
+What is tightest is the weight sync, with an eighth of the engine's weights beside a rank's: `rl plan` says how tight.
+Left out, on purpose: eight machines (66 GiB of weights, gradients and moments on each GPU, and an engine beside them),
+and an optimizer in host memory, which the Megatron backend here does not have.
+Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
+Run:    rl train qwen3_235b_a22b
+Plan:   rl plan qwen3_235b_a22b --gpu-memory 80
+Here:   rl train qwen3_235b_a22b --tiny        (a small random copy of the model: shows the path, learns nothing)
+"""
+
+from __future__ import annotations
+
+from rl_core.interfaces import Recipe
+from rl_examples import gsm8k
+from rl_examples.tiny_copies import MADE, TINY, tiny_copy
+
+_MODEL = "Qwen/Qwen3-235B-A22B"
+
+recipe = Recipe(
+    summary="GRPO on GSM8K with Qwen3-235B-A22B on 16 × 8 GPUs, Megatron",
+    config={
+        **gsm8k.recipe.config,
+        "trainer.run_name": "qwen3_235b_a22b",
+        "trainer.policy.model.path": _MODEL,
+        "trainer.strategy": "megatron",
+        "trainer.placement.policy_num_nodes": 16,
+        "trainer.placement.policy_num_gpus_per_node": 8,
+        "trainer.policy.megatron_config.tensor_model_parallel_size": 4,
+        "trainer.policy.megatron_config.pipeline_model_parallel_size": 8,
+        "trainer.policy.megatron_config.num_layers_in_first_pipeline_stage": 11,
+        "trainer.policy.megatron_config.num_layers_in_last_pipeline_stage": 11,
+        "trainer.policy.megatron_config.expert_model_parallel_size": 16,
+        "trainer.policy.megatron_config.expert_tensor_parallel_size": 1,
+        "trainer.max_tokens_per_microbatch": 16384,
+        # One engine on each machine: 55 GiB of weights on a GPU, the rest for keys and values.
+        "generator.inference_engine.backend": "vllm",
+        "generator.inference_engine.num_engines": 16,
+        "generator.inference_engine.tensor_parallel_size": 8,
+        "generator.inference_engine.gpu_memory_utilization": 0.9,
+        "generator.inference_engine.weight_sync_backend": "broadcast",
+    },
+    tiny={
+        **TINY,
+        "trainer.run_name": "qwen3_235b_a22b_tiny",
+        "trainer.policy.model.path": tiny_copy(_MODEL),
+        # Two ranks in place of 128: pipeline 2, the last stage with one of three layers.
+        "trainer.placement.policy_num_gpus_per_node": 2,
+        "trainer.policy.megatron_config.tensor_model_parallel_size": 1,
+        "trainer.policy.megatron_config.pipeline_model_parallel_size": 2,
+        "trainer.policy.megatron_config.num_layers_in_first_pipeline_stage": None,
+        "trainer.policy.megatron_config.num_layers_in_last_pipeline_stage": 1,
+        "trainer.policy.megatron_config.expert_model_parallel_size": 1,
+    },
+    prepare="rl_examples.tiny_copies:prepare",
+    makes=(*MADE, tiny_copy(_MODEL)),
+)

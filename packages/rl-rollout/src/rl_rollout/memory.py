@@ -1,0 +1,27 @@
+"""What is counted of any engine's devices before it is started. Imports no torch."""
+
+from __future__ import annotations
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import EngineSpec
+from rl_core.rank_kit.model_proof import written_config
+from rl_core.rank_kit.model_shapes import ModelShape, model_shape
+
+BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MODEL = "trainer.policy.model.path"
+
+
+def shape_of(spec: EngineSpec) -> ModelShape:
+    """The sizes of the engine's model. Raises ConfigError where they are not known."""
+    config = written_config(spec.model_path)
+    if config is None:
+        raise ConfigError(
+            f"{_MODEL}: {spec.model_path} is not here, so its sizes are not known; give a directory, or let the recipe "
+            "make it first"
+        )
+    return model_shape(config.get("text_config") or config, _MODEL)
+
+
+def sampling_bytes(spec: EngineSpec, shape: ModelShape) -> int:
+    """Of one step's float32 logits, and the log-probs that are made of them."""
+    return 2 * 4 * spec.max_num_seqs * shape.vocab_size

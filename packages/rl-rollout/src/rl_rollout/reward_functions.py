@@ -1,0 +1,127 @@
+"""The environment `reward_functions`: episodes of one turn that functions judge, with the signature that TRL gives.
+
+A function is called with lists of one entry: `completions`, and what it names of `prompts`, `completion_ids` and the
+row's columns, or all of them where it has `**kwargs`. It returns a list of one number, or of None where it has nothing
+to say; an async one is awaited.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from rl_core.errors import ConfigError, DataError, PluginError, nearest
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_core.plugins import import_object
+
+KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
+
+
+class RewardFunctionsEnvironment:
+    """One turn: its reward is the weighted sum of the functions' numbers; each is the metric of the function's name."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._row = row
+        paths = tuple(options.get("reward_functions", ()))
+        self._functions = functions_at(paths)
+        self._weights = tuple(options.get("reward_weights", ())) or (1.0,) * len(paths)
+
+    async def reset(self) -> Prompt:
+        return self._row["prompt"]
+
+    async def step(self, action: Action) -> StepResult:
+        prompt = self._row["prompt"]
+        completion = action.text if isinstance(prompt, str) else [{"role": "assistant", "content": action.text}]
+        columns = {name: [value] for name, value in self._row.items()}
+        given = {**columns, "prompts": [prompt], "completions": [completion], "completion_ids": [list(action.tokens)]}
+        metrics: dict[str, float] = {}
+        total = 0.0
+        for (name, function), weight in zip(self._functions.items(), self._weights, strict=True):
+            answer = function(**_wanted(name, function, given))
+            reward = _number(name, await answer if inspect.isawaitable(answer) else answer)
+            if reward is not None:
+                total += weight * reward
+                metrics[f"reward_{name}"] = reward
+        return StepResult(reward=total, done=True, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+
+@cache
+def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    """The functions by their names, in order; one that is there twice has a number.
+
+    Raises:
+        ConfigError: none is named, or one cannot be called with completions.
+        PluginError: one cannot be imported.
+    """
+    if not paths:
+        raise ConfigError(f"{KEY}: no function is named; give e.g. {KEY}=[my_module:reward]")
+    functions: dict[str, Callable[..., Any]] = {}
+    for path in paths:
+        if ":" not in path:
+            module, _, name = path.rpartition(".")
+            raise ConfigError(f"{KEY}: got {path!r}; expected package.module:function, e.g. {module or path}:{name}")
+        function = import_object(path, f"{KEY}: ")
+        if not callable(function):
+            raise PluginError(f"{KEY}: {path!r} is of type {type(function).__name__}; expected a function")
+        if not {"completions", None} & _names(function):
+            raise ConfigError(
+                f"{KEY}: {path!r} does not take `completions`; expected a function such as "
+                "def reward(completions, **kwargs) that returns a list of numbers"
+            )
+        name = path.partition(":")[2]
+        functions[name if name not in functions else f"{name}_{len(functions) + 1}"] = function
+    return functions
+
+
+def _names(function: Callable[..., Any]) -> set[str | None]:
+    """Parameters that may be given by name; None stands for `**kwargs`."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return {*named, *([None] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [])}
+
+
+def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    names = _names(function)
+    missing = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.default is one.empty
+        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        and one.name not in given
+    ]
+    if missing:
+        raise DataError(f"the reward function {name} needs {missing[0]!r}; {_what_there_is(missing[0], given)}")
+    return dict(given) if None in names else {key: value for key, value in given.items() if key in names}
+
+
+def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
+    """What there is instead."""
+    columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
+    return f"the row has {columns}.{nearest(name, given)}"
+
+
+def _number(name: str, answer: Any) -> float | None:
+    """The one number of a function's answer."""
+    values = answer.tolist() if hasattr(answer, "tolist") else answer
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
+        raise DataError(f"the reward function {name} returned {answer!r:.80}; expected a list of one number")
+    if values[0] is None:
+        return None
+    reward = float(values[0])
+    if not math.isfinite(reward):
+        raise DataError(f"the reward function {name} returned {reward}; expected a finite number, or None")
+    return reward
+
+
+def require_functions(options: Mapping[str, Any]) -> None:
+    """Every function is there, and each has a weight or none has. Raises ConfigError, PluginError."""
+    paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
+    functions_at(paths)
+    if weights and len(weights) != len(paths):
+        raise ConfigError(f"{WEIGHTS}: got {len(weights)} weights for {len(paths)} functions; give one for each")

@@ -1,0 +1,87 @@
+"""Folders of one sync, in memory or among temporary files: named by run and process, and reclaimed when that is gone.
+
+A folder's name has the run and the process's id, for people; whether its process lives is asked of a lock that the
+kernel lifts with it (flock(2) on a file inside), which also serves where containers share a folder and no process ids.
+Whoever makes a folder first removes those beside it that nobody holds any more, so what a killed run left goes at the
+next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "rl-weights-"
+_HELD = ".held"
+_YOUNG_S = 60.0
+"""A folder without a lock file is younger than this while its maker is still making it."""
+_held: dict[str, int] = {}
+"""This process's folders, each with the descriptor of its lock. A child that is forked gives them up."""
+
+
+def make_folder(parent: str | Path | None, run: str) -> str:
+    """A new folder that this user alone can read, held until `remove_folder` or the end of this process.
+
+    Args:
+        parent: where; None: the temporary folder.
+        run: whose it is, for its name.
+    """
+    place = Path(parent or tempfile.gettempdir())
+    reclaim_folders(place)
+    name = re.sub(r"[^\w.]+", "_", run)[:40] or "run"
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-{os.getpid()}-", dir=place)
+    descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: its folders are never reclaimed
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, b"locked\n")
+    _held[folder] = descriptor
+    return folder
+
+
+def remove_folder(folder: str) -> None:
+    """A second call does nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    descriptor = _held.pop(folder, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def reclaim_folders(place: Path) -> None:
+    """Removes this user's folders there that nobody holds."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another one removes it just now, or it is another user's
+            if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
+                shutil.rmtree(folder)
+                logger.warning("%s was left by a run that was killed; it is removed", folder)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / _HELD, os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime > _YOUNG_S
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_size > 0 or time.time() - folder.stat().st_mtime > _YOUNG_S
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _give_up() -> None:
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_give_up)

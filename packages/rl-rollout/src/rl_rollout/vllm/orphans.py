@@ -1,0 +1,37 @@
+"""The processes of an engine end with the server that started them, however it ends.
+
+vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core went
+on, and on a GPU held the memory. vLLM calls `end_with_parent` in each of its processes (entry point
+`vllm.general_plugins`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing.process import BaseProcess
+
+_MARK = "RL_ROLLOUT_SERVER"
+"""In the environment of this package's servers, for the processes of their engines: other programs that use vLLM on
+this machine are left alone."""
+
+
+def mark() -> None:
+    """Processes that this one starts from now on end with it."""
+    os.environ[_MARK] = "1"
+
+
+def end_with_parent() -> None:
+    """Ends this process when its parent has ended, if the parent called `mark`."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and _MARK in os.environ:
+        threading.Thread(target=_follow, args=(parent,), name="rl-rollout-parent", daemon=True).start()
+
+
+def _follow(parent: BaseProcess) -> None:
+    parent.join()
+    print(f"process {os.getpid()} ends: process {parent.pid}, which started it, has ended", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,245 @@
+"""Commands and keys that users of this field start from, as they are written elsewhere.
+
+`BASE` and `SCRIPT` are whole commands, everything in `FRAGMENTS` is appended to one of them. `$DATA` and `$MODEL` are
+what the test makes. What a fragment is expected to say is a part of a warning.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+BASE = (
+    'trainer.algorithm.advantage_estimator="grpo"',
+    "data.train_data=\"['$DATA/train.parquet']\"",
+    "data.val_data=\"['$DATA/validation.parquet']\"",
+    'trainer.policy.model.path="$MODEL"',
+)
+"""The shortest command; its recipe brings the rest."""
+
+SCRIPT = (
+    *BASE,
+    "trainer.placement.colocate_all=true",
+    "trainer.strategy=fsdp2",
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "trainer.placement.critic_num_gpus_per_node=4",
+    "trainer.placement.ref_num_gpus_per_node=4",
+    "generator.num_inference_engines=4",
+    "generator.inference_engine_tensor_parallel_size=1",
+    "trainer.epochs=20",
+    "trainer.eval_batch_size=1024",
+    "trainer.eval_before_train=true",
+    "trainer.eval_interval=5",
+    "trainer.update_epochs_per_batch=1",
+    "trainer.train_batch_size=1024",
+    "trainer.policy_mini_batch_size=256",
+    "trainer.micro_forward_batch_size_per_gpu=64",
+    "trainer.micro_train_batch_size_per_gpu=64",
+    "trainer.ckpt_interval=10",
+    "trainer.max_prompt_length=512",
+    "generator.sampling_params.max_generate_length=1024",
+    "trainer.policy.optimizer_config.lr=1.0e-6",
+    "trainer.algorithm.use_kl_loss=true",
+    "generator.backend=vllm",
+    "generator.run_engines_locally=true",
+    "generator.weight_sync_backend=nccl",
+    "generator.async_engine=true",
+    "generator.batched=true",
+    "environment.env_class=gsm8k",
+    "generator.n_samples_per_prompt=5",
+    "generator.gpu_memory_utilization=0.8",
+    'trainer.logger="console"',
+    'trainer.project_name="gsm8k"',
+    'trainer.run_name="gsm8k_test"',
+    "trainer.resume_mode=null",
+    'trainer.ckpt_path="$DATA/ckpts"',
+)
+"""The same as a script writes it out."""
+
+
+@attrs.frozen(kw_only=True)
+class Fragment:
+    """What is appended to a command."""
+
+    name: str
+    keys: tuple[str, ...]
+    base: tuple[str, ...] = BASE
+    recipe: str = "gsm8k"
+    model: str = "dense"
+    """Of the models that the test makes."""
+    says: tuple[str, ...] = ()
+    """Parts of warnings."""
+    refused: str | None = None
+    """Why it cannot run, a part of the error; None: it resolves."""
+    has_plan: bool = True
+    """Its backend says what ranks would hold."""
+
+
+FRAGMENTS = (
+    Fragment(name="the shortest command", keys=()),
+    Fragment(
+        name="the whole script",
+        keys=(),
+        base=SCRIPT,
+        says=(
+            "generator.num_inference_engines: is called generator.inference_engine.num_engines here",
+            "generator.weight_sync_backend: is called",
+            "generator.batched: has no effect and can go: each prompt is a request of its own",
+            "generator.async_engine: has no effect",
+        ),
+    ),
+    Fragment(name="fsdp", keys=("trainer.strategy=fsdp",), base=SCRIPT),
+    Fragment(name="fsdp2", keys=("trainer.strategy=fsdp2",)),
+    Fragment(
+        name="fsdp, first version",
+        keys=("trainer.strategy=fsdp1", "trainer.placement.policy_num_gpus_per_node=1"),
+        has_plan=False,
+    ),
+    Fragment(
+        name="the reference's parameters in CPU memory",
+        keys=("trainer.ref.fsdp_config.cpu_offload=true", "trainer.algorithm.use_kl_loss=true"),
+    ),
+    Fragment(
+        name="the policy's parameters in CPU memory, first version",
+        keys=(
+            "trainer.strategy=fsdp1",
+            "trainer.policy.fsdp_config.cpu_offload=true",
+            "trainer.placement.policy_num_gpus_per_node=2",
+        ),
+        refused=r"trainer\.policy\.fsdp_config\.cpu_offload",
+    ),
+    Fragment(
+        name="without packing",
+        keys=(
+            "trainer.use_sample_packing=false",
+            "trainer.micro_train_batch_size_per_gpu=8",
+            "trainer.micro_forward_batch_size_per_gpu=32",
+        ),
+    ),
+    Fragment(
+        name="memory",
+        keys=(
+            "trainer.policy.fsdp_config.cpu_offload=false",
+            "trainer.ref.fsdp_config.cpu_offload=true",
+            "trainer.policy.gradient_checkpointing=true",
+        ),
+        says=("trainer.policy.gradient_checkpointing: is called trainer.gradient_checkpointing here",),
+    ),
+    Fragment(
+        name="without flash attention", keys=("trainer.flash_attn=false",), says=("the backend chooses its attention",)
+    ),
+    Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT, has_plan=False),
+    Fragment(
+        name="deepspeed, offloaded",
+        keys=(
+            "trainer.strategy=deepspeed",
+            "deepspeed_config.train.zero_optimization.offload_param.device=cpu",
+            "deepspeed_config.train.zero_optimization.offload_optimizer.device=cpu",
+            "deepspeed_config.train.zero_optimization.sub_group_size=1e8",
+            "deepspeed_config.train.zero_optimization.reduce_bucket_size=1e8",
+        ),
+        has_plan=False,
+    ),
+    Fragment(
+        name="megatron, data ranks only",
+        keys=("trainer.strategy=megatron", "trainer.placement.policy_num_gpus_per_node=8"),
+    ),
+    Fragment(
+        name="megatron, every key of its section",
+        keys=(
+            "trainer.strategy=megatron",
+            "trainer.placement.policy_num_gpus_per_node=8",
+            "trainer.policy.megatron_config.tensor_model_parallel_size=1",
+            "trainer.policy.megatron_config.pipeline_model_parallel_size=1",
+            "trainer.policy.megatron_config.context_parallel_size=1",
+            "trainer.policy.megatron_config.expert_model_parallel_size=1",
+            "trainer.policy.megatron_config.expert_tensor_parallel_size=null",
+            "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32=true",
+            "trainer.policy.megatron_config.ddp_config.overlap_grad_reduce=false",
+            "trainer.policy.megatron_config.ddp_config.overlap_param_gather=false",
+            "trainer.policy.megatron_config.ddp_config.average_in_collective=true",
+            "trainer.policy.megatron_config.optimizer_config_kwargs={}",
+            "trainer.policy.megatron_config.transformer_config_kwargs={}",
+            "trainer.policy.megatron_config.lora_config.lora_type=lora",
+            "trainer.policy.megatron_config.empty_cuda_cache=true",
+        ),
+        says=("ddp_config.average_in_collective: has no effect and can go: gradients are sums",),
+    ),
+    Fragment(
+        name="megatron, gradients summed during the backward pass",
+        keys=("trainer.strategy=megatron", "trainer.policy.megatron_config.ddp_config.overlap_grad_reduce=true"),
+        refused=r"ddp_config\.overlap_grad_reduce: got true; calls of forward_backward add up",
+    ),
+    Fragment(
+        name="megatron, parameters gathered during the forward pass",
+        keys=("trainer.strategy=megatron", "trainer.policy.megatron_config.ddp_config.overlap_param_gather=true"),
+        refused=r"ddp_config\.overlap_param_gather: got true; weights must be whole",
+    ),
+    Fragment(
+        name="megatron, experts over four nodes",
+        keys=(
+            "trainer.strategy=megatron",
+            "trainer.placement.policy_num_nodes=4",
+            "trainer.placement.policy_num_gpus_per_node=8",
+            "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+            "trainer.policy.megatron_config.context_parallel_size=4",
+            "trainer.policy.megatron_config.expert_model_parallel_size=8",
+            "trainer.policy.megatron_config.expert_tensor_parallel_size=1",
+            "generator.inference_engine.weight_sync_backend=nccl",
+        ),
+        model="experts",
+    ),
+    Fragment(
+        name="megatron, unequal stages, context ranks and replayed routes, asynchronous",
+        keys=(
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+            "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0",
+            "trainer.placement.colocate_all=false",
+            "trainer.strategy=fsdp2",
+            "trainer.fully_async.enabled=true",
+            "trainer.fully_async.max_staleness_steps=4",
+            "generator.inference_engine.enable_return_routed_experts=true",
+            "generator.inference_engine.backend=vllm",
+            "trainer.placement.policy_num_gpus_per_node=8",
+            "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+            "trainer.policy.megatron_config.context_parallel_size=2",
+            "trainer.policy.megatron_config.expert_model_parallel_size=4",
+            "trainer.policy.megatron_config.expert_tensor_parallel_size=1",
+            "trainer.policy.megatron_config.transformer_config_kwargs.moe_enable_routing_replay=true",
+            "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_first_pipeline_stage=13",
+            "trainer.strategy=megatron",
+        ),
+        model="latent experts",
+        says=(
+            "trainer.strategy: given twice (command line): 'fsdp', then 'megatron'; the last one counts",
+            "trainer.fully_async.max_staleness_steps: is called trainer.max_staleness here",
+        ),
+    ),
+    Fragment(
+        name="several turns, a sequence each",
+        keys=(
+            "generator.step_wise_trajectories=true",
+            "generator.use_conversation_multi_turn=true",
+            "generator.max_turns=5",
+        ),
+        says=("generator.use_conversation_multi_turn: has no effect",),
+    ),
+    Fragment(
+        name="eight engines",
+        keys=(
+            "generator.inference_engine.backend=vllm",
+            "generator.inference_engine.num_engines=8",
+            "generator.inference_engine.tensor_parallel_size=1",
+            "generator.use_conversation_multi_turn=true",
+        ),
+    ),
+    Fragment(
+        name="adapters",
+        keys=(
+            "trainer.policy.model.lora.rank=32",
+            "trainer.policy.model.lora.alpha=32",
+            "trainer.policy.model.lora.lora_sync_path=$DATA/lora",
+        ),
+        says=("lora_sync_path: has no effect and can go: an adapter needs no folder",),
+    ),
+    Fragment(name="a KL term", keys=("trainer.algorithm.use_kl_loss=True",)),
+)

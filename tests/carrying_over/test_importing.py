@@ -1,0 +1,189 @@
+"""`rl import-config`: scripts and YAML files of other trainers become files for `rl train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rl_core.config import from_mapping, load
+from rl_core.config.resolving import value_at
+from rl_core.errors import ConfigError
+from rl_examples.importing.command import import_config
+from rl_examples.importing.reading import read
+from rl_examples.importing.translation import translate
+from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
+from tests.carrying_over.commands import SCRIPT
+
+SKYRL = """\
+#!/bin/bash
+set -x
+# a comment with key=value trainer.epochs=99
+: "${DATA_DIR:="$HOME/data/gsm8k"}"
+: "${NUM_GPUS:=4}"
+LOGGER=console  # default to "console"
+INFERENCE_BACKEND="vllm"
+
+uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_train.entrypoints.main_base \\
+  data.train_data="['$DATA_DIR/train.parquet']" \\
+  trainer.algorithm.advantage_estimator="grpo" \\
+  trainer.policy.model.path="org/model" \\
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \\
+  generator.num_inference_engines=$NUM_GPUS \\
+  # generator.n_samples_per_prompt=77 \\
+  generator.backend=$INFERENCE_BACKEND \\
+  generator.weight_sync_backend=nccl \\
+  generator.batched=true \\
+  trainer.policy.optimizer_config.lr=1.0e-6 \\
+  trainer.recompute_old_logprobs_per_minibatch=true \\
+  trainer.run_name="$RUN" \\
+  trainer.logger="$LOGGER" \\
+  $@
+"""
+
+VERL = """\
+set -x
+export VLLM_ATTENTION_BACKEND=XFORMERS
+n=8
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files="['$HOME/data/gsm8k/test.parquet']" \\
+    data.train_batch_size=1024 \\
+    data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    data.filter_overlong_prompts=True \\
+    data.truncation='error' \\
+    actor_rollout_ref.model.path=org/model \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.entropy_coeff=0 \\
+    actor_rollout_ref.actor.clip_ratio=0.2 \\
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    actor_rollout_ref.rollout.n=$n \\
+    +actor_rollout_ref.rollout.repetition_penalty=1.05 \\
+    algorithm.use_kl_in_reward=False \\
+    trainer.critic_warmup=0 \\
+    trainer.logger='["console"]' \\
+    trainer.project_name='examples' \\
+    trainer.n_gpus_per_node=8 \\
+    trainer.nnodes=1 \\
+    trainer.save_freq=20 \\
+    trainer.test_freq=5 \\
+    trainer.total_epochs=15 $@
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/elsewhere/me")
+    file, output = write(tmp_path, "run.sh", SKYRL), tmp_path / "out" / "run.yaml"
+    result = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
+    assert result.exception is None, result.output
+    assert "generator.batched: has no effect and can go" in result.stderr
+    assert "not translated   trainer.recompute_old_logprobs_per_minibatch: not supported" in result.stderr
+    assert "not translated   trainer.run_name: $RUN has no value in the script" in result.stderr
+    assert "# Not translated: trainer.recompute_old_logprobs_per_minibatch" in output.read_text()
+    config = load(str(output)).config
+    assert config.data.train_data == ("/elsewhere/me/data/gsm8k/train.parquet",)
+    assert config.trainer.placement.policy_num_gpus_per_node == 4
+    engine = config.generator.inference_engine
+    assert (engine.backend, engine.num_engines, engine.weight_sync_backend) == ("vllm", 4, "broadcast")
+    assert (config.generator.n_samples_per_prompt, config.trainer.epochs) == (5, 1)
+    again = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
+    assert "exists already" in str(again.exception)
+
+
+def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/elsewhere/me")
+    translation = translate(read(write(tmp_path, "run.sh", VERL)))
+    assert translation.dialect == "verl"
+    config = load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config
+    assert config.data.train_data == ("/elsewhere/me/data/gsm8k/train.parquet",)
+    assert config.data.val_data == ("/elsewhere/me/data/gsm8k/test.parquet",)
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    assert (trainer.train_batch_size, trainer.policy_mini_batch_size, trainer.epochs) == (1024, 256, 15)
+    assert (trainer.ckpt_interval, trainer.eval_interval) == (20, 5)
+    assert trainer.policy.optimizer_config.lr == 1e-6
+    assert (algorithm.use_kl_loss, algorithm.kl_estimator_type) == (True, "k3")
+    assert (algorithm.eps_clip_low, algorithm.eps_clip_high) == (0.2, 0.2)
+    assert config.data.on_long_prompt == "drop"
+    assert config.generator.n_samples_per_prompt == 8
+    assert config.generator.inference_engine.num_engines == 4
+    left = "\n".join(translation.left)
+    assert "repetition_penalty=1.05: no key here" in left
+    assert "reward: verl chooses a function by data_source" in left
+    changed = "\n".join(translation.changed)
+    assert "fsdp_config.param_offload: has no effect here" in changed
+
+
+def test_yaml_files_are_translated_with_their_package(tmp_path: Path):
+    policy = """\
+# @package megatron_config.policy
+tensor_model_parallel_size: 2
+ddp_config:
+  average_in_collective: true
+"""
+    translation = translate(read(write(tmp_path, "policy.yaml", policy)))
+    assert translation.left == ()
+    assert translation.values == {"trainer.policy.megatron_config.tensor_model_parallel_size": 2}
+    assert any("average_in_collective: has no effect" in said for said in translation.changed)
+    nested = "trainer:\n  strategy: fsdp2\n  run_name: ${oc.env:NAME}\ndefaults: [x]\n"
+    translation = translate(read(write(tmp_path, "base.yaml", nested)))
+    assert translation.values == {"trainer.strategy": "fsdp"}
+    assert [reason.partition(":")[0] for reason in translation.left] == ["trainer.run_name", "defaults"]
+
+
+def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: Path):
+    words = " \\\n  ".join(SCRIPT)
+    file = write(
+        tmp_path, "run.sh", f"DATA=/d\nMODEL=org/model\nuv run -m skyrl.train.entrypoints.main_base \\\n  {words}\n"
+    )
+    translation = translate(read(file))
+    assert translation.left == ()
+    assert load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config.trainer.train_batch_size == 1024
+
+
+def test_a_key_that_nobody_knows_is_listed_and_the_rest_loads(tmp_path: Path):
+    text = "python -m skyrl.train.main trainer.epochs=2 trainer.secret=3 trainer.seed=abc\n"
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.values == {"trainer.epochs": 2}
+    assert [reason.partition(":")[0] for reason in translation.left] == ["trainer.secret", "trainer.seed"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.sh", "echo hello\n"), ("empty.yaml", "{}\n"), ("list.yaml", "- a\n")])
+def test_a_file_without_keys_says_what_is_expected(tmp_path: Path, name: str, text: str):
+    with pytest.raises(ConfigError, match=r"expected one|holds `key: value` lines"):
+        read(write(tmp_path, name, text))
+
+
+def test_every_key_of_the_table_is_one_here():
+    config = from_mapping({"generator.inference_engine.backend": "vllm", "trainer.strategy": "megatron"})
+    plain = from_mapping({"generator.inference_engine.backend": "vllm"})
+    for there, here in KEYS.items():
+        if ".engine_init_kwargs." in here.key:
+            continue
+        section = here.key.partition("_config.")[0].rpartition(".")[2]
+        tree = config if section == "megatron" else plain
+        if section in ("megatron", "fsdp"):
+            model, _, option = here.key.partition(f".{section}_config.")
+            options = value_at(tree, model).options(f"{section}_config")
+            assert hasattr(options, option), there
+        else:
+            value_at(tree, here.key)
+    assert not KEYS.keys() & NO_EFFECT.keys()

@@ -1,0 +1,44 @@
+"""What docs/coming_from.md says of another trainer's keys is what the configuration does with them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rl_core.errors import RLError
+from tools.key_table import BEGIN, PAGE, keys, outcome, page, row
+
+KEYS = keys()
+
+
+def rows() -> dict[str, str]:
+    """Key → its row in the page."""
+    table = PAGE.read_text().partition(BEGIN)[2]
+    return {found[1]: found[0] for found in re.finditer(r"^\| `([\w.]+)` \| .*$", table, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_row_says_what_the_configuration_does(key: str):
+    assert rows()[key] == row(key, KEYS[key]), "run python -m tools.key_table"
+
+
+def test_the_page_has_every_key_and_no_row_says_unknown():
+    table = page(PAGE.read_text())
+    assert table == PAGE.read_text()
+    assert len(KEYS) == 296
+    verdicts = [line.rsplit(" | ", 1)[1] for line in rows().values()]
+    assert all(re.match(r"the same|→|no effect|refused", verdict) for verdict in verdicts)
+    assert not any("unknown" in verdict for verdict in verdicts)
+
+
+@pytest.mark.parametrize("model", ["ref", "critic"])
+def test_the_other_models_sections_are_known_as_the_policys_are(model: str):
+    for key, value in KEYS.items():
+        if key.startswith("trainer.policy.") and not (model == "ref" and ".optimizer_config." in key):
+            outcome(key.replace("trainer.policy.", f"trainer.{model}."), value)
+
+
+def test_a_key_that_nobody_knows_has_no_row():
+    with pytest.raises(RLError, match="unknown key"):
+        row("trainer.zero_variance", 1)

@@ -1,0 +1,182 @@
+"""Models from the hub and to it, through its own library, with a hub on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b"w" * 3_000_000, "pytorch_model.bin": b"old"}
+SHA = "a" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A model `org/model` to read; whatever is committed is kept in `received`."""
+
+    received: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if re.fullmatch(r"/api/models/org/model(/revision/\w+)?", path):
+            files = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
+            self.answer({"id": "org/model", "sha": SHA, "siblings": files, "private": False, "tags": []})
+        elif path.startswith("/api/models/org/model/tree/"):
+            self.answer(
+                [
+                    {"type": "file", "path": name, "size": len(content), "oid": f"{len(content):040x}"}
+                    for name, content in FILES.items()
+                ]
+            )
+        elif (name := path.rpartition("/")[2]) in FILES and "/resolve/" in path:
+            self.send_response(200)
+            self.send_header("ETag", f'"{len(FILES[name]):040x}"')
+            self.send_header("X-Repo-Commit", SHA)
+            self.send_header("Content-Length", str(len(FILES[name])))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(FILES[name])
+        else:
+            self.answer({"error": "Repository not found"}, 404)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.partition("?")[0]
+        if path == "/api/repos/create":
+            self.answer({"url": f"http://{self.headers['Host']}/me/mine", "name": "me/mine"})
+        elif "/preupload/" in path:
+            files = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in files]})
+        elif "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            url = f"http://{self.headers['Host']}/me/mine/commit/{SHA}"
+            self.answer({"success": True, "commitOid": SHA, "commitUrl": url, "hookOutput": "", "pullRequestUrl": None})
+        else:
+            self.answer({}, 404)
+
+    def answer(self, content: Any, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    Hub.received = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def python(code: str, home: Path, address: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The library reads its settings once, when it is imported."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    settings |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **variables}
+    code = f"import logging\nlogging.basicConfig(level='INFO', format='%(message)s')\nfrom rl_core import hub\n{code}"
+    return subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=60)
+
+
+def address_of(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+FETCH = "hub.fetch_model('org/model', key='trainer.policy.model.path')"
+
+
+def test_a_model_is_downloaded_once_with_a_line_of_progress(hub: ThreadingHTTPServer, tmp_path: Path):
+    first = python(FETCH, tmp_path, address_of(hub))
+    assert first.returncode == 0, first.stderr
+    assert "downloading org/model: 3.00 MB" in first.stderr
+    assert re.search(r"downloading org/model: 3\.00 of 3\.00 MB \(\d+\.\d MB/s\)", first.stderr)
+    stored = {path.name for path in tmp_path.rglob("*") if path.is_symlink() or path.suffix in (".json", ".bin")}
+    assert {"config.json", "model.safetensors"} <= stored
+    assert "pytorch_model.bin" not in stored
+    again = python(FETCH, tmp_path, address_of(hub))
+    assert again.returncode == 0, again.stderr
+    assert "downloading" not in again.stderr
+    # Nobody listens there: what is in the cache will do.
+    assert python(FETCH, tmp_path, "http://127.0.0.1:9").returncode == 0
+
+
+def test_without_a_network_a_name_ends_in_one_clear_error_within_twenty_seconds(tmp_path: Path):
+    started = time.monotonic()
+    result = python(FETCH, tmp_path, "http://127.0.0.1:9")
+    assert time.monotonic() - started < 20
+    assert "ConfigError: trainer.policy.model.path: org/model: there is no such directory" in result.stderr
+    assert "http://127.0.0.1:9 cannot be reached" in result.stderr
+    assert "hf download org/model --local-dir DIRECTORY" in result.stderr
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        result = python(FETCH, tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert time.monotonic() - started < 20
+    assert "cannot be reached (timed out)" in result.stderr
+
+
+def test_a_name_that_the_hub_does_not_have_is_said(hub: ThreadingHTTPServer, tmp_path: Path):
+    result = python(FETCH.replace("org/model", "org/other"), tmp_path, address_of(hub))
+    assert "trainer.policy.model.path: org/other: " in result.stderr
+    assert "Is the name spelled right?" in result.stderr
+
+
+PUSH = """
+from rl_core.cli.app import main
+main(["push", {run!r}, {name!r}])
+"""
+
+
+def push(run: Path, name: str, home: Path, address: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return python(PUSH.format(run=str(run), name=name), home, address, **variables)
+
+
+def test_a_runs_model_is_pushed(hub: ThreadingHTTPServer, tmp_path: Path):
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    result = push(tmp_path / "run", "me/mine", tmp_path / "home", address_of(hub), HF_TOKEN="hf_secret")
+    assert result.returncode == 0, result.stderr
+    assert f"{model} is at {address_of(hub)}/me/mine" in result.stdout
+    assert Hub.received == {"config.json": b"{}", "model.safetensors": b"weights"}
+    assert "hf_secret" not in result.stdout + result.stderr
+
+
+def test_what_cannot_be_pushed_says_why(hub: ThreadingHTTPServer, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    nothing = push(tmp_path / "run", "me/mine", tmp_path, address_of(hub), HF_TOKEN="x")
+    assert (nothing.returncode, "has no model (config.json and *.safetensors" in nothing.stderr) == (2, True)
+    model = tmp_path / "run" / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    assert "expected a name such as me/my-model" in push(tmp_path / "run", "mine", tmp_path, address_of(hub)).stderr
+    assert "hf auth login, or set HF_TOKEN" in push(tmp_path / "run", "me/mine", tmp_path, address_of(hub)).stderr
+    away = push(tmp_path / "run", "me/mine", tmp_path, "http://127.0.0.1:9", HF_TOKEN="x")
+    assert "http://127.0.0.1:9 cannot be reached" in away.stderr
+    assert "Nothing was sent" in away.stderr

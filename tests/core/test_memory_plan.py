@@ -1,0 +1,149 @@
+"""Who is on which device in which phase, with numbers worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_core.config import Config, from_mapping
+from rl_core.errors import ConfigError
+from rl_core.interfaces import EnginePlan, RankPlan
+from rl_core.rank_kit.model_files import MAX_FILE_BYTES
+from rl_core.trainer.memory_plan import PROCESS_BYTES, ModelOnRanks, Peak, peaks, require_room, serving
+
+BUCKETS = 2 * 1000
+ENGINE = EnginePlan(
+    num_devices=1,
+    weight_bytes=200,
+    kv_bytes_per_token=2.0,
+    computing_bytes=50,
+    asleep_bytes=7,
+    asleep_host_bytes=200,
+    memory_share=0.5,
+    can_sleep=True,
+)
+
+
+def rank(number: int = 0, **changes: Any) -> RankPlan:
+    sizes = {"parameter_bytes": 10, "gradient_bytes": 20, "optimizer_bytes": 40, "activation_bytes": 80}
+    return RankPlan(
+        rank=number,
+        data_part=number,
+        layers=(0,),
+        experts=(),
+        place="",
+        num_parameters=1,
+        **{**sizes, "gathered_bytes": 3, "export_bytes": 5, **changes},
+    )
+
+
+def policy(*, keeps_optimizer: bool = False, **changes: Any) -> ModelOnRanks:
+    ranks = (rank(0, **changes), rank(1, **{**changes, "activation_bytes": 81}))
+    return ModelOnRanks(role="policy", ranks=ranks, ranks_per_node=2, keeps_optimizer=keeps_optimizer)
+
+
+def config_of(**overrides: Any) -> Config:
+    values = {
+        "trainer.policy.model.path": "model",
+        "generator.inference_engine.weight_bucket_bytes": 1000,
+        "generator.inference_engine.max_num_seqs": 4,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    return from_mapping(values)
+
+
+def by_phase(found: tuple[Peak, ...]) -> dict[str, Peak]:
+    return {peak.phase: peak for peak in found}
+
+
+def test_engine_and_policy_take_turns_on_shared_devices():
+    found = by_phase(peaks(config_of(), [policy()], ENGINE, context=10, device_bytes=10_000))
+    processes = 2 * PROCESS_BYTES
+    # 81: the fuller one of the two ranks. The sleeping engine keeps 7 on the device, and 200 per device on the host.
+    assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 7 + processes
+    assert found["train policy"].host_bytes == 2 * 200
+    assert found["step policy"].device_bytes == 10 + 20 + 40 + 7 + processes
+    # In a sync the optimizer is on the host, and the engine's weights are back.
+    assert found["sync"].device_bytes == 10 + 20 + 5 + BUCKETS + 200 + 7 + processes
+    assert found["sync"].host_bytes == 2 * (40 + 200)
+    # The engine takes its half of the device, however little its keys and values need.
+    assert found["generate"].device_bytes == 5_000 + processes
+    assert found["generate"].host_bytes == 2 * (10 + 40)
+    assert found["save policy"].device_bytes == 10 + 20 + 40 + 5 + 2 * MAX_FILE_BYTES + 7 + processes
+
+
+def test_on_devices_of_their_own_nobody_leaves():
+    config = config_of(trainer__placement__colocate_all=False)
+    found = peaks(config, [policy()], ENGINE, context=10)
+    train, sync = (
+        next(p for p in found if p.phase == name and p.devices == "policy") for name in ("train policy", "sync")
+    )
+    assert train.device_bytes == 10 + 20 + 40 + 81 + 3
+    assert sync.device_bytes == 10 + 20 + 40 + 5 + BUCKETS, "the optimizer's state stays"
+    assert train.host_bytes == sync.host_bytes == 0
+    generate = next(p for p in found if p.phase == "generate")
+    assert (generate.devices, generate.device_bytes) == ("engine", 200 + 50 + 4 * 10 * 2)
+
+
+def test_who_cannot_leave_is_counted_beside_training():
+    asynchronous = config_of(trainer__max_staleness=1)
+    found = by_phase(peaks(asynchronous, [policy()], ENGINE, context=10, device_bytes=10_000))
+    assert found["train policy"].device_bytes == 10 + 20 + 40 + 81 + 3 + 5_000 + 2 * PROCESS_BYTES
+    assert "generate" not in found
+
+
+def test_what_is_offloaded_or_freed_is_not_on_the_device():
+    on_host = policy(on_host=("parameters", "gradients", "optimizer"), frees_gradients=True)
+    found = by_phase(peaks(config_of(), [on_host], None, context=10))
+    assert found["train policy"].device_bytes == 81 + 3
+    assert found["train policy"].host_bytes == 2 * (10 + 20 + 40)
+    freed = by_phase(peaks(config_of(), [policy(frees_gradients=True)], None, context=10))
+    assert "gradients" in freed["train policy"].parts
+    assert "gradients" not in freed["sync"].parts
+
+
+def test_an_optimizer_that_stays_is_there_while_the_engine_generates():
+    found = by_phase(peaks(config_of(), [policy(keeps_optimizer=True)], ENGINE, context=10, device_bytes=10_000))
+    assert found["generate"].device_bytes == 5_000 + 40 + 2 * PROCESS_BYTES
+    assert found["generate"].host_bytes == 2 * 10
+
+
+def test_a_reference_on_the_same_devices_waits_in_host_memory():
+    reference = ModelOnRanks(
+        role="reference",
+        ranks=(rank(0, gradient_bytes=0, optimizer_bytes=0), rank(1, gradient_bytes=0, optimizer_bytes=0)),
+        ranks_per_node=2,
+        keeps_optimizer=False,
+    )
+    found = by_phase(peaks(config_of(), [policy(), reference], None, context=10))
+    assert found["train policy"].host_bytes == 2 * 10
+    assert found["score reference"].device_bytes == 10 + 80 + 3
+    assert found["score reference"].host_bytes == 2 * (10 + 40)
+    apart = config_of(trainer__placement__colocate_policy_ref=False)
+    assert by_phase(peaks(apart, [policy(), reference], None, context=10))["train policy"].host_bytes == 0
+
+
+def test_a_background_save_copies_the_state_on_the_host():
+    plain, copied = (
+        by_phase(peaks(config_of(trainer__async_save=saves), [policy()], None, context=10))["save policy"].host_bytes
+        for saves in (False, True)
+    )
+    assert copied - plain == 2 * (10 + 40)
+
+
+def test_keys_and_values_get_what_the_share_leaves():
+    room = serving(ENGINE, config_of(), 10, 600)
+    assert (room.tokens, room.sequences) == ((300 - 200 - 50) // 2, 2)
+    assert serving(ENGINE, config_of(), 10, 10_000).tokens == 4 * 10, "no more than may ever be computed at once"
+
+
+def test_what_does_not_fit_is_named_with_what_to_do():
+    found = peaks(config_of(), [policy()], None, context=10)
+    require_room(found, device_bytes=2**40, host_bytes=2**40)
+    with pytest.raises(ConfigError, match=r"save policy \(policy\) takes 4\.0 GiB .* 1\.0 GiB, most of it buckets"):
+        require_room(found, device_bytes=2**30, host_bytes=None)
+    with pytest.raises(ConfigError, match=r"of a machine's 1\.0 GiB"):
+        require_room(found, device_bytes=None, host_bytes=2**30)
+    with pytest.raises(ConfigError, match="room for the keys and values of 25 tokens, and a sequence may have 100"):
+        require_room(found, device_bytes=None, host_bytes=None, served=serving(ENGINE, config_of(), 100, 600))

@@ -1,0 +1,88 @@
+"""A prompt is trained on only if a response fits behind it; which ones do not is known before the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config import Config, from_mapping, resolve
+from rl_core.errors import ConfigError, DataError
+from rl_core.trainer.data import DataRow
+from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, context_of, fitting, require_room_for_responses
+
+
+class Counts:
+    """A prompt has as many tokens as its row says."""
+
+    def prompt_length(self, row: Any) -> int:
+        return row["length"]
+
+    async def generate(self, request: object) -> Any:
+        raise AssertionError
+
+
+def config_of(model: Path, *, positions: dict[str, Any], **keys: Any) -> Config:
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(positions))
+    given = {"trainer.policy.model.path": str(model), "trainer.max_prompt_length": 50}
+    return resolve(from_mapping(given | {name.replace("__", "."): value for name, value in keys.items()}))
+
+
+def rows_of(*lengths: int) -> list[DataRow]:
+    return [DataRow({"length": length}, f"rows:{length}") for length in lengths]
+
+
+async def kept(config: Config, sampling: str) -> list[int]:
+    return [row.row["length"] for row in await fitting(rows_of(8, 9, 33, 40, 51), Counts(), config, sampling)]
+
+
+async def test_a_prompt_is_left_out_if_its_response_would_leave_the_models_positions(tmp_path, caplog):
+    config = config_of(
+        tmp_path / "model",
+        positions={"max_position_embeddings": 40},
+        data__on_long_prompt="drop",
+        generator__sampling_params__max_generate_length=32,
+        generator__eval_sampling_params__max_generate_length=7,
+    )
+    assert await kept(config, TRAINING) == [8]
+    assert "4 of 5 rows were left out, their prompts are too long: trainer.max_prompt_length is 50; " in caplog.text
+    assert await kept(config, EVALUATION) == [8, 9, 33]
+
+
+async def test_a_prompt_that_is_too_long_is_named_with_both_numbers(tmp_path):
+    config = config_of(
+        tmp_path / "model",
+        positions={"text_config": {"max_position_embeddings": 40}},
+        generator__sampling_params__max_generate_length=32,
+    )
+    message = (
+        r"^rows:9: the prompt has 9 tokens; max_position_embeddings of .*model \(40\) less "
+        r"generator\.sampling_params\.max_generate_length \(32\) leaves 8 for a prompt\. Shorten the prompt, or leave"
+    )
+    with pytest.raises(DataError, match=message):
+        await kept(config, TRAINING)
+
+
+async def test_the_engines_own_limit_counts_where_it_is_smaller_and_a_model_that_is_not_known_has_none(tmp_path):
+    keys = {"generator__inference_engine__engine_init_kwargs": {"max_model_len": 24}}
+    config = config_of(tmp_path / "model", positions={"max_position_embeddings": 40}, **keys)
+    assert context_of(config) == (24, "generator.inference_engine.engine_init_kwargs.max_model_len")
+    assert context_of(config_of(tmp_path / "model", positions={})) is None
+    assert context_of(resolve(from_mapping({"trainer.policy.model.path": "org/model"}))) is None
+
+
+@pytest.mark.parametrize("sampling", [TRAINING, EVALUATION])
+def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path, sampling):
+    def check(max_generate_length: int) -> None:
+        key = sampling.replace(".", "__") + "__max_generate_length"
+        keys: dict[str, Any] = {"generator__sampling_params__max_generate_length": 8, key: max_generate_length}
+        require_room_for_responses(
+            config_of(tmp_path / "model", positions={"max_position_embeddings": 40}, **keys), sampling
+        )
+
+    check(39)
+    with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: 40 tokens leave no room for a prompt"):
+        check(40)

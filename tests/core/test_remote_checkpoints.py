@@ -1,0 +1,85 @@
+"""Checkpoints that are copied elsewhere, and a run that goes on from there."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from rl_core.config import from_mapping
+from rl_core.config.file_checks import check_files
+from rl_core.errors import CheckpointError, ConfigError
+from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
+from rl_core.trainer.remote_checkpoints import CheckpointCopies, copies_of, fetch_checkpoint
+from rl_core.trainer.saving import CheckpointSaver
+from tests.core.test_saving import RecordedModels
+
+
+def state_of(step: int) -> RunState:
+    return RunState(step=step, next_group=step, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
+
+
+def saver(root: Path, address: str, *, keep: int = -1) -> CheckpointSaver:
+    return CheckpointSaver(
+        root,
+        RecordedModels(),  # pyright: ignore[reportArgumentType]
+        keep=keep,
+        in_background=False,
+        timeout_s=60,
+        on_complete=lambda step, path: None,
+        copies=CheckpointCopies(address),
+    )
+
+
+@pytest.fixture
+def address() -> str:
+    return f"memory://{uuid.uuid4().hex}/checkpoints"
+
+
+async def test_each_checkpoint_is_copied_and_old_ones_go_there_too(tmp_path: Path, address: str):
+    saving = saver(tmp_path / "here", address, keep=2)
+    for step in (1, 2, 10):
+        await saving.save(state_of(step))
+    await saving.finish()
+    assert CheckpointCopies(address).steps() == ["step_000002", "step_000010"]
+
+
+async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, address: str):
+    await saver(tmp_path / "here", address).save(state_of(3))
+    keys = {"trainer.run_dir": str(tmp_path / "there"), "trainer.ckpt_path": address}
+    config = from_mapping(keys)
+    assert config.ckpt_dir == tmp_path / "there" / "checkpoints"
+    fetch_checkpoint(config)
+    (found,) = complete_checkpoints(config.ckpt_dir)
+    assert load_state(found) == state_of(3)
+    fetch_checkpoint(config)  # it is there by now
+    with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not go on"):
+        fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
+
+
+async def test_a_copy_that_was_cut_off_is_no_checkpoint_and_is_made_again(tmp_path: Path, address: str):
+    import fsspec
+
+    await saver(tmp_path / "here", address).save(state_of(1))
+    fsspec.filesystem("memory").rm(f"{address.removeprefix('memory:/')}/step_000001/complete.json")
+    copies = CheckpointCopies(address)
+    assert copies.steps() == []
+    copies.send(tmp_path / "here")
+    assert copies.steps() == ["step_000001"]
+
+
+async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    saving = saver(tmp_path / "here", "nowhere://bucket")
+    await saving.save(state_of(1))
+    assert "the next checkpoint tries again" in caplog.text
+    assert len(complete_checkpoints(tmp_path / "here")) == 1
+    with pytest.raises(CheckpointError, match="they are whole in the run's directory"):
+        await saving.finish()
+
+
+def test_other_directories_are_of_this_machine(tmp_path: Path):
+    config = from_mapping({"trainer.run_dir": str(tmp_path), "trainer.export_path": "s3://bucket/model"})
+    assert copies_of(config) is None
+    with pytest.raises(ConfigError, match=r"trainer\.export_path: s3://bucket/model is an address"):
+        check_files(config)

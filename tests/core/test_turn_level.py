@@ -1,0 +1,102 @@
+"""Turn-level advantages: by hand, against the slow definition, over the steps of step-wise trajectories."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.algorithms import grpo_advantages, turn_level_advantages
+from rl_core.batch import Batch
+from rl_core.errors import ShapeError
+from rl_core.trainer.batch_advantages import load_estimator, with_advantages
+
+
+def conversation(turns: list[tuple[int, float]], group: int, trajectory: int, *, step_wise: bool) -> list[dict]:
+    """The sequences of an episode whose turns are (sampled tokens, reward); each turn follows two prompt tokens."""
+    steps = [
+        {"sampled": [False, False] + [True] * length, "rewards": [0.0] * (length + 1) + [reward]}
+        for length, reward in turns
+    ]
+    if not step_wise:
+        steps = [{name: [x for step in steps for x in step[name]] for name in ("sampled", "rewards")}]
+    return [
+        {
+            **step,
+            "tokens": [1] * len(step["sampled"]),
+            "group_id": group,
+            "trajectory_id": trajectory,
+            "step_index": index,
+            "is_last_step": index == len(steps) - 1,
+        }
+        for index, step in enumerate(steps)
+    ]
+
+
+def batch_of(episodes: list[list[tuple[int, float]]], groups: list[int], *, step_wise: bool) -> Batch:
+    return Batch.from_sequences(
+        [
+            sequence
+            for i, (turns, group) in enumerate(zip(episodes, groups, strict=True))
+            for sequence in conversation(turns, group, 10 * i, step_wise=step_wise)
+        ]
+    )
+
+
+def slow_advantages(episodes, groups, *, gamma: float, norm: bool) -> list[float]:
+    """Of each sampled token, in Python floats."""
+    returns = [
+        [sum(gamma ** (v - u) * turns[v][1] for v in range(u, len(turns))) for u in range(len(turns))]
+        for turns in episodes
+    ]
+    found: list[float] = []
+    for i, turns in enumerate(episodes):
+        for u, (length, _) in enumerate(turns):
+            others = [returns[j][u] for j in range(len(episodes)) if groups[j] == groups[i] and len(episodes[j]) > u]
+            spread = statistics.stdev(others) + 1e-6 if norm and len(others) > 1 else 1.0
+            found += [(returns[i][u] - statistics.fmean(others)) / spread] * length
+    return found
+
+
+def test_by_hand():
+    # Returns with a discount of ½ per turn: 1 + ½ · 4 = 3 and 4 of the first sample, 1 of the second, which has one.
+    episodes = [[(2, 1.0), (1, 4.0)], [(3, 1.0)]]
+    batch = batch_of(episodes, [7, 7], step_wise=False)
+    made = with_advantages(batch, turn_level_advantages, {"gamma": 0.5, "grpo_norm_by_std": False})
+    assert made["advantages"].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, -1, -1, -1]
+    assert made["returns"].tolist() == [0, 0, 3, 3, 0, 0, 4, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+@given(
+    episodes=st.lists(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 3).map(float)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=7,
+    ),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    norm=st.booleans(),
+)
+def test_it_is_the_slow_definition_also_where_each_turn_is_a_sequence(step_wise, episodes, gamma, norm):
+    groups = [i % 3 for i in range(len(episodes))]
+    batch = batch_of(episodes, groups, step_wise=step_wise)
+    made = with_advantages(batch, turn_level_advantages, {"gamma": gamma, "grpo_norm_by_std": norm})
+    actual = made["advantages"][batch["sampled"]].tolist()
+    # float32 rewards; a deviation of 0 is divided by 1e-6, which makes 1e-7 of rounding 0.1.
+    assert actual == pytest.approx(slow_advantages(episodes, groups, gamma=gamma, norm=norm), rel=1e-4, abs=1e-4)
+
+
+def test_with_one_turn_per_trajectory_it_is_grpo():
+    batch = batch_of([[(2, 1.0)], [(1, 0.0)], [(3, 0.5)], [(2, 0.5)]], [0, 0, 0, 1], step_wise=False)
+    estimator = load_estimator("turn_level", {})
+    made, grpo = with_advantages(batch, estimator, {}), with_advantages(batch, grpo_advantages, {})
+    torch.testing.assert_close(made["advantages"], grpo["advantages"])
+
+
+def test_steps_that_are_out_of_order_are_refused_and_named():
+    batch = batch_of([[(1, 1.0), (1, 2.0)]], [0], step_wise=True).select([1, 0])
+    with pytest.raises(ShapeError, match=r"row 1 \(trajectory 0, step 0\) stands behind trajectory 0, step 1"):
+        with_advantages(batch, turn_level_advantages, {})

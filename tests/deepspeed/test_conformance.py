@@ -1,0 +1,71 @@
+"""The suite that every training backend must pass, on DeepSpeed: each stage of ZeRO, offloading, Ulysses, routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from rl_core.testing.backend import BackendConformance, Variant
+from rl_deepspeed import DeepSpeedOptions, OffloadOptimizer, OffloadParam, ZeroOptimization, deepspeed
+
+PADDED = {"use_sample_packing": False}
+RECOMPUTED = {"gradient_checkpointing": True}
+UNTIED = {"tie_word_embeddings": False}
+MOE = {"family": "qwen3_moe"}
+
+
+def zero(stage: int, *, others: dict[str, Any] | None = None, **settings: Any) -> DeepSpeedOptions:
+    """Small buckets, so that there are several of everything."""
+    settings = {"reduce_bucket_size": 5_000, "stage3_param_persistence_threshold": 100} | settings
+    return DeepSpeedOptions(zero_optimization=ZeroOptimization(stage=stage, **settings), **(others or {}))  # pyright: ignore[reportArgumentType]
+
+
+def further(variant: Variant, **changes: Any) -> Variant:
+    """One that only `make parity` runs: the checks behind its table."""
+    return attrs.evolve(variant, parity_only=True, marks=("parity",), **changes)
+
+
+def whole(variant: Variant) -> Variant:
+    """One with every check, in `make parity` too: DeepSpeed takes seconds to start."""
+    return attrs.evolve(variant, marks=("parity",))
+
+
+ON_CPU = {"offload_optimizer": OffloadOptimizer(device="cpu")}
+ALL_ON_CPU = {"offload_param": OffloadParam(device="cpu"), **ON_CPU}
+ULYSSES = {"sequence_parallel_size": 2}
+ONE = Variant(checkpoint=UNTIED, options=zero(3))
+TWO = {stage: Variant(world_size=2, checkpoint=UNTIED, options=zero(stage)) for stage in (1, 2, 3)}
+FOUR = Variant(world_size=4, checkpoint=UNTIED, options=zero(3))
+BRIEFLY = attrs.evolve(TWO[3], checkpoint={}, spec=PADDED | RECOMPUTED, parity_only=True)
+"""What `make test` runs: stage 3, tied, padded and recomputed at once."""
+ROUTED = Variant(
+    world_size=2,
+    checkpoint=MOE,
+    options=zero(3, others={"moe_enable_routing_replay": True}),
+    forced_routes=True,
+)
+
+
+class TestDeepSpeed(BackendConformance):
+    backend = deepspeed
+    options = DeepSpeedOptions()
+    variants = (
+        BRIEFLY,
+        whole(ONE),
+        *(whole(variant) for variant in TWO.values()),
+        *(further(TWO[stage], options=zero(stage, **ON_CPU)) for stage in (1, 2, 3)),
+        further(TWO[3], options=zero(3, **ALL_ON_CPU)),
+        further(TWO[2], checkpoint={}, spec=PADDED | RECOMPUTED),
+        *(further(TWO[stage], options=zero(stage, others=ULYSSES)) for stage in (2, 3)),
+        further(ONE, options=zero(1)),
+        further(FOUR),
+        further(FOUR, options=zero(1)),
+        further(ROUTED),
+    )
+    resumes = tuple(
+        (attrs.evolve(a, marks=("parity",)), attrs.evolve(b, marks=("parity",)))
+        for a, b in ((TWO[3], ONE), (ONE, TWO[1]), (TWO[2], FOUR), (FOUR, TWO[3]))
+    )
+    preload = ("rl_deepspeed.worker",)
+    timeout_s = 120.0

@@ -1,0 +1,95 @@
+"""What is refused before a process starts, and what DeepSpeed is told; no rank is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
+from rl_deepspeed import DeepSpeedOptions, OffloadOptimizer, OffloadParam, ZeroOptimization, deepspeed
+from rl_deepspeed.engine_config import engine_config
+
+
+def spec_of(options: DeepSpeedOptions, **fields: Any) -> WorkerSpec:
+    defaults: dict[str, Any] = {
+        "role": "policy",
+        "model": ModelConfig(path="model"),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_sample_packing": True,
+        "logprobs_chunk_size": 64,
+        "total_optimizer_steps": None,
+        "seed": 0,
+    }
+    return WorkerSpec(options=options, **{**defaults, **fields})
+
+
+def zero(**settings: Any) -> DeepSpeedOptions:
+    return DeepSpeedOptions(zero_optimization=ZeroOptimization(**settings))
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        (
+            zero(stage=2, offload_param=OffloadParam(device="cpu")),
+            2,
+            r"offload_param\.device: got 'cpu', .* set stage=3",
+        ),
+        (zero(stage=1, overlap_comm=True), 2, r"overlap_comm: .* set stage=2"),
+        (zero(zero_hpz_partition_size=2), 3, r"zero_hpz_partition_size: 2 does not divide 3 ranks"),
+        (zero(reduce_bucket_size=0), 2, r"reduce_bucket_size: got 0; expected at least 1 element"),
+        (DeepSpeedOptions(sequence_parallel_size=2), 3, r"2"),
+        (
+            DeepSpeedOptions(extra={"gradient_clipping": 1.0}),
+            1,
+            r"gradient_clipping: optimizer_config\.max_grad",
+        ),
+        (DeepSpeedOptions(extra={"bf16": {"enabled": True}}), 1, r"extra\.bf16: trainer\.bf16 decides"),
+        (
+            DeepSpeedOptions(extra={"zero_optimization": {"stage": 2}}),
+            1,
+            r"write deepspeed_config\.zero_optimization\.stage",
+        ),
+    ],
+)
+def test_what_would_be_wrong_is_refused_with_its_key(options: DeepSpeedOptions, world_size: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.validate(spec_of(options), world_size)
+
+
+def test_router_replay_of_a_critic_is_refused():
+    options = DeepSpeedOptions(moe_enable_routing_replay=True)
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.deepspeed_config\.moe_enable_routing_replay"):
+        deepspeed.validate(spec_of(options, role="critic"), 1)
+
+
+def test_further_keys_join_those_that_are_made():
+    extra = {"wall_clock_breakdown": True, "zero_optimization": {"zero_quantized_weights": True}}
+    config = engine_config(spec_of(DeepSpeedOptions(extra=extra)))
+    assert config["wall_clock_breakdown"] is True
+    assert config["zero_optimization"]["zero_quantized_weights"] is True
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["gradient_clipping"] == 0.0, "each step is clipped as its own settings say"
+
+
+def test_nothing_is_offloaded_unless_it_is_asked_for_and_there_is_something():
+    asked = zero(offload_param=OffloadParam(device="cpu"), offload_optimizer=OffloadOptimizer(device="cpu"))
+    of_policy = engine_config(spec_of(asked))["zero_optimization"]
+    of_reference = engine_config(spec_of(asked, role="reference", optimizer=None))["zero_optimization"]
+    unasked = engine_config(spec_of(zero()))["zero_optimization"]
+    assert of_policy["offload_param"] == of_policy["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert "offload_param" in of_reference
+    assert "offload_optimizer" not in of_reference
+    assert not {"offload_param", "offload_optimizer"} & unasked.keys()
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(1, 2), (2, 2), (3, 3)])
+def test_in_bfloat16_gradients_are_summed_in_float32(stage: int, expected: int):
+    config = engine_config(spec_of(zero(stage=stage), bf16=True))
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["zero_optimization"]["stage"] == expected
+    assert engine_config(spec_of(zero(stage=stage)))["zero_optimization"]["stage"] == stage

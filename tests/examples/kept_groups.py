@@ -1,0 +1,109 @@
+"""Whether a run that was killed lost or doubled a group: its rows against the ledger of what was played."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core.reports.jsonl import read_rows
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """What each step must have."""
+
+    steps: int
+    groups: int
+    samples: int
+    max_staleness: int
+    dynamic_sampling: str | None
+    min_replace_ratio: float
+
+
+def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
+    """Every group that the final run started stands once in its rows, trained on or left out for a reason that its
+    samples bear out, within the bound; and what stands there is what was played.
+
+    A group may be played more than once, because an attempt was killed: its last playing counts.
+    """
+    rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
+    assert list(rows) == list(range(sizes.steps + 1)), f"rows of steps {list(rows)}"
+    assert all(row["rollout/staleness_max"] <= sizes.max_staleness for step, row in rows.items() if step)
+    state = json.loads((run_dir / "checkpoints" / f"step_{sizes.steps:06d}" / "run.json").read_text())
+    assert (state["step"], state["restart_groups"]) == (sizes.steps, [])
+    started = set(range(state["next_group"]))
+    played = _played(ledger)
+    trained, failed = _in_samples(run_dir)
+    step_of = {group: step for group, (step, _) in trained.items()}
+    assert Counter(step_of.values()) == dict.fromkeys(range(1, sizes.steps + 1), sizes.groups)
+    assert trained.keys() <= started, f"trained on, and never started: {sorted(trained.keys() - started)}"
+    _require_left_out(started - trained.keys(), played, rows, sizes)
+    informative = {group for group in started if _has_signal(played[group])}
+    for group, (step, samples) in trained.items():
+        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, f"group {group} in step {step}"
+        if sizes.dynamic_sampling == "replace" and group not in informative:
+            copied = [_good(played[other]) for other in informative if step_of.get(other) == step]
+            assert samples in copied, f"group {group} is a copy of none of its step"
+        else:
+            assert samples == _good(played[group]), f"group {group} is not what was played last"
+    for group in started:
+        expected = sum(reward is None for _, _, reward in played[group]["samples"])
+        assert failed[group] == expected, f"group {group}: {failed[group]} failed samples in rows, {expected} failed"
+    counted = sum(row["rollout/failed"] for step, row in rows.items() if step)
+    assert counted == sum(failed.values()), f"rows count {counted} failed samples, {sum(failed.values())} are listed"
+
+
+def _require_left_out(
+    left_out: set[int], played: dict[int, dict[str, Any]], rows: dict[int, dict[str, float]], sizes: Sizes
+) -> None:
+    signals = [group for group in sorted(left_out) if _has_signal(played[group])]
+    dropped = sum(row[f"rollout/dropped_{why}"] for row in rows.values() for why in _REASONS if row["step"])
+    if sizes.dynamic_sampling == "replace":
+        # Whole batches are given up, each with too few groups that have a signal.
+        dropped_failed = [group for group in left_out if not _good(played[group])]
+        assert (len(left_out) - len(dropped_failed)) % sizes.groups == 0, f"missing: {sorted(left_out)}"
+        assert not left_out or len(signals) < sizes.min_replace_ratio * len(left_out), f"missing: {signals}"
+        assert dropped == len(dropped_failed)
+        return
+    assert not signals, f"groups with a signal that no row has: {signals}"
+    assert dropped == len(left_out), f"rows count {dropped} dropped groups, {len(left_out)} are missing"
+    if sizes.dynamic_sampling is None:
+        assert not [group for group in left_out if _good(played[group])], f"missing: {sorted(left_out)}"
+
+
+_REASONS = ("failed", "zero_variance")
+
+
+def _played(ledger: Path) -> dict[int, dict[str, Any]]:
+    entries = (json.loads(line) for line in ledger.read_text().splitlines())
+    return {entry["group"]: entry for entry in entries if entry["is_training"]}
+
+
+def _in_samples(run_dir: Path) -> tuple[dict[int, tuple[int, list[Any]]], Counter[int]]:
+    """Of each group its step and samples; and how many of its samples failed."""
+    trained: dict[int, tuple[int, list[Any]]] = {}
+    failed: Counter[int] = Counter()
+    for row in read_rows(run_dir / "samples.jsonl"):
+        if row["purpose"] != "train":
+            continue
+        if row["failure"] is not None:
+            failed[row["group"]] += 1
+            continue
+        step, samples = trained.setdefault(row["group"], (row["step"], []))
+        assert step == row["step"], f"group {row['group']} stands in steps {step} and {row['step']}"
+        entry = [row["sample"], row["response"], row["reward"]]
+        assert entry not in samples, f"group {row['group']} stands in step {step} twice"
+        samples.append(entry)
+    return trained, failed
+
+
+def _good(entry: dict[str, Any]) -> list[Any]:
+    return [sample for sample in entry["samples"] if sample[2] is not None]
+
+
+def _has_signal(entry: dict[str, Any]) -> bool:
+    return len({reward for _, _, reward in _good(entry)}) > 1

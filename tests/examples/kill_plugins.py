@@ -1,0 +1,185 @@
+"""What strikes a run from within, at a moment that a case of the kill soak names, and what notes the groups that it
+played. All are plug-ins, so the run under test is the one that a user starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import psutil
+
+from rl_core.interfaces import (
+    Action,
+    Callback,
+    Generator,
+    GeneratorSpec,
+    GroupRequest,
+    Sampler,
+    StepResult,
+    Trajectory,
+)
+from rl_examples.arithmetic import ArithmeticEnvironment
+from rl_rollout.generator_plugin import EnvironmentGeneratorPlugin
+
+Victim = Literal["controller", "rank", "raylet", "gcs_server"]
+SECONDS = {
+    "start": 2.5,
+    "generate": 0.06,
+    "score": 0.04,
+    "train": 0.1,
+    "publish": 0.04,
+    "evaluate": 0.08,
+    "checkpoint": 0.15,
+    "export": 0.3,
+}
+"""The phases of a run, and about how long each of them takes: a strike comes at a random moment of this time."""
+
+
+@attrs.frozen(kw_only=True)
+class Strike:
+    """One kill or stop."""
+
+    victim: Victim = "controller"
+    signal: signal.Signals = signal.SIGKILL
+    presses: int = 1
+    """Signals, each 1.1 s after the one before: the second ends a run at once."""
+    phase: str
+    """One of SECONDS."""
+    visit: int = 0
+    """How often the phase begins before."""
+    delay_s: float = 0.0
+    """From the beginning of the phase."""
+
+
+class _Armed:
+    """What this process, which is forked for one attempt, is struck by."""
+
+    def __init__(self) -> None:
+        self.strike: Strike | None = None
+        self.visits = 0
+        self.thread: threading.Thread | None = None
+        self.ledger = Path(os.devnull)
+
+
+_armed = _Armed()
+
+
+def arm(strike: Strike | None, ledger: Path) -> None:
+    """Called in the process of an attempt, before its run. `ledger` is the file of the groups that are played."""
+    _armed.strike, _armed.ledger = strike, ledger
+    reached("start")
+
+
+def reached(phase: str) -> None:
+    """The run is at the beginning of `phase`."""
+    strike = _armed.strike
+    if strike is None or strike.phase != phase:
+        return
+    if _armed.visits == strike.visit:
+        _armed.thread = threading.Thread(target=_strike, args=(strike,), daemon=True)
+        _armed.thread.start()
+    _armed.visits += 1
+
+
+def await_strike() -> None:
+    """At the end of a run that was faster than the strike that had begun: it comes all the same."""
+    if _armed.thread is not None:
+        _armed.thread.join()
+
+
+def _strike(strike: Strike) -> None:
+    time.sleep(strike.delay_s)
+    with _armed.ledger.with_name("strikes").open("a") as strikes:
+        strikes.write(f"{strike}\n")
+    for press in range(strike.presses):
+        time.sleep(1.1 * (press > 0))
+        os.kill(_pid_of(strike.victim), strike.signal)
+
+
+def _pid_of(victim: Victim) -> int:
+    if victim == "controller":
+        return os.getpid()
+    wanted = "ray::RayRank" if victim == "rank" else f"/{victim}"
+    names = {child.pid: child.cmdline() for child in psutil.Process().children(recursive=True)}
+    return max(pid for pid, words in names.items() if words and wanted in words[0])
+
+
+class PhaseTracker:
+    """A tracker that is told of phases."""
+
+    def phase(self, name: str) -> None:
+        reached(name)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def phase_tracker(config: object, run_dir: Path, *, total_steps: int, first_step: int) -> PhaseTracker:
+    """A TrackerFactory."""
+    return PhaseTracker()
+
+
+class BeforeExport(Callback):
+    """The loop is done; the model is written next."""
+
+    def on_run_end(self, step: int) -> None:
+        reached("export")
+
+
+class LowDigit(ArithmeticEnvironment):
+    """Rewards an answer that begins with one of five digits, and fails for one that begins with another: an untrained
+    model does either now and then, so that some groups have a signal, some have none, and some lack samples."""
+
+    async def step(self, action: Action) -> StepResult:
+        if action.text[:1] == "9":
+            raise ConnectionError("the judge does not like nines")
+        is_low = float(action.text[:1] in tuple("01234"))
+        return StepResult(reward=is_low, done=True, metrics={"accuracy": is_low})
+
+
+class NotingGenerator:
+    """Plays as the generator under it does, and writes what each group gave into the ledger."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._generator, name)
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        trajectories = await self._generator.generate(request)
+        entry = {
+            "group": request.group_id,
+            "is_training": request.num_samples > 1,
+            "start_version": request.start_version,
+            "samples": [
+                [one.sample_index, one.response_text, None if one.failure else one.reward] for one in trajectories
+            ],
+        }
+        descriptor = os.open(_armed.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(descriptor, (json.dumps(entry) + "\n").encode())
+        os.close(descriptor)
+        return trajectories
+
+
+@attrs.frozen
+class NotingGeneratorPlugin(EnvironmentGeneratorPlugin):
+    """The `environment` generator, and a ledger beside it."""
+
+    name: str = "noting"
+
+    def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
+        return NotingGenerator(super().create(spec, client))  # pyright: ignore[reportReturnType]
+
+
+noting_generator = NotingGeneratorPlugin()

@@ -1,0 +1,139 @@
+"""The recipes of large models: their real forms are checked and planned without a GPU or a network, their tiny forms
+train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rl_core.cli.app import rl
+from rl_core.config import load
+from rl_core.errors import ConfigError
+from rl_core.rank_kit.model_proof import CACHE_VARIABLE
+from rl_core.trainer.run import run_training
+from rl_examples.gsm8k_data import write_tiny_data
+
+DENSE = ("qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b")
+FSDP = ("qwen3_30b_a3b_one_node", "qwen3_30b_a3b_lora", "glm_4_7_flash")
+MEGATRON = ("qwen3_30b_a3b", "qwen3_235b_a22b", "moonlight_16b_a3b")
+NAMED: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in (*DENSE, *FSDP, *MEGATRON)]
+OTHER_BACKENDS = [
+    (name, (f"trainer.strategy={backend}",)) for name in DENSE for backend in ("fsdp1", "deepspeed", "megatron")
+]
+FORMS = [pytest.param(*form, id=" ".join([form[0], *form[1]])) for form in (*NAMED, *OTHER_BACKENDS)]
+SMALL_BATCH = ("trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Overrides that name a few rows: GSM8K itself is the user's to fetch."""
+    directory = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "validation"):
+        write_tiny_data(directory / f"{split}.parquet", split=split)
+    return (f"data.train_data=[{directory}/train.parquet]", f"data.val_data=[{directory}/validation.parquet]")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proofs(tmp_path_factory: pytest.TempPathFactory):
+    """Each kind of model is proved once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("proofs")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def run(command: str, *arguments: str) -> Result:
+    return CliRunner().invoke(rl, [command, *arguments], obj={"traceback": False})
+
+
+@pytest.mark.parametrize(("name", "overrides"), FORMS)
+def test_the_real_form_passes_all_checks_of_a_start(
+    name: str, overrides: tuple[str, ...], data: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = run("train", name, "--dry-run", *data, *SMALL_BATCH, *overrides)
+    assert result.exit_code == 0, result.exception
+    assert "nothing was started" in result.output
+    assert "prompts are measured at the start" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "overrides"), FORMS)
+def test_the_real_form_fits_its_gpus(
+    name: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = run("plan", name, "--gpu-memory", "80", "--host-memory", "1500", *overrides)
+    assert result.exit_code == 0, result.exception
+    phases = ("train policy", "step policy", "sync", "generate", "save policy")
+    assert [phase for phase in phases if phase not in result.output] == []
+    assert "sequences of 1,536" in result.output
+
+
+@pytest.mark.slow
+def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe) and FSDP2 runs out of memory.
+
+    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine; sharded over all 32 it fits.
+    """
+    monkeypatch.chdir(tmp_path)
+    limit = ("--gpu-memory", "80")
+    as_fsdp = ("trainer.strategy=fsdp", "trainer.max_prompt_length=4096")
+    assert run("plan", "qwen3_30b_a3b", *limit, "trainer.max_prompt_length=4096").exit_code == 0
+    per_machine = run("plan", "qwen3_30b_a3b", *limit, *as_fsdp, "trainer.policy.fsdp_config.fsdp_size=8")
+    assert isinstance(per_machine.exception, ConfigError)
+    assert "train policy (policy + engine) takes" in str(per_machine.exception)
+    assert run("plan", "qwen3_30b_a3b", *limit, *as_fsdp).exit_code == 0
+    one_machine = run("plan", "qwen3_30b_a3b_one_node", *limit, "trainer.policy.fsdp_config.cpu_offload=false")
+    assert isinstance(one_machine.exception, ConfigError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("third", ["pipeline_model_parallel_size", "context_parallel_size"])
+def test_other_readings_of_dp4_tp2_ep8_fit_too(third: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """4 × 2 are 8 of 32 ranks. The recipe takes the 4 for the copies of the experts; so does a third size of 4."""
+    monkeypatch.chdir(tmp_path)
+    result = run("plan", "qwen3_30b_a3b", "--gpu-memory", "80", f"trainer.policy.megatron_config.{third}=4")
+    assert result.exit_code == 0, result.exception
+    assert "data 4" in result.output
+
+
+def test_longer_sequences_are_planned_up_to_the_one_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("plan", "qwen2_5_7b", "--gpu-memory", "40", "--context", "131072")
+    assert isinstance(result.exception, ConfigError)
+    table = result.output.rpartition("by tokens of a sequence")[2]
+    rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
+    swept = {int(row[1].replace(",", "")): row[-2] for row in rows}
+    assert list(swept) == [1536, 3072, 6144, 12288, 24576, 49152, 98304, 131072]
+    assert (swept[1536], swept[131072]) == ("yes", "no")
+    shorter = run("plan", "qwen2_5_7b", "--context", "1000")
+    assert "a sequence may have 1536" in str(shorter.exception)
+
+
+def trained(name: str, *overrides: str) -> list[dict[str, float]]:
+    summary = run_training(load(name, list(overrides), tiny=True))
+    assert summary.steps == 2
+    return [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"), [*((name, ()) for name in (*DENSE, *FSDP)), (DENSE[0], ("trainer.strategy=fsdp1",))]
+)
+def test_the_tiny_form_trains(name: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    rows = trained(name, *overrides)
+    # float32 on both sides: the engine scores what the trainer scores.
+    assert max(row["rollout/logprob_diff_max"] for row in rows[-2:]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEGATRON)
+def test_the_tiny_form_trains_on_two_ranks_of_megatron(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    rows = trained(name)
+    assert len(rows) >= 2

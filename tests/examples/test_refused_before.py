@@ -1,0 +1,182 @@
+"""What a run would fail on later is refused before: by the dry run, by `rl config`, and by playing for what playing
+needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config import Config, load
+from rl_core.errors import RLError
+from rl_core.trainer.preflight import preflight, prepare_playing
+
+BuildConfig = Callable[..., Config]
+
+
+def refused(check: Callable[[], object]) -> str:
+    with pytest.raises(RLError) as raised:
+        check()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"trainer__seed": 2**63}, "trainer.seed: got 9223372036854775808; expected at most 9223372036854775807"),
+        (
+            {"generator__sampling_params__max_generate_length": 64},
+            "generator.sampling_params.max_generate_length: got 64, and .*model takes 64 tokens, the prompt",
+        ),
+        (
+            {"generator__eval_sampling_params__max_generate_length": 100},
+            "generator.eval_sampling_params.max_generate_length: got 100, and .* give at most 63",
+        ),
+        (
+            {"generator__inference_engine__weight_sync_backend": "cuda_ipc"},
+            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and .*",
+        ),
+        (
+            {"trainer__max_prompt_length": 1},
+            r":\d+: the prompt has 6 tokens; trainer.max_prompt_length is 1",
+        ),
+        (
+            {"trainer__max_prompt_length": 1, "data__on_long_prompt": "drop"},
+            "all .* prompts are too long: trainer.max_prompt_length is 1",
+        ),
+        ({"environment__env_class": "gsm8k"}, r"train\.parquet:1: a gsm8k row needs reward_spec.ground_truth"),
+        ({"environment__env_class": "guess"}, r"train\.parquet:1: a guess row needs a number"),
+        ({"trainer__policy__fsdp_config__fsdp_size": 3}, r"trainer\.policy\.fsdp_config\.fsdp_size: "),
+        (
+            {"generator__inference_engine__engine_init_kwargs": {"attn_implementatoin": "eager"}},
+            "Did you mean 'attn_imp",
+        ),
+        (
+            {"trainer__policy__optimizer_config__lr": 1e9},
+            "trainer.policy.optimizer_config.lr: got 1e.09",
+        ),
+        (
+            {"generator__n_samples_per_prompt": 2**31},
+            "generator.n_samples_per_prompt: got 2147483648",
+        ),
+    ],
+    ids=lambda value: next(iter(value)).removeprefix("trainer__") if isinstance(value, dict) else "",
+)
+@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES", "") != "", reason="cuda_ipc serves where there are GPUs")
+def test_the_dry_run_refuses_what_a_run_would_fail_on(
+    overrides: dict[str, Any], message: str, small_run: BuildConfig, tmp_path: Path
+):
+
+    assert re.search(message, refused(lambda: preflight(small_run(tmp_path / "run", **overrides))))
+    assert not (tmp_path / "run").exists()
+
+
+def rows_of(path: Path, **columns: Any) -> str:
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], **columns} for n in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_row_of_another_library_is_read_with_its_own_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    load_and_make = load("gsm8k", tiny=True)
+    ours, theirs = ({"ground_truth": "3"}, {"style": "rule", "ground_truth": "3"})
+    for columns in ({"reward_spec": ours}, {"reward_model": theirs}):
+        file = rows_of(tmp_path / "rows.jsonl", **columns)
+        preflight(load("gsm8k", [f"data.train_data=[{file}]", "data.val_data=[]"], tiny=True))
+    file = rows_of(tmp_path / "rows.jsonl", solution="3")
+    said = refused(lambda: preflight(load("gsm8k", [f"data.train_data=[{file}]"], tiny=True)))
+    assert said.startswith(f"{file}:1: a gsm8k row needs reward_spec.ground_truth, a number; got reward_spec=None")
+    assert said.endswith("(the row has prompt, solution)")
+    assert load_and_make.config.environment.env_class == "gsm8k"
+
+
+def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    file = rows_of(tmp_path / "rows.jsonl", reward_spec={"ground_truth": "3"}, env_class="arithmetic", answer="3")
+    data = [f"data.train_data=[{file}]", "data.val_data=[]"]
+    said = refused(lambda: preflight(load("gsm8k", data, tiny=True)))
+    assert said.startswith("environment.env_class: 'gsm8k' is for all rows, and 8 of 8 rows name another one")
+    assert "write environment.env_class=null to play each row's own, or environment.env_class=gsm8k" in said
+    assert not caplog.records
+    preflight(load("gsm8k", [*data, "environment.env_class=gsm8k"], tiny=True))
+    assert "8 of 8 rows name another one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.train_batch_size=0",
+        "trainer.policy_mini_batch_size=7",
+        "trainer.epochs=0",
+        "trainer.policy.optimizer_config.lr=-1",
+        "trainer.max_tokens_per_microbatch=1",
+        "trainer.algorithm.eps_clip_low=7",
+        "generator.sampling_params.temperature=0",
+        "generator.inference_engine.weight_verification.num_tokens=1",
+    ],
+)
+def test_playing_asks_for_what_playing_needs(override: str, small_run: BuildConfig, tmp_path: Path, start: Path):
+    config = write_config(small_run(tmp_path / "run"), tmp_path)
+    refused(lambda: preflight(load(config, [override])))
+    prepare_playing(load(config, [override]), reads="data.val_data")
+
+
+@pytest.mark.parametrize("override", ["generator.eval_sampling_params.top_p=2", "trainer.eval_batch_size=0"])
+def test_and_what_it_needs_it_asks_for(override: str, small_run: BuildConfig, tmp_path: Path):
+    config = write_config(small_run(tmp_path / "run"), tmp_path)
+    assert override.partition("=")[0] in refused(
+        lambda: prepare_playing(load(config, [override]), reads="data.val_data")
+    )
+
+
+def write_config(config: Config, folder: Path) -> str:
+    from rl_core.config import dump_yaml
+
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    return str(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.algorithm.policy_loss_params.foo=1", "foo"),
+        ("trainer.algorithm.advantage_params.foo=1", "foo"),
+        ("trainer.algorithm.clip_ratio_low=0.1", "write trainer.algorithm.eps_clip_low "),
+        ("trainer.algorithm.clip_ratio_high=0.3", "write trainer.algorithm.eps_clip_high "),
+        ("generator.run_engines_locally=false", "engines are started by the run"),
+        ("trainer.total_epochs=2", "write trainer.epochs "),
+        ("data.train_files=a.parquet", "write data.train_data "),
+    ],
+)
+def test_rl_config_refuses_unknown_settings_and_names_the_successors_of_old_keys(given: str, said: str, tmp_path: Path):
+    command = [Path(sys.executable).with_name("rl"), "config", "quickstart", given]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_hub_that_is_out_of_reach_is_asked_once(
+    is_offline: bool, small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """transformers alone would ask again and again, for 45 s."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", str(int(is_offline)))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port of discard, where nobody listens
+    preflight(small_run(tmp_path / "run"))  # what is imported first takes seconds
+    started = time.monotonic()
+    said = refused(lambda: preflight(small_run(tmp_path / "run", trainer__policy__model__path="some/mistyped-name")))
+    assert time.monotonic() - started < 5.0
+    assert said.startswith("trainer.policy.model.path: some/mistyped-name: there is no such directory")
+    assert said.endswith("Is the name spelled right?")

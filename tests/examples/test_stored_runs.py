@@ -1,0 +1,260 @@
+"""What a run stores: damage is found before it is trained on, other prompts are refused, a full disk ends nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from rl_core.config import Config
+from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError
+from rl_core.trainer.callbacks import Callback
+from rl_core.trainer.checkpoint import list_checkpoints
+from rl_core.trainer.preflight import preflight
+from rl_core.trainer.run import run_training
+from tests.examples.test_resume import require_same_run, train_in_child
+
+BuildConfig = Callable[..., Config]
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
+@pytest.fixture
+def finished(trained: Path, small_run: BuildConfig) -> Path:
+    """A run of 6 steps."""
+    if not trained.exists():
+        assert train_in_child(small_run(trained)) == 0
+    return trained
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run as if it had been killed after the checkpoint of step 4."""
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("step_000006", "model"))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = (tmp_path / "run" / name).read_text().splitlines(keepends=True)
+        (tmp_path / "run" / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= 4))
+    return tmp_path / "run"
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_in_any_file_of_a_checkpoint_is_found_before_the_run_changes(
+    stopped: Path, small_run: BuildConfig
+):
+    before = left_by(stopped)
+    checkpoint = stopped / "checkpoints" / "step_000004"
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        written = file.read_bytes()
+        place = len(written) * 2 // 3
+        file.write_bytes(written[:place] + bytes([written[place] ^ 4]) + written[place + 1 :])
+        with pytest.raises(CheckpointError, match="step_000004"):
+            run_training(small_run(stopped))
+        file.write_bytes(written)
+    assert left_by(stopped) == before
+    run_training(small_run(stopped))  # a control: undamaged, it goes on
+
+
+def left_by(run_dir: Path) -> dict[str, bytes]:
+    """Its files but the configurations of attempts."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and not path.name.startswith("config.resumed"))
+    return {str(path): path.read_bytes() for path in files}
+
+
+def test_rows_that_a_crash_of_the_machine_took_make_no_checkpoint_worthless(
+    stopped: Path, small_run: BuildConfig, finished: Path, caplog: pytest.LogCaptureFixture
+):
+    rows = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text("".join(rows[:-2]) + rows[-2][:40])
+    assert train_in_child(small_run(stopped)) == 0
+    done = [json.loads(line)["step"] for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    assert done == [0, 1, 2, 5, 6]
+    assert not stopped.with_name("run.1").exists()
+
+
+# --- what is resumed ------------------------------------------------------------------------------------------------
+
+
+def other_rows(source: Path, target: Path, change: Callable[[pyarrow.Table], pyarrow.Table]) -> str:
+    pyarrow.parquet.write_table(change(pyarrow.parquet.read_table(source)), target)
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"trainer__seed": 7}, r"trainer\.seed: got 7, .*step_000004 was made with 0"),
+        ({"data__shuffle": False}, r"data\.shuffle: got false, .* was made with true"),
+        ({"data__train_data": "fewer"}, r"data\.train_data: has 8000 rows, .* was made with 9000 rows"),
+        ({"data__train_data": "reversed"}, r"data\.train_data: has as many rows with other content"),
+    ],
+    ids=["seed", "shuffle", "fewer rows", "another order"],
+)
+def test_what_changes_the_prompts_of_group_numbers_is_refused_before_anything_is_written(
+    overrides: dict[str, object], key: str, stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path
+):
+    changes: Mapping[object, Callable[[pyarrow.Table], pyarrow.Table]] = {
+        "fewer": lambda table: table.slice(0, 8000),
+        "reversed": lambda table: table.take(list(reversed(range(len(table))))),
+    }
+    change = changes.get(overrides.get("data__train_data"))
+    if change is not None:
+        overrides = {"data__train_data": [other_rows(start / "train.parquet", tmp_path / "other.parquet", change)]}
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    for begin in (preflight, run_training):
+        with pytest.raises(ConfigError, match=key) as raised:
+            begin(small_run(stopped, **overrides))
+        assert "trainer.resume_mode=none" in str(raised.value)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_several_changes_of_that_kind_are_listed_together(stopped: Path, small_run: BuildConfig):
+    with pytest.raises(ConfigErrors) as raised:
+        preflight(small_run(stopped, trainer__seed=3, data__shuffle=False))
+    assert [str(error).partition(":")[0] for error in raised.value.errors] == ["trainer.seed", "data.shuffle"]
+
+
+def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
+    stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    moved = other_rows(start / "train.parquet", tmp_path / "moved.parquet", lambda table: table)
+    with caplog.at_level(logging.WARNING):
+        preflight(small_run(stopped, data__train_data=[moved], trainer__run_name="elsewhere"))
+        assert "going on" not in caplog.text
+        preflight(small_run(stopped, trainer__train_batch_size=16, generator__n_samples_per_prompt=2))
+    (message,) = [record.getMessage() for record in caplog.records if "going on" in record.getMessage()]
+    assert message == (
+        "going on with other settings than step_000004 was made with: trainer.train_batch_size: 8 → 16; "
+        "generator.n_samples_per_prompt: 4 → 2"
+    )
+
+
+def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
+    file = tmp_path / "mixed.jsonl"
+    rows = [{"prompt": "1" * length + "+1=", "answer": "2", "env_class": "arithmetic"} for length in range(1, 33)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"data__train_data": [str(file)], "data__on_long_prompt": "drop", "trainer__max_training_steps": 2}
+    run_training(small_run(tmp_path / "new", **limits, trainer__max_prompt_length=20))
+    with pytest.raises(ConfigError, match=r"trainer\.max_prompt_length: leaves 27 prompts, .* was made with 17"):
+        run_training(
+            small_run(tmp_path / "new", **{**limits, "trainer__max_training_steps": 4}, trainer__max_prompt_length=30)
+        )
+
+
+# --- full disks -----------------------------------------------------------------------------------------------------
+
+
+class MakesRoomAtStep5(Callback):
+    """Removes what fills the disk."""
+
+    def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        self._filler = run_dir / "filler"
+        fill(self._filler)
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert shutil.disk_usage(self._filler.parent).free < 50_000 or step >= 5
+        if step == 5:
+            self._filler.unlink()
+
+
+class FillsAtStep3(Callback):
+    """And leaves it full."""
+
+    def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        self._run_dir = run_dir
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3:
+            fill(self._run_dir / "filler")
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                pass
+
+
+def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
+    """Runs the function in a forked process that alone sees a disk of 24 MiB in `folder`; its exit code. What is left
+    there is copied to `<folder>.left`, what is logged stands in `<folder>.log`."""
+
+    def inside() -> None:
+        user, group = os.getuid(), os.getgid()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
+            os._exit(77)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        mount = ["mount", "-t", "tmpfs", "-o", "size=24M", "none", str(folder)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+            os._exit(77)
+        logging.getLogger().addHandler(logging.FileHandler(folder.with_suffix(".log")))
+        try:
+            function()
+        finally:
+            shutil.copytree(folder, folder.with_suffix(".left"), ignore=shutil.ignore_patterns("filler"))
+
+    folder.mkdir()
+    process = multiprocessing.get_context("fork").Process(target=inside)
+    process.start()
+    process.join(200)
+    assert process.exitcode is not None, "it did not end within 200 s"
+    if process.exitcode == 77:
+        pytest.skip("this machine lets no user mount a disk")
+    return process.exitcode
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
+    async_save: bool, small_run: BuildConfig, finished: Path, tmp_path: Path
+):
+    disk = tmp_path / "disk"
+    config = small_run(
+        disk / "run", trainer__async_save=async_save, trainer__callbacks=[f"{__name__}:MakesRoomAtStep5"]
+    )
+    assert on_small_disk(disk, lambda: print(run_training(config))) == 0
+    left = tmp_path / "disk.left" / "run"
+    require_same_run(left, finished)
+    # Those of steps 2 and 4 found no room. The one of step 5 is made as soon as there is some.
+    assert [path.name for path in list_checkpoints(left / "checkpoints")] == ["step_000005", "step_000006"]
+    assert len(list((left / "checkpoints").iterdir())) == 2
+    said = (tmp_path / "disk.log").read_text()
+    assert "step_000002.partial was removed, the run goes on and saves as soon as there is room" in said
+    assert "rows of" in said
+    assert "Traceback" not in said
+
+
+def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoint(
+    small_run: BuildConfig, finished: Path, tmp_path: Path
+):
+    disk = tmp_path / "disk"
+    config = small_run(disk / "run", trainer__callbacks=[f"{__name__}:FillsAtStep3"])
+
+    def train() -> None:
+        with pytest.raises(DiskFullError, match=r"disk full: no room in .*; the last complete one is step_000002"):
+            run_training(config)
+        assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step_000002"]
+        (disk / "run" / "filler").unlink()
+        run_training(small_run(disk / "run"))
+
+    assert on_small_disk(disk, train) == 0
+    require_same_run(tmp_path / "disk.left" / "run", finished)

@@ -1,0 +1,81 @@
+"""`rl rehearse`: a full-size step of one rank without data, what it refuses, and the table of docs/planning.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attrs
+import pytest
+import torch.distributed as dist
+
+from rl_core import config as configuration
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Rehearser
+from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
+from rl_core.trainer.rehearsed_run import planned_phase, rehearsed_model
+from rl_fsdp import FsdpOptions, fsdp
+from rl_fsdp.backend import fsdp1
+
+AT_OUTPUT = 1536 * 151_936
+IN_LAYERS = 1_543_714_304 - AT_OUTPUT
+"""Parameters of Qwen2.5-1.5B, which has one matrix for embeddings and output."""
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def table_row(model: str, mesh: str) -> tuple[int, float, float]:
+    """Tokens, GiB rehearsed and GiB planned."""
+    found = re.search(rf"^\| {re.escape(model)} \| {re.escape(mesh)} \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert found is not None
+    tokens, rehearsed, planned, _ = found.group(1).split(" | ")
+    return int(tokens.replace(",", "")), float(rehearsed), float(planned)
+
+
+def test_a_full_size_step_takes_what_the_table_says_and_the_plan_agrees():
+    config = configuration.load("qwen2_5_1_5b").config
+    model = arranged_models(config)["policy"]
+    rehearsed = rehearsed_model(config, "policy", model)
+    tokens, in_table, planned_in_table = table_row("Qwen2.5-1.5B", "8 ranks")
+    assert rehearsed.micro_batch_tokens == tokens
+    train, step = rehearsed.phases
+    total = sum(train.parts.values()) / 2**30
+    assert total == pytest.approx(in_table, abs=0.06)
+    planned = planned_model(config, "policy", model, longest_sequence(config))
+    expected = planned_phase(planned, "train")
+    assert sum(expected.values()) / 2**30 == pytest.approx(planned_in_table, abs=0.06)
+    assert sum(expected.values()) / 2**30 == pytest.approx(total, rel=0.1)
+    # What is held from step to step is planned exactly; padding and buffers are a few KiB.
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert step.parts[kind] == pytest.approx(expected[kind], rel=1e-3)
+    # Two micro-batches: per parameter and token 6 operations and 2 of recomputation in the layers, and 6 at the output
+    # layer, where it is a response's token; attention adds a little.
+    response = config.generator.sampling_params.max_generate_length / longest_sequence(config)
+    products = 2 * tokens * (8 * IN_LAYERS + 6 * response * AT_OUTPUT)
+    assert 1 < train.flops / products < 1.05
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"cpu_offload": True}, "cpu_offload"), ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay")],
+)
+def test_what_cannot_be_rehearsed_is_refused(options: dict[str, bool], key: str):
+    assert isinstance(fsdp, Rehearser)
+    spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
+    batch = Batch.from_sequences([{"tokens": [1, 2]}])
+    with pytest.raises(ConfigError, match=key):
+        fsdp.rehearse(attrs.evolve(spec, options=FsdpOptions(**options)), 8, batch=batch, plan=[[0]], loss=None)
+
+
+def test_fsdp1_is_refused_with_what_to_do():
+    spec = arranged_models(configuration.load("qwen2_5_1_5b").config)["policy"].spec
+    batch = Batch.from_sequences([{"tokens": [1, 2]}])
+    with pytest.raises(ConfigError, match=r"trainer\.strategy=fsdp"):
+        fsdp1.rehearse(spec, 8, batch=batch, plan=[[0]], loss=None)
+
+
+def test_a_backend_without_rehearsals_is_refused():
+    config = configuration.load("qwen2_5_1_5b", ["trainer.strategy=megatron"]).config
+    with pytest.raises(ConfigError, match="megatron cannot be rehearsed"):
+        rehearsed_model(config, "policy", arranged_models(config)["policy"])

@@ -1,0 +1,62 @@
+"""Proofs one after the other, each in a process that is forked from one which has imported everything."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import ModelConfig, OptimizerConfig, WorkerSpec
+from rl_core.rank_kit import Differences, ProofJob, compare, config_at_hand
+from rl_core.testing.ranks import PRELOADED, fork_server
+from rl_megatron.backend import MegatronBackend
+from rl_megatron.options import MegatronOptions
+
+PRELOADED.update(dict.fromkeys(["rl_megatron.rank.worker", "tests.megatron.changed", "tests.megatron.proving"]))
+WHERE = "trainer.policy.model.path"
+
+
+def spec_of(path: str, **changes: Any) -> WorkerSpec:
+    """Of a policy on Megatron."""
+    return WorkerSpec(
+        **{
+            "role": "policy",
+            "model": ModelConfig(path=path),
+            "optimizer": OptimizerConfig(),
+            "options": MegatronOptions(),
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "use_sample_packing": True,
+            "logprobs_chunk_size": 64,
+            "total_optimizer_steps": None,
+            "seed": 0,
+            **changes,
+        }
+    )
+
+
+def proofs() -> Pool:
+    """A context; give it `proved` to apply."""
+    return fork_server().Pool(processes=1, maxtasksperchild=1)
+
+
+def proved(backend: MegatronBackend, config: dict[str, Any], **changes: Any) -> Differences | str:
+    """Differences between the backend and transformers for a `config.json`, or why one of them cannot run it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        try:
+            read = config_at_hand(folder, WHERE)
+            backend.validate(spec := spec_of(folder, **changes), 1)
+            return compare(ProofJob(backend=backend, spec=spec, config=read.to_dict(), where=WHERE))
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # the proof's process answers whatever is raised
+            return f"{type(error).__name__}: {error}"
+
+
+def complaint_of(found: Differences | str) -> str | None:
+    """What a proof with this outcome says; None: the model is computed as by transformers."""
+    return found if isinstance(found, str) else found.complaint()

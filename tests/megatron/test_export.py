@@ -1,0 +1,44 @@
+"""Weights are exported any number of times; how each is put together is found out once."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from rl_core.interfaces import LoraConfig
+from rl_core.testing.backend import PRELOADED
+from rl_core.testing.cases import LIMITS, LOSS, TEMPERATURE, Variant, open_case
+from rl_core.testing.rank_process import SuiteHost
+from rl_megatron import MegatronOptions
+from tests.megatron.probes import probed
+
+PRELOADED["rl_megatron.rank.worker"] = None
+MOE = {"family": "qwen3_moe", "tie_word_embeddings": False}
+STAGES = MegatronOptions(pipeline_model_parallel_size=2)
+ATTENTION = LoraConfig(rank=2, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), ATTENTION], ids=["full", "adapters"])
+def test_stages_ask_each_other_in_the_first_export_alone(tmp_path, lora):
+    variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
+    with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
+        group = case.start(attrs.evolve(case.spec, model=attrs.evolve(case.spec.model, lora=lora)))
+        for first, *later in group.call(SuiteHost.ask, "object_collectives_of_exports", 3):
+            assert first > 20, "several for each tensor"
+            assert later == [0, 0]
+
+
+def test_what_was_found_out_serves_for_weights_and_gradients_after_a_step(tmp_path):
+    """In bfloat16: gradients are float32, another dtype than the weights."""
+    variant = Variant(world_size=2, checkpoint=MOE, options=STAGES)
+    with open_case(probed, MegatronOptions(), variant, tmp_path, timeout_s=120) as case:
+        group = case.start(attrs.evolve(case.spec, bf16=True))
+        before = group.weights()
+        for _ in range(2):
+            group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+            gradients = group.gradients()
+            assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if "norm" in name)
+            group.optim_step()
+        after = group.weights()
+        assert any(not after[name].equal(before[name]) for name in after)
+        assert group.call(SuiteHost.ask, "tensors_that_a_new_export_has_otherwise") == [[], []]

@@ -1,0 +1,35 @@
+"""The norm of the gradients counts each weight once, whatever Transformer Engine's modules say of their weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_core.interfaces import Worker
+from rl_core.testing.backend import LIMITS, PRELOADED, backward
+from rl_core.testing.cases import LOSS, TEMPERATURE, Variant, open_case
+from rl_megatron import MegatronOptions
+from tests.megatron.changed import ChangedBackend
+
+PRELOADED["rl_megatron.rank.worker"] = None
+MESH = MegatronOptions(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+
+
+def relative_error(change: str, directory) -> float:
+    """Of a model with latent attention and experts, whose tensor ranks hold both copies and whole experts."""
+    backend = ChangedBackend(change=change)
+    variant = Variant(world_size=2, options=MESH, checkpoint={"family": "deepseek_v3"})
+    with open_case(backend, MegatronOptions(), variant, directory, timeout_s=120) as case:
+        group = case.start()
+        group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
+        backward(case.reference, case.batch, LOSS)
+        expected = case.reference.optim_step().grad_norm
+        return abs(group.call(Worker.optim_step)[0].grad_norm / expected - 1)
+
+
+@pytest.mark.parametrize("change", ["_nothing", "mark_as_transformer_engine"])
+def test_it_is_that_of_one_process(tmp_path, change):
+    assert relative_error(change, tmp_path) < 1e-5
+
+
+def test_by_transformer_engines_marks_it_is_another(tmp_path):
+    assert relative_error("keep_transformer_engines_marks", tmp_path) > 1e-3

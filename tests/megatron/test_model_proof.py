@@ -1,0 +1,325 @@
+"""The proof of a model on a small copy: it passes what Megatron computes as transformers does. Without any other check
+it finds what it does not, what it cannot build, and each fault that is repaired here once the repair is taken away."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_core.rank_kit import model_proof, require_proof
+from rl_megatron import MegatronOptions, megatron
+from tests.megatron.changed import UncheckedBackend
+from tests.megatron.models import ARCHITECTURES, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
+from tests.megatron.proving import complaint_of, proofs, proved, spec_of
+
+V3 = "deepseek_v3"
+LATENT_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+RIGHT: dict[str, dict[str, Any]] = {
+    **REAL_MODELS,
+    "Moonlight-16B-A3B": config_of(
+        V3,
+        rms_norm_eps=1e-5,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        n_routed_experts=64,
+        routed_scaling_factor=2.446,
+        rope_theta=50000.0,
+    ),
+    "Mistral-7B-v0.3": {**config_of("mistral", rope_theta=1e6), "sliding_window": None},
+    "DeepSeek-V2-Lite": config_of(
+        "deepseek_v2",
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        n_routed_experts=64,
+        rope_scaling={**LATENT_YARN, "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "DeepSeek-V2": config_of(
+        "deepseek_v2",
+        n_group=8,
+        topk_group=3,
+        topk_method="group_limited_greedy",
+        num_experts_per_tok=6,
+        n_routed_experts=160,
+        routed_scaling_factor=16.0,
+    ),
+    "yarn, qwen2": config_of("qwen2", **rope(**YARN)),
+    "yarn, qwen3": config_of("qwen3", rope_scaling=YARN, rope_theta=1e6),
+    "yarn, qwen3_moe": config_of("qwen3_moe", **rope(**YARN, beta_fast=8, beta_slow=2)),
+    "yarn, llama": config_of("llama", **rope(**YARN, attention_factor=1.5, truncate=False)),
+    "yarn, half of it said": config_of("qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
+    "yarn, latent, attention_factor": config_of(V3, **rope(**YARN, attention_factor=1.5)),
+    "yarn, latent, truncate": config_of(V3, **rope(**YARN, truncate=False)),
+    "yarn, latent, mscale alone": config_of(V3, **rope(**YARN, mscale=0.7)),
+    "yarn, latent, mscale_all_dim alone": config_of(V3, **rope(**YARN, mscale_all_dim=0.7)),
+    "llama3, qwen2": config_of("qwen2", **rope(5e5, **LLAMA3)),
+    "llama3, qwen3": config_of("qwen3", **rope(5e5, **LLAMA3)),
+    "llama3, qwen3_moe": config_of("qwen3_moe", **rope(5e5, **LLAMA3)),
+    "llama3, latent": config_of(V3, **rope(5e5, **LLAMA3)),
+    "llama3, low_freq_factor": config_of("llama", **rope(5e5, **{**LLAMA3, "low_freq_factor": 2.0})),
+    "llama3, original length": config_of("llama", **rope(5e5, **{**LLAMA3, "original_max_position_embeddings": 4096})),
+    "linear": config_of("llama", rope_scaling={"type": "linear", "factor": 2.0}),
+    "two names of the type": config_of("qwen3", **rope(rope_type="default", type="yarn")),
+    "groups, the best of two": config_of(V3, n_group=4, topk_group=2),
+    "groups, the best of four": config_of(V3, num_experts_per_tok=4),
+    "eps of latents": config_of(V3, rms_norm_eps=1e-5),
+    "weights of experts": config_of("qwen3_moe", norm_topk_prob=False),
+    "a window that no layer has": config_of("qwen2", use_sliding_window=True),
+    "nine heads of three groups, odd sizes": config_of(
+        "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=9 * 14, vocab_size=49, head_dim=None
+    ),
+}
+WRONG: dict[str, dict[str, Any]] = {
+    "dynamic": config_of("llama", rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "longrope": config_of("qwen3", **rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)),
+    "partial rotary": config_of("qwen3", partial_rotary_factor=0.5),
+    "not interleaved": config_of(V3, rope_interleave=False),
+    "unnormalised weights": config_of(V3, norm_topk_prob=False),
+    "one expert": config_of(V3, num_experts_per_tok=1),
+    "groups of one": config_of(V3, n_group=8),
+    "no groups": config_of(V3, n_group=None),
+    "no shared experts": config_of(V3, n_shared_experts=0),
+    "a scaling factor of 0": config_of(V3, routed_scaling_factor=0.0),
+    "more dense layers than layers": config_of(V3, first_k_dense_replace=3),
+    "latent key/value heads": config_of(V3, num_key_value_heads=2),
+    "latent head size": config_of(V3, head_dim=16),
+    "one normalised expert": config_of("qwen3_moe", num_experts_per_tok=1),
+    "no experts": config_of("qwen3_moe", num_experts=0),
+    "a dense layer": config_of("qwen3_moe", mlp_only_layers=[0]),
+    "every second layer": config_of("qwen3_moe", decoder_sparse_step=2),
+    "a factor that transformers does not read": config_of("qwen3_moe", routed_scaling_factor=2.0),
+    "a score that transformers does not read": config_of("qwen3_moe", scoring_func="sigmoid"),
+    "biases, qwen3": config_of("qwen3", attention_bias=True),
+    "biases, llama": config_of("llama", attention_bias=True),
+    "biases, dense layers": config_of("llama", mlp_bias=True),
+    "norms that transformers does not have": config_of("llama", use_qk_norm=True),
+    "experts that transformers does not have": config_of("qwen3", num_experts=8),
+    "windows": config_of("qwen2", use_sliding_window=True, sliding_window=4096, max_window_layers=0),
+    "windows of a late layer": config_of(
+        "qwen3", num_hidden_layers=40, use_sliding_window=True, sliding_window=4096, max_window_layers=39
+    ),
+    "windows of some layers": config_of(
+        "qwen3", layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=4096
+    ),
+    "later tokens": config_of("llama", is_causal=False),
+    "layers of their own": config_of("llama", per_layer_config={"1": {"rms_norm_eps": 0.1}}),
+    "another class": config_of("qwen3", architectures=["Qwen2ForCausalLM"]),
+    "no class": config_of("qwen3", architectures=None),
+    "code of its own": config_of("qwen3", auto_map={"AutoModelForCausalLM": "own.MyQwen"}),
+    **{
+        kind: {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **SIZES}
+        for kind in (
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4_moe",
+            "gpt_oss",
+            "granite",
+            "ministral3",
+            "mistral",
+            "mixtral",
+            "nemotron",
+            "olmo2",
+            "olmoe",
+            "qwen2_moe",
+        )
+    },
+}
+BUILT = {
+    "dynamic",
+    "longrope",
+    "partial rotary",
+    "not interleaved",
+    "unnormalised weights",
+    "one expert",
+    "a scaling factor of 0",
+    "a factor that transformers does not read",
+    "a score that transformers does not read",
+    "biases, qwen3",
+    "windows",
+    "windows of a late layer",
+    "windows of some layers",
+    "later tokens",
+    "gemma",
+    "gemma2",
+    "mistral",
+}
+"""Of these, those that run; the others cannot be built, by Megatron or by transformers."""
+REPAIRED = {
+    "leave_out_rotary": (
+        "yarn, qwen2",
+        "yarn, qwen3",
+        "yarn, qwen3_moe",
+        "yarn, llama",
+        "llama3, qwen2",
+        "llama3, qwen3",
+    ),
+    "leave_out_frequencies": (
+        "yarn, qwen3",
+        "yarn, latent, truncate",
+        "llama3, qwen3_moe",
+        "llama3, low_freq_factor",
+        "llama3, original length",
+        "linear",
+        "Llama-3.1-8B",
+    ),
+    "leave_out_group_scores": ("groups, the best of two", "groups, the best of four", "DeepSeek-V2"),
+    "leave_out_latent_norm": ("eps of latents", "Moonlight-16B-A3B"),
+    "leave_out_model_fields": ("weights of experts", "eps of latents", "DeepSeek-V2-Lite"),
+    "leave_out_padding_token": ("a padding token",),
+}
+RIGHT["a padding token"] = config_of("qwen3", pad_token_id=3)
+
+
+@pytest.fixture(scope="module")
+def prove():
+    """What the proof says of a `config.json`; None: it is right."""
+    with proofs() as pool:
+
+        def complaint(backend: Any, config: dict[str, Any], **changes: Any) -> str | None:
+            return complaint_of(pool.apply(proved, (backend, config), changes))
+
+        yield complaint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_computed_as_by_transformers_passes(prove, name):
+    assert prove(megatron, RIGHT[name]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_computed_otherwise_is_found_without_any_other_check(prove, name):
+    complaint = prove(UncheckedBackend(), WRONG[name])
+    assert complaint is not None
+    assert ("log-probs of a small copy of it differ by" in complaint) == (name in BUILT), complaint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "name"), [(change, name) for change, names in REPAIRED.items() for name in names])
+def test_each_fault_is_found_where_its_repair_is_taken_away(prove, change, name):
+    assert prove(UncheckedBackend(change=change), RIGHT[name]) is not None
+
+
+@pytest.mark.slow
+def test_an_option_that_changes_the_numbers_is_part_of_the_proof(prove):
+    config = config_of("qwen3_moe", norm_topk_prob=True)
+    passed = MegatronOptions(transformer_config_kwargs={"moe_router_pre_softmax": True})
+    assert prove(UncheckedBackend(), config, options=passed) is not None
+    mesh = MegatronOptions(tensor_model_parallel_size=2, transformer_config_kwargs={"sequence_parallel": True})
+    assert prove(UncheckedBackend(), config, options=mesh) is None
+
+
+# --- the note of a proof --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Where proofs are noted."""
+    monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(model_proof, "_proved_here", set())
+    return tmp_path / "cache" / "model_proofs"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")))
+    return spec_of(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, monkeypatch):
+    compared = []
+    compare = model_proof._compare_in_process
+
+    def counted(*args):
+        compared.append(args)
+        return compare(*args) if len(compared) == 1 else model_proof_differences()
+
+    monkeypatch.setattr(model_proof, "_compare_in_process", counted)
+
+    def start():
+        model_proof._proved_here.clear()  # another process
+        assert require_proof(megatron, model) is None
+        return len(compared)
+
+    assert start() == 1
+    assert start() == 1
+    (note,) = kept.iterdir()
+    whole = note.read_text()
+    for torn in ("", whole[:-3], whole.replace(note.stem[:8], "0" * 8), "[]"):
+        note.write_text(torn)
+        monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("as a second start would"))
+        with pytest.raises(pytest.fail.Exception):
+            start()
+    monkeypatch.setattr(model_proof, "_compare_in_process", counted)
+    assert start() == 2
+    assert note.read_text() == whole
+
+
+def test_a_proof_holds_for_what_it_was_made_of_only(kept, model, tmp_path, monkeypatch):
+    compared = []
+
+    def right(*_):
+        compared.append(1)
+        return model_proof_differences()
+
+    monkeypatch.setattr(model_proof, "_compare_in_process", right)
+    steps = [
+        lambda: None,
+        lambda: (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", rms_norm_eps=1e-5))),
+        lambda: monkeypatch.setattr(model_proof, "version_of", lambda name: "another"),
+        lambda: monkeypatch.setattr("rl_megatron.backend.version_of", lambda name: "another"),
+        lambda: monkeypatch.setattr("rl_megatron.backend.code_digest", lambda package: "another"),
+    ]
+    for number, step in enumerate(steps, start=1):
+        step()
+        for _ in range(2):
+            assert require_proof(megatron, model) is None
+            assert len(compared) == number
+    passed = MegatronOptions(transformer_config_kwargs={"moe_router_pre_softmax": True})
+    require_proof(megatron, spec_of(str(tmp_path), options=passed))
+    assert len(compared) == len(steps) + 1
+
+
+def model_proof_differences():
+    from rl_core.rank_kit import Differences
+
+    return Differences(logprob=0.0, mean_logprob=0.0, gradient=0.0, parameter="")
+
+
+def test_without_a_place_for_notes_one_process_proves_once(model, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(model_proof.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr(model_proof, "_proved_here", set())
+    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: model_proof_differences())
+    assert require_proof(megatron, model) is None
+    assert "RL_CACHE_DIR" in caplog.text
+    monkeypatch.setattr(model_proof, "_compare_in_process", lambda *_: pytest.fail("it was proved"))
+    assert require_proof(megatron, model) is None
+
+
+def test_what_cannot_be_proved_here_is_left_to_the_start(kept, model, monkeypatch):
+    monkeypatch.setattr("rl_megatron.backend.find_spec", lambda name: name)
+    monkeypatch.setattr("rl_megatron.backend._has_accelerator", lambda: False)
+    assert "has no GPU" in (require_proof(megatron, model) or "")
+    assert "is not here yet" in (require_proof(megatron, spec_of("some/model-that-nobody-fetched")) or "")
+
+
+def test_a_process_that_dies_is_a_mistake_of_the_configuration(kept, model, monkeypatch):
+    monkeypatch.setattr(model_proof.sys, "executable", "/bin/false")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.policy\.model\.path: .* ended with exit code 1.*trainer\.strategy=fsdp"
+    ):
+        require_proof(megatron, model)
+    assert not kept.exists()

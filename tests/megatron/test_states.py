@@ -1,0 +1,65 @@
+"""A state that is saved and read is the same training, whichever optimizer Megatron steps with; it is gathered once.
+
+Transformer Engine's FusedAdam runs on GPUs only; here a stand-in steps in its place (`fused_adam.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import WorkerError
+from rl_core.interfaces import Worker
+from rl_core.testing.backend import PRELOADED
+from rl_core.testing.cases import Case, Variant, open_case
+from rl_core.testing.rank_process import SuiteHost
+from rl_core.testing.ranks import RankGroup
+from rl_megatron import MegatronOptions
+from tests.megatron.probes import probed
+from tests.megatron.test_needed import start, step
+
+PRELOADED["rl_megatron.rank.worker"] = None
+TP = "tensor_model_parallel_size"
+WEIGHT_ERROR = 2e-5
+"""As in the conformance suite: rounding of float32, through moments that are nearly zero at first."""
+
+
+def error_of_weights(case: Case, group: RankGroup) -> float:
+    found = group.weights()
+    expected = {name: p.detach() for name, p in case.reference.model.named_parameters()}
+    return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+
+
+def error_after_resume(change: str, tmp_path: Path, request: pytest.FixtureRequest) -> float:
+    """Ranks that have trained, and then read the state from before their first step."""
+    case, group = start(change, tmp_path, request, **{TP: 2})
+    group.call(Worker.save_state, case.directory / "state")
+    for _ in range(3):
+        step(group, case)
+    group.call(Worker.load_state, case.directory / "state")
+    for worker in (group, case.reference):
+        for _ in range(2):
+            step(worker, case)
+    return error_of_weights(case, group)
+
+
+def test_fused_adam_resumes_with_its_own_count_of_steps(tmp_path, request):
+    assert error_after_resume("use_fused_adam", tmp_path, request) < WEIGHT_ERROR
+
+
+def test_without_its_count_of_steps_fused_adam_goes_on_otherwise(tmp_path, request):
+    assert error_after_resume("use_fused_adam_without_steps", tmp_path, request) > 10 * WEIGHT_ERROR
+
+
+def test_without_moments_fused_adam_is_not_saved_before_its_first_step(tmp_path, request):
+    with pytest.raises(WorkerError, match="KeyError: 'exp_avg'"):
+        error_after_resume("use_fused_adam_without_states", tmp_path, request)
+
+
+def test_of_data_parallel_ranks_the_first_alone_gathers_the_optimizers_state(tmp_path):
+    with open_case(probed, MegatronOptions(), Variant(world_size=2), tmp_path, timeout_s=120) as case:
+        group = case.start()
+        sizes = group.call(SuiteHost.ask, "gathered_optimizer_bytes")
+        num_elements = sum(p.numel() for p in case.reference.model.parameters())
+    assert sizes == [3 * 4 * num_elements, 0], "main parameters and two moments in float32, and nothing"

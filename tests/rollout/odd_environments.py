@@ -1,0 +1,114 @@
+"""Environments that block, raise, exit, and die. Other processes import this module, so it imports little."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import StepResult
+
+
+class Blocks:
+    """Needs `row["blocks_s"]` for a step without awaiting anything. Notes thread and loop of everything it does."""
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self._row = row
+        self._note("made", None)
+
+    async def reset(self) -> Any:
+        self._note("reset", asyncio.get_running_loop())
+        return self._row["prompt"]
+
+    async def tools(self) -> list[Any]:
+        self._note("tools", asyncio.get_running_loop())
+        return []
+
+    async def step(self, action: Any) -> StepResult:
+        self._note("step", asyncio.get_running_loop())
+        time.sleep(self._row.get("blocks_s", 0.0))
+        return StepResult(reward=0.25, done=True)
+
+    async def close(self) -> None:
+        self._note("close", asyncio.get_running_loop())
+
+    def _note(self, what: str, loop: Any) -> None:
+        self._row["notes"].append((what, threading.get_ident(), loop))
+
+
+class Throws(Blocks):
+    """Raises what `row["raises"]` names, in the call `row["where"]`."""
+
+    def __init__(self, row: Any, options: Any) -> None:
+        super().__init__(row, options)
+        self._throw("made")
+
+    async def reset(self) -> Any:
+        self._throw("reset")
+        return await super().reset()
+
+    async def tools(self) -> list[Any]:
+        self._throw("tools")
+        return await super().tools()
+
+    async def step(self, action: Any) -> StepResult:
+        self._throw("step")
+        return await super().step(action)
+
+    async def close(self) -> None:
+        self._throw("close")
+        return await super().close()
+
+    def _throw(self, where: str) -> None:
+        if self._row["where"] == where:
+            raise RAISED[self._row["raises"]]
+
+
+RAISED = {
+    "SystemExit": SystemExit(0),
+    "CancelledError": asyncio.CancelledError("not yours"),
+    "GeneratorExit": GeneratorExit("gone"),
+    "TimeoutError": TimeoutError("its own"),
+    "ConfigError": ConfigError("its own"),
+    "KeyboardInterrupt": KeyboardInterrupt("pressed"),
+}
+
+
+class EndsItsLoop(Blocks):
+    async def step(self, action: Any) -> StepResult:
+        async def leave() -> None:
+            sys.exit(3)
+
+        self._task = asyncio.create_task(leave())
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+
+class InItsOwnProcess:
+    """Its first turn's reward is its process; `row["does"]` is done in the second."""
+
+    placement = "process"
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self._row = row
+        self._turns = 0
+
+    async def reset(self) -> Any:
+        print("a print reaches no answer")
+        return self._row["prompt"]
+
+    async def step(self, action: Any) -> StepResult:
+        self._turns += 1
+        if self._row["does"] == "blocks":
+            time.sleep(1000)
+        if self._row["does"] == "dies":
+            os._exit(7)
+        if self._row["does"] == "does not pickle":
+            return StepResult(reward=0.0, done=True, observation=lambda: "no")  # pyright: ignore[reportArgumentType]
+        return StepResult(reward=float(os.getpid()), done=True, metrics={"turns": self._turns})
+
+    async def close(self) -> None: ...

@@ -1,0 +1,39 @@
+"""A thousand episodes at once, of which some sleep, block, raise and hang: each failure is counted once."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "odd_episodes.py"
+
+
+@pytest.fixture
+def odd_episodes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What the benchmark measures."""
+    spec = importlib.util.spec_from_file_location("odd_episodes", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "odd_episodes", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+async def test_a_thousand_episodes_at_once_lose_exactly_those_that_raise_or_hang(odd_episodes, caplog):
+    """The deadline is far above what a busy machine lets a healthy call wait."""
+    _, ended = await odd_episodes.play(1000, 1000, has_trouble=True, timeout_s=30.0)
+    assert ended == {"": 980, "ConnectionError": 10, "DeadlineError": 10}
+    assert caplog.text.count("it is left alone") == 10
+    left = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    assert len(left) == 10, "the other threads have ended"
+    odd_episodes._NEVER.set()
+    for thread in left:
+        thread.join(timeout=30.0)
+    assert not any(thread.is_alive() for thread in left)

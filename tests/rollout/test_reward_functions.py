@@ -1,0 +1,129 @@
+"""Reward functions as TRL has them, in place of an environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_core.config import from_mapping, generator_spec
+from rl_core.config.value_checks import check_values
+from rl_core.errors import ConfigError, DataError, PluginError
+from rl_core.interfaces import Action
+from rl_rollout.generator_plugin import environment
+from rl_rollout.reward_functions import RewardFunctionsEnvironment
+
+HERE = "tests.rollout.test_reward_functions"
+
+
+def length(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Counts characters, of text or of the assistant's message."""
+    return [float(len(one if isinstance(one, str) else one[0]["content"])) for one in completions]
+
+
+async def right(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+    assert len(prompts) == len(completions) == len(answer) == 1
+    return [float(completions[0] == answer[0])]
+
+
+def tokens(completions: list[Any], completion_ids: list[list[int]]) -> list[float]:
+    return [float(sum(completion_ids[0]))]
+
+
+def silent(completions: list[Any]) -> list[None]:
+    return [None]
+
+
+def wrong(completions: list[Any]) -> float:
+    return 1.0
+
+
+def endless(completions: list[Any]) -> list[float]:
+    return [float("nan")]
+
+
+def blind(prompts: list[Any]) -> list[float]:
+    return [1.0]
+
+
+def needy(completions: list[Any], anser: list[str]) -> list[float]:
+    return [1.0]
+
+
+async def played(row: dict[str, Any], *names: str, weights: tuple[float, ...] = ()) -> Any:
+    options = {"reward_functions": [f"{HERE}:{name}" for name in names], "reward_weights": list(weights)}
+    episode = RewardFunctionsEnvironment(row, options)
+    assert await episode.reset() == row["prompt"]
+    return await episode.step(Action(text="42", tokens=(4, 2), stop_reason="stop"))
+
+
+async def test_rewards_are_summed_by_weight_and_reported_by_name():
+    row = {"prompt": "6*7=", "answer": "42"}
+    result = await played(row, "length", "right", "tokens", weights=(0.5, 10.0, 1.0))
+    assert (result.reward, result.done) == (0.5 * 2 + 10.0 + 6.0, True)
+    assert result.metrics == {"reward_length": 2.0, "reward_right": 1.0, "reward_tokens": 6.0}
+
+
+async def test_a_chat_prompt_has_completions_of_messages():
+    chat = {"prompt": [{"role": "user", "content": "6*7="}]}
+    assert (await played(chat, "length")).reward == 2.0
+
+
+async def test_a_function_that_has_nothing_to_say_counts_for_nothing():
+    result = await played({"prompt": "x"}, "silent", "length")
+    assert (result.reward, result.metrics) == (2.0, {"reward_length": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", r"returned 1\.0; expected a list of one number"),
+        ("endless", "returned nan; expected a finite number"),
+        ("needy", r"needs 'anser'; the row has prompt, answer\. Did you mean 'answer'\?"),
+    ],
+)
+async def test_what_a_function_does_wrong_is_named(name: str, message: str):
+    with pytest.raises(DataError, match=message):
+        await played({"prompt": "x", "answer": "y"}, name)
+
+
+def config_of(*overrides: str) -> Any:
+    return from_mapping({"trainer.policy.model.path": "model"}, list(overrides))
+
+
+def validate(config: Any) -> None:
+    check_values(config)
+    plugin, spec = generator_spec(config)
+    assert plugin is environment
+    plugin.validate(spec)
+
+
+def test_the_key_alone_chooses_the_environment():
+    config = config_of(f"environment.reward_functions=[{HERE}:length]")
+    assert config.environment.env_class == "reward_functions"
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ([f"environment.reward_functions={HERE}:lenght"], PluginError, "has no 'lenght'. Did you mean 'length'"),
+        ([f"environment.reward_functions={HERE}.length"], ConfigError, f"e.g. {HERE}:length"),
+        ([f"environment.reward_functions={HERE}:blind"], ConfigError, "does not take `completions`"),
+        ([f"environment.reward_functions={HERE}:HERE"], PluginError, "is of type str; expected a function"),
+        (
+            [f"environment.reward_functions={HERE}:length", "environment.reward_weights=[1, 2]"],
+            ConfigError,
+            "got 2 weights for 1 functions",
+        ),
+        (["environment.reward_weights=[1]"], ConfigError, "there are no functions to weigh"),
+        (
+            [f"environment.reward_functions={HERE}:length", "environment.env_class=gsm8k"],
+            ConfigError,
+            "environment.env_class=gsm8k is one; add environment.env_class=null",
+        ),
+    ],
+)
+def test_what_cannot_judge_is_refused_before_a_run(overrides: list[str], error: type[Exception], message: str):
+    with pytest.raises(error, match=message.replace(".", r"\.").replace("(", r"\(")):
+        validate(config_of(*overrides))

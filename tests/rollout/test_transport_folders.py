@@ -1,0 +1,89 @@
+"""What a sync leaves where its process is killed: named by run and process, and gone with the next run's first sync."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_core.interfaces import Rendezvous
+from rl_rollout.transports.files import FilesTransport, files
+from rl_rollout.transports.folders import make_folder, remove_folder
+from rl_rollout.transports.shared_memory import shared_memory
+
+
+def folders_of(rendezvous: Rendezvous) -> list[Path]:
+    found = rendezvous.data.get("directories") or [rendezvous.data["directory"]]
+    return [Path(folder) for folder in found]
+
+
+def in_killed_process(act: Callable[[], object]) -> int:
+    """Its id, once it was killed with SIGKILL while it held what it made."""
+
+    def run() -> None:
+        act()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert process.pid is not None
+    return process.pid
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("transport", [files, shared_memory], ids=lambda transport: transport.name)
+def test_what_a_killed_run_left_is_named_after_it_and_goes_with_the_next_sync(transport, temporary: Path):
+    pid = in_killed_process(lambda: transport.of_run("my run/1").open(num_ranks=1, num_engines=1))
+    left = [*temporary.glob("rl-weights-*"), *Path("/dev/shm").glob(f"rl-weights-my_run_1-{pid}-*")]
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    assert len(left) == len(folders_of(rendezvous))
+    assert all(path.name.startswith(f"rl-weights-my_run_1-{pid}-") for path in left)
+    transport.close(rendezvous)
+    assert not [path for path in left if path.exists()]
+    assert not list(temporary.iterdir())
+
+
+def test_the_files_of_a_run_that_lives_stay(temporary: Path):
+    context = multiprocessing.get_context("fork")
+    theirs, ends = context.Queue(), context.Event()
+
+    def hold() -> None:
+        theirs.put(make_folder(temporary, "other"))
+        ends.wait(60)
+
+    process = context.Process(target=hold)
+    process.start()
+    folder = Path(theirs.get(timeout=60))
+    own = FilesTransport(directory=str(temporary)).of_run("mine").open(num_ranks=1, num_engines=1)
+    assert folder.is_dir()
+    ends.set()
+    process.join(60)
+    other = make_folder(temporary, "mine")
+    assert not folder.exists(), "it ended without removing it"
+    assert all(path.is_dir() for path in folders_of(own)), "this process's own stay"
+    files.close(own)
+    remove_folder(other)
+
+
+def test_a_folder_that_is_being_made_stays_until_it_is_old(temporary: Path):
+    """Its maker has not locked it yet, or was killed before it could."""
+    (temporary / "rl-weights-x-1-young").mkdir()
+    (temporary / "rl-weights-x-1-old").mkdir()
+    (temporary / "rl-weights-x-1-empty").mkdir()
+    (temporary / "rl-weights-x-1-empty" / ".held").touch()
+    os.utime(temporary / "rl-weights-x-1-old", (time.time() - 3600,) * 2)
+    remove_folder(make_folder(temporary, "x"))
+    assert sorted(path.name for path in temporary.iterdir()) == ["rl-weights-x-1-empty", "rl-weights-x-1-young"]

@@ -1,0 +1,53 @@
+"""The quick start on a model that is not trained yet, as a user starts it, for tests that disturb it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.reports.jsonl import read_rows
+from rl_examples.arithmetic import write_data, write_model
+
+
+def prepare(directory: Path, *, seed: int = 0) -> None:
+    """Writes data and model."""
+    write_data(directory / "train.parquet", directory / "held_out.parquet")
+    write_model(directory / "model", seed=seed)
+
+
+def started(
+    directory: Path, overrides: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A run in `directory`/run, which prints into `directory`/printed; `environment`: what it has besides this
+    process's."""
+    settings = {
+        "data.train_data": f"[{directory}/train.parquet]",
+        "data.val_data": "[]",
+        "trainer.policy.model.path": directory / "model",
+        "trainer.run_dir": directory / "run",
+        "environment.env_class": "tests.examples.environments:FirstDigit",
+        **overrides,
+    }
+    command = [str(Path(sys.executable).with_name("rl")), "train", "quickstart"]
+    command += [f"{key}={value}" for key, value in settings.items()]
+    with (directory / "printed").open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd()), **(environment or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_for_step(run: subprocess.Popen[bytes], directory: Path, step: int, *, within_s: float) -> None:
+    """Until its metrics have this step; fails where the run ends before."""
+    metrics, printed, deadline = directory / "run" / "metrics.jsonl", directory / "printed", time.monotonic() + within_s
+    while not metrics.exists() or all(row["step"] < step for row in read_rows(metrics)):
+        assert run.poll() is None, printed.read_text()
+        assert time.monotonic() < deadline, printed.read_text()
+        time.sleep(0.2)

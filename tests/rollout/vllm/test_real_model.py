@@ -1,0 +1,100 @@
+"""SmolLM2-135M-Instruct in a real vLLM server: real text scores as in transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core.testing.bfloat16 import is_scored
+from rl_core.testing.parity import Measurement, write_down
+from rl_core.testing.ranks import RankGroup
+from rl_core.workers import MicroBatchLimits
+from rl_fsdp import FsdpOptions, fsdp
+from tests.real_model.conftest import Reference, reference
+from tests.real_model.real_text import plain_logprobs, real_batch
+from tests.real_model.test_backends import spec_of
+from tests.rollout.vllm.servers import RunningServer, connect, make_spec, start_servers, stop_servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+__all__ = ["reference"]
+LIMITS = {"kv_cache_memory_bytes": 64 * 2**20, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def server(
+    reference: Reference, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """In float32."""
+    spec = make_spec(reference.model, tmp_path_factory.mktemp("real"), engine_init_kwargs=LIMITS)
+    running = start_servers(spec)
+    yield running[0]
+    stop_servers(running)
+
+
+@pytest.fixture(scope="module")
+def bf16_server(
+    reference: Reference, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """In bfloat16."""
+    spec = make_spec(
+        reference.model, tmp_path_factory.mktemp("bf16"), engine_init_kwargs=LIMITS, model_dtype="bfloat16"
+    )
+    running = start_servers(spec)
+    yield running[0]
+    stop_servers(running)
+
+
+async def logprobs_of(server: RunningServer, reference: Reference) -> Tensor:
+    """[2000] of the scored tokens."""
+    client = await connect(server)
+    (logprobs,) = (await client.score(reference.sequences)).values()
+    await client.close()
+    return torch.tensor([value for sequence in logprobs for value in sequence[1:]])
+
+
+@pytest.mark.parity
+def test_a_bf16_engine_errs_by_little_more_than_plain_transformers(
+    bf16_server: RunningServer, reference: Reference, tmp_path: Path
+):
+    engine_T = asyncio.run(logprobs_of(bf16_server, reference))
+    batch = real_batch(reference.sequences)
+    group = RankGroup(fsdp, spec_of(reference.model, FsdpOptions(), bf16=True), 1, directory=tmp_path, timeout_s=600)
+    trainer_T = group.forward(batch, MicroBatchLimits(max_tokens=600), temperature=1.0)["logprobs"]
+    group.close()
+    plain_T = plain_logprobs(reference.model, reference.sequences, torch.bfloat16)
+    plain = mean_difference(plain_T, reference.logprobs_T)
+    record("bf16 logprobs", mean_difference(engine_T, reference.logprobs_T), plain)
+    both = mean_difference(engine_T, trainer_T[is_scored(batch)])
+    record("bf16 engine and trainer", both, 2**0.5 * plain)
+
+
+def mean_difference(a_T: Tensor, b_T: Tensor) -> float:
+    return (a_T - b_T).abs().mean().item()
+
+
+def record(quantity: str, error: float, unit: float) -> None:
+    """Writes a row of the parity table down, and raises AssertionError above its limit."""
+    measurement = Measurement(
+        backend="vllm",
+        mesh="SmolLM2-135M-Instruct, FSDP trains",
+        quantity=quantity,
+        difference=error / unit,
+        limit=1.5,
+        unit=unit,
+    )
+    write_down(measurement)
+    print(f"\n{quantity}: {measurement}")
+    assert measurement.difference <= 1.5, f"{quantity}: {measurement}"
+
+
+async def test_real_text_scores_as_in_transformers(server: RunningServer, reference: Reference):
+    logprobs_T = await logprobs_of(server, reference)
+    assert len(logprobs_T) == 2000
+    difference = (logprobs_T - reference.logprobs_T).abs().max().item()
+    print(f"\nvLLM: at most {difference:.1e} nats from transformers")
+    assert difference <= 1e-4, "30 layers of float32 sums"

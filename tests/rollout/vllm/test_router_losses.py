@@ -1,0 +1,200 @@
+"""What becomes of an agent's request when somebody leaves: the agent itself, a server, or time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import attrs
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from rl_rollout.vllm.connection import Connection, open_session
+from rl_rollout.vllm.pool import MAX_LOST, Pool
+from rl_rollout.vllm.router import Router
+
+NUM_SERVERS = 4
+TOKEN = "what agents are told"
+EVENT = b'data: {"n": 1}\n\n'
+
+
+@attrs.define
+class ScriptedServer:
+    """Answers each request by the next of its scripts; the last one goes on for ever."""
+
+    scripts: list[Callable[[web.Request], Awaitable[web.StreamResponse]]]
+    num_asked: int = 0
+    left: asyncio.Event = attrs.field(factory=asyncio.Event)
+    """A request's other side went away before it was answered."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.num_asked += 1
+        await request.read()
+        try:
+            return await self.scripts[min(self.num_asked, len(self.scripts)) - 1](request)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+
+
+@attrs.frozen
+class Scene:
+    """A router in front of servers that all do as one script says."""
+
+    server: ScriptedServer
+    pool: Pool
+    url: str
+    suspected: list[int]
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[Scene]]]:
+    """Makes the scene; the servers are one, under several names."""
+    ends: list[Callable[[], Awaitable[None]]] = []
+
+    async def make(*scripts: Callable[[web.Request], Awaitable[web.StreamResponse]], timeout_s: float = 30.0) -> Scene:
+        server = ScriptedServer(list(scripts))
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", server.answer)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        session = open_session("the control token")
+        pool, suspected = Pool(NUM_SERVERS), []
+        for member in pool.members:
+            connection = Connection(session, f"http://127.0.0.1:{runner.addresses[0][1]}", str(member))
+            await pool.joined(member, connection, 0, is_quarantined=False)
+        pool.version = 0
+        router = Router(
+            pool, token=TOKEN, timeout_s=timeout_s, on_failure=lambda member: suspected.append(member.index)
+        )
+        url = await router.start("127.0.0.1", 0)
+        ends.extend([router.close, session.close, runner.cleanup])
+        return Scene(server, pool, url, suspected)
+
+    yield make
+    for end in ends:
+        await end()
+
+
+async def answers(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"answered": True})
+
+
+async def never_answers(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def breaks_off_half_way(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": "application/json"})
+    await response.prepare(request)
+    await response.write(b'{"half":')
+    return await breaks_off(request)
+
+
+async def lacks_weights(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {}}, status=503)
+
+
+def streams(num_events: int, then: Callable[[web.Request], Awaitable[web.StreamResponse]]):
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(num_events):
+            await response.write(EVENT)
+        await response.write(b'data: {"ha')
+        await asyncio.sleep(0.05)
+        return await then(request)
+
+    return stream
+
+
+async def posted(scene: Scene, body: object = None) -> tuple[int, bytes]:
+    async with (
+        open_session(TOKEN) as session,
+        session.post(f"{scene.url}/chat/completions", json=body or {"user": "me"}) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+@pytest.mark.parametrize("script", [never_answers, streams(2, never_answers)], ids=["whole", "stream"])
+async def test_a_request_ends_on_its_server_when_its_agent_leaves_and_is_asked_once(start, script):
+    scene = await start(script)
+    asking = asyncio.ensure_future(posted(scene))
+    while not scene.server.num_asked:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait_for(scene.server.left.wait(), 10)
+    await asyncio.sleep(0.5)
+    assert scene.server.num_asked == 1
+    assert scene.suspected == []
+    assert all(member.load == 0 for member in scene.pool.members)
+
+
+@pytest.mark.parametrize("loss", [breaks_off, breaks_off_half_way, streams(0, breaks_off), lacks_weights])
+async def test_a_server_that_is_lost_before_anything_was_passed_on_is_an_accident_nobody_hears_of(start, loss):
+    scene = await start(loss, answers)
+    assert await posted(scene) == (200, b'{"answered": true}')
+    assert scene.server.num_asked == 2
+    assert len(scene.suspected) == 1
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_no_half_event(start):
+    scene = await start(streams(2, breaks_off))
+    status, body = await posted(scene)
+    assert status == 200
+    *events, error, end = body.split(b"\n\n")
+    assert events == [EVENT.strip()] * 2
+    assert "the server was lost" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+    assert end == b""
+    assert scene.server.num_asked == 1
+
+
+async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_other(start):
+    scene = await start(breaks_off)
+    status, body = await posted(scene)
+    assert status == 502
+    assert f"{MAX_LOST} servers were lost" in json.loads(body)["error"]["message"]
+    assert scene.server.num_asked == MAX_LOST
+
+
+async def test_no_request_outlives_its_deadline(start):
+    scene = await start(never_answers, timeout_s=0.3)
+    status, body = await asyncio.wait_for(posted(scene), 10)
+    assert (status, "no answer within 0.3 s" in body.decode()) == (504, True)
+    await asyncio.wait_for(scene.server.left.wait(), 10)
+
+
+async def test_a_stream_that_outlives_its_deadline_says_so(start):
+    scene = await start(streams(1, never_answers), timeout_s=0.5)
+    _, body = await asyncio.wait_for(posted(scene), 10)
+    assert b"the deadline of the request is over" in body
+    await asyncio.wait_for(scene.server.left.wait(), 10)
+
+
+async def test_a_request_moves_when_its_server_is_given_up(start):
+    """A hung server breaks no connection."""
+    scene = await start(never_answers, answers)
+    asking = asyncio.ensure_future(posted(scene))
+    while not scene.server.num_asked:
+        await asyncio.sleep(0.01)
+    (busy,) = (member for member in scene.pool.members if member.load)
+    await scene.pool.left(busy, "hung")
+    assert (await asyncio.wait_for(asking, 10))[0] == 200
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, 7])
+async def test_a_name_that_is_no_text_is_refused(start, name):
+    scene = await start(answers)
+    status, body = await posted(scene, {"user": name})
+    assert (status, "user" in body.decode()) == (400, True)
+    assert scene.server.num_asked == 0

@@ -1,0 +1,106 @@
+"""A server whose processes die while it starts, and what its log says of it: over Ray, with an actor that loads no
+model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rl_core.errors import GenerationError
+from rl_rollout.vllm import server_group
+from rl_rollout.vllm.placement import reserve_places
+from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, log_excerpt
+from rl_rollout.vllm.server_group import Server
+from tests.rollout.vllm.servers import TOKENS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+class Dying:
+    """Dies while it loads until its file has `deaths` lines, or says that its engine died."""
+
+    def __init__(self, log_path: str, shared: object) -> None:
+        self._log_path = Path(log_path)
+
+    def load(self, settings: ServerSettings) -> StartFailure | None:
+        """As the arguments say."""
+        with self._log_path.open("a") as log:
+            log.write("started\n")
+        deaths, kind = settings.engine_args["deaths"], settings.engine_args["kind"]
+        if len(self._log_path.read_text().splitlines()) > deaths:
+            return None
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return StartFailure(summary=kind, log_lines="a line", is_death=kind == "engine died")
+
+    def start(self) -> ServerAddress:
+        """An address where nobody listens."""
+        return ServerAddress(url="http://127.0.0.1:8000", pid=os.getpid())
+
+
+def started(directory: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> int:
+    """How often it was started, whether it came up or not."""
+    remote: Any = ray.remote
+    monkeypatch.setattr(server_group, "_ACTOR", remote(max_restarts=0)(Dying))
+    log = directory / "log"
+
+    async def start() -> None:
+        (place,) = await reserve_places(1, 1, shares_devices=False, timeout_s=60)
+        settings = ServerSettings(
+            engine_args={"model": "none", **arguments}, host="127.0.0.1", tokens=TOKENS, log_path=str(log)
+        )
+        server = Server(index=0, place=place, settings=settings, environment={}, start_timeout_s=60)
+        try:
+            await server.start()
+        finally:
+            server.kill()
+            place.free()
+
+    try:
+        asyncio.run(start())
+    finally:
+        count = len(log.read_text().splitlines())
+    return count
+
+
+@pytest.mark.parametrize("kind", ["killed", "engine died"])
+def test_a_server_whose_process_dies_while_it_starts_is_started_once_more(
+    kind: str, ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    assert started(tmp_path, monkeypatch, kind=kind, deaths=1) == 2
+    assert "vLLM server 0 is started a second time" in caplog.text
+
+
+def test_a_second_death_is_an_error(ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(GenerationError, match="died while it started"):
+        started(tmp_path, monkeypatch, kind="killed", deaths=2)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_an_engine_that_refuses_its_arguments_is_not_started_again(
+    ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(GenerationError, match="did not start: ValueError"):
+        started(tmp_path, monkeypatch, kind="ValueError: no such model", deaths=1)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_of_a_long_log_the_first_errors_of_the_last_start_are_shown(tmp_path: Path):
+    log = tmp_path / "log"
+    before = ["---- this server's process started: pid 1", "ERROR of an earlier start"]
+    stack = [f"(EngineCore pid=3)   File {i}" for i in range(60)]
+    log.write_text(
+        "\n".join(
+            [*before, "---- this server's process started: pid 2", "INFO loading", "ERROR Worker died (-11)", *stack]
+        )
+    )
+    assert log_excerpt(log).splitlines() == ["ERROR Worker died (-11)", "...", *stack[-40:]]
+    log.write_text("one line")
+    assert log_excerpt(log) == "one line"
+    assert "cannot be read" in log_excerpt(tmp_path / "none")

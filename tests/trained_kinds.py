@@ -1,0 +1,103 @@
+"""What a backend trains besides a whole policy: a critic, adapters, and a critic's adapters; two ranks against one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import peft
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_core.batch import Batch
+from rl_core.interfaces import LoraConfig, LossSpec, WorkerSpec
+from rl_core.testing.backend import Variant
+from rl_core.testing.cases import LIMITS, TEMPERATURE, Case
+from rl_core.testing.ranks import RankGroup
+
+GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 5e-6, 1e-5
+"""In float32, sums of other order: gradients relative (L2, all together), weights and scores absolute."""
+UNTIED = Variant(checkpoint={"tie_word_embeddings": False})
+LORA = LoraConfig(rank=4, alpha=8)
+_VALUES = LossSpec(name="value_clip", params={"value_clip": 1.0})
+
+
+@attrs.frozen
+class Kind:
+    """A kind of trained model."""
+
+    loss: LossSpec
+    scored: str
+    """The column that it scores."""
+    role: str = "policy"
+    lora: LoraConfig = attrs.field(factory=LoraConfig)
+
+    def spec(self, case: Case, **fields: Any) -> WorkerSpec:
+        """The case's, for this kind."""
+        model = attrs.evolve(case.spec.model, lora=self.lora)
+        return attrs.evolve(case.spec, model=model, role=self.role, **fields)
+
+    def train(self, group: RankGroup, case: Case, count: int) -> None:
+        """Optimizer steps on the case's batch."""
+        for _ in range(count):
+            group.forward_backward(batch_of(case), LIMITS, self.loss, temperature=TEMPERATURE)
+            group.optim_step()
+
+    def compare_training(self, one: RankGroup, two: RankGroup, case: Case) -> None:
+        """Gradients, and after three steps scores and weights."""
+        before = one.weights()
+        for group in (one, two):
+            group.forward_backward(batch_of(case), LIMITS, self.loss, temperature=TEMPERATURE)
+        expected, found = one.gradients(), two.gradients()
+        assert set(found) == set(expected)
+        norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= GRADIENT_TOLERANCE * norm, name
+        for group in (one, two):
+            group.optim_step()
+            self.train(group, case, 2)
+        scores = [group.forward(batch_of(case), LIMITS, temperature=TEMPERATURE)[self.scored] for group in (one, two)]
+        torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=WEIGHT_TOLERANCE)
+        expected = one.weights()
+        assert set(expected) == set(before)
+        assert max((expected[name] - before[name]).abs().max() for name in before) >= 1e-3
+        require_equal_weights(two.weights(), expected)
+
+    def require_saved(self, directory: Path, case: Case, expected: Mapping[str, Tensor]) -> None:
+        """`save_model` wrote these weights: a critic's head, or the merged model and the adapter beside it."""
+        if self.role == "critic":
+            head = load_file(directory / "value_head.safetensors")
+            assert all(weight.any() and weight.equal(expected[name]) for name, weight in head.items())
+            return
+        merged = AutoModelForCausalLM.from_pretrained(directory)
+        assert all(weight.equal(expected[name]) for name, weight in merged.named_parameters())
+        base = AutoModelForCausalLM.from_pretrained(case.spec.model.path)
+        loaded = peft.PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload()
+        for name, weight in loaded.named_parameters():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+KINDS = {
+    "critic": Kind(_VALUES, "values", role="critic"),
+    "adapters": Kind(LossSpec(name="cross_entropy"), "logprobs", lora=LORA),
+    "adapters of a critic": Kind(_VALUES, "values", role="critic", lora=LORA),
+}
+
+
+def batch_of(case: Case) -> Batch:
+    """The suite's batch, its far-out columns replaced by what a critic reads."""
+    mask_T = case.batch["loss_mask"]
+    noise_T = torch.randn(mask_T.numel(), generator=torch.Generator().manual_seed(2))
+    weights_T = mask_T.float() / int(mask_T.sum())
+    return case.batch.with_columns(values=0.1 * noise_T, returns=1.0 + 0.3 * noise_T, loss_weights=weights_T)
+
+
+def require_equal_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """To the tolerance of float32."""
+    assert set(found) == set(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=WEIGHT_TOLERANCE, msg=name)
