@@ -10,7 +10,7 @@ from typing import Literal
 import attrs
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rl_core", "rl_deepspeed", "rl_examples", "rl_fsdp", "rl_megatron", "rl_rollout")
+PACKAGES = ("rl_core", "rl_deepspeed", "rl_environments", "rl_examples", "rl_fsdp", "rl_megatron", "rl_rollout")
 
 When = Literal["import", "call", "typing"]
 

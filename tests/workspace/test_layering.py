@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "rl_core": set(),
     "rl_fsdp": {"rl_core"},
     "rl_deepspeed": {"rl_core"},
+    "rl_environments": {"rl_core"},
     "rl_megatron": {"rl_core"},
     "rl_rollout": {"rl_core"},
-    "rl_examples": {"rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout"},
+    "rl_examples": {"rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout", "rl_environments"},
 }
 
 

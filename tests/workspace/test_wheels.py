@@ -137,9 +137,11 @@ def test_rl_core_stands_alone_and_the_backends_install_together(environment):
 def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(environment):
     environment.install("rl-rollout")
     environment.import_all("rl_rollout")
-    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-examples"}
+    assert not environment.distributions() & {"rl-fsdp", "rl-megatron", "rl-environments", "rl-examples"}
     assert "local" in environment.run("rl", "plugins")
 
+    environment.install("rl-environments")
+    environment.import_all("rl_environments")
     environment.install("rl-examples")
     environment.import_all("rl_examples")
     assert "trainer" in environment.run("rl", "config", "quickstart")

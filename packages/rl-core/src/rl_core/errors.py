@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import ParamSpec
 
 _P = ParamSpec("_P")
-_OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollout", "rl-examples")
+_OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollout", "rl-environments", "rl-examples")
 
 
 class RLError(Exception):

