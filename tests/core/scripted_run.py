@@ -33,6 +33,7 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from rl_core.trainer.serving import ServedEngines, ServingSettings
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
 from tests.core.virtual_time import run_virtually
@@ -419,20 +420,24 @@ class ScriptedRun:
                 seed=0,
             ),
             "generator": ScriptedGenerator(None, lambda group: script.eval_play, self.engine),
-            "client": self.engine,
-            "transport": ScriptedTransport(),
             "eval_rows": [DataRow({"prompt": "?"}, f"held_out:{number}") for number in range(script.eval_rows)],
             "eval_settings": attrs.evolve(rollout_settings, drop_zero_variance=False),
             "reporter": self.reports,
             "callbacks": [self.reports],
         }
-        shared = isinstance(self.engine, SleepingEngine)
-        turns = EngineTurns(parts["client"], parts["models"].policy, are_shared=shared)
+        policy, shared = parts["models"].policy, isinstance(self.engine, SleepingEngine)
+        engines = ServedEngines(
+            _SERVING,
+            policy=policy,
+            client=self.engine,
+            transport=ScriptedTransport(),
+            turns=EngineTurns(self.engine, policy, are_shared=shared),
+        )
         self.update: ScriptedUpdate = parts["update"]
         self.loop = loop_class(
             _settings(script, directory),
             **parts,
-            turns=turns,
+            engines=engines,
             steps_done=state.step,
             unfinished_row=state.unfinished_row,
         )
@@ -489,6 +494,16 @@ class ScriptedRun:
         return {step: groups for step, groups in self.taken if step in self.reports.rows}
 
 
+_SERVING = ServingSettings(
+    max_bucket_bytes=1,
+    num_engines=1,
+    pause_mode="keep",
+    verification=VerificationSettings(
+        prove_at_start=False, interval=0, num_tokens=1, limit=1.0, seed=0, limits=MicroBatchLimits(max_sequences=1)
+    ),
+)
+
+
 def _settings(script: Script, directory: Path) -> LoopSettings:
     settings = LoopSettings(
         last_step=script.steps,
@@ -500,12 +515,6 @@ def _settings(script: Script, directory: Path) -> LoopSettings:
         hf_save_interval=-1,
         checkpoint_root=directory / "checkpoints",
         export_root=directory / "exports",
-        max_bucket_bytes=1,
-        num_engines=1,
-        pause_mode="keep",
-        verification=VerificationSettings(
-            prove_at_start=False, interval=0, num_tokens=1, limit=1.0, seed=0, limits=MicroBatchLimits(max_sequences=1)
-        ),
         generation_timeout_s=600.0,
         worker_timeout_s=600.0,
         saves_in_background=False,

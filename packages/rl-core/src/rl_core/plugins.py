@@ -41,6 +41,7 @@ _PACKAGES = {
     ("rl_core.inference", "local"): "rl-rollout",
     ("rl_core.inference", "vllm"): "rl-rollout",
     ("rl_core.generators", "environment"): "rl-rollout",
+    ("rl_core.generators", "dataset"): "rl-rollout",
     ("rl_core.weight_transports", "files"): "rl-rollout",
     ("rl_core.weight_transports", "broadcast"): "rl-rollout",
     ("rl_core.weight_transports", "shared_memory"): "rl-rollout",

@@ -1,14 +1,14 @@
-"""The entry point of the `environment` generator. Imports neither torch nor transformers until a generator is
-created."""
+"""The entry points of the generators. Imports neither torch nor transformers until a generator is created."""
 
 from __future__ import annotations
 
 import attrs
 
 from rl_core import plugins
+from rl_core.errors import ConfigError
 from rl_core.interfaces import Generator, GeneratorSpec, Sampler
 from rl_rollout.environment_pool import placement_of
-from rl_rollout.generator_options import EnvironmentGeneratorOptions
+from rl_rollout.generator_options import DatasetGeneratorOptions, EnvironmentGeneratorOptions
 from rl_rollout.reward_functions import RewardFunctionsEnvironment, require_functions
 
 
@@ -37,3 +37,34 @@ class EnvironmentGeneratorPlugin:
 
 
 environment = EnvironmentGeneratorPlugin()
+
+
+@attrs.frozen
+class DatasetGeneratorPlugin:
+    """GeneratorPlugin of `DatasetGenerator`."""
+
+    contract_version: int = 2
+    name: str = "dataset"
+    options_class: type = DatasetGeneratorOptions
+    needs_no_engine: bool = True
+
+    def validate(self, spec: GeneratorSpec) -> None:
+        """Raises ConfigError where a row has another number of responses than samples are asked for."""
+        responses = spec.options.responses
+        expected = 2 if responses == "pair" else 1
+        asked = {"n_samples_per_prompt": spec.num_samples, "eval_n_samples_per_prompt": spec.eval_num_samples}
+        for key, number in asked.items():
+            if number != expected:
+                raise ConfigError(
+                    f"generator.{key}: got {number}; a row has {expected} with generator.type=dataset and "
+                    f"generator.responses={responses}; give {expected}"
+                )
+
+    def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
+        """The generator; it samples nothing from `client`."""
+        from rl_rollout.dataset_generator import create_generator
+
+        return create_generator(spec)
+
+
+dataset = DatasetGeneratorPlugin()

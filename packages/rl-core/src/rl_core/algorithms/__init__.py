@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         sequence_log_ratios,
         truncated_ratios,
     )
+    from rl_core.algorithms.distillation import (
+        distillation_advantages,
+    )
     from rl_core.algorithms.groups import (
         group_mean,
         group_spread,
@@ -79,9 +82,16 @@ if TYPE_CHECKING:
     from rl_core.algorithms.off_policy_mask import (
         off_policy_sequence_mask,
     )
+    from rl_core.algorithms.preference_losses import (
+        dpo_columns,
+        dpo_loss,
+        reward_model_columns,
+        reward_model_loss,
+    )
     from rl_core.algorithms.reductions import (
         REDUCTIONS,
         prompt_mean,
+        prompt_token_sum,
         seq_mean_token_sum_norm,
         sequence_mean,
         token_mean,
@@ -118,6 +128,7 @@ if TYPE_CHECKING:
         TokenLoss,
         chooses_columns,
         mean_over_sequence,
+        pairwise,
         prepared_by,
         takes_corrections,
     )
@@ -143,6 +154,7 @@ _MODULES = {
     "reinforce_plus_plus_advantages": "advantages",
     "reinforce_plus_plus_baseline_advantages": "advantages",
     "remax_advantages": "advantages",
+    "distillation_advantages": "distillation",
     "rloo_advantages": "advantages",
     "whiten": "advantages",
     "best_minus_second_advantages": "best_of_k",
@@ -190,7 +202,12 @@ _MODULES = {
     "sum_metrics": "objective",
     "off_policy_sequence_mask": "off_policy_mask",
     "REDUCTIONS": "reductions",
+    "dpo_columns": "preference_losses",
+    "dpo_loss": "preference_losses",
+    "reward_model_columns": "preference_losses",
+    "reward_model_loss": "preference_losses",
     "prompt_mean": "reductions",
+    "prompt_token_sum": "reductions",
     "seq_mean_token_sum_norm": "reductions",
     "sequence_mean": "reductions",
     "token_mean": "reductions",
@@ -217,6 +234,7 @@ _MODULES = {
     "TokenLoss": "token_loss",
     "chooses_columns": "token_loss",
     "mean_over_sequence": "token_loss",
+    "pairwise": "token_loss",
     "prepared_by": "token_loss",
     "takes_corrections": "token_loss",
     "require_complete_trajectories": "trajectories",
@@ -235,6 +253,7 @@ __all__ = [
     "reinforce_plus_plus_advantages",
     "reinforce_plus_plus_baseline_advantages",
     "remax_advantages",
+    "distillation_advantages",
     "rloo_advantages",
     "whiten",
     "best_minus_second_advantages",
@@ -283,6 +302,7 @@ __all__ = [
     "off_policy_sequence_mask",
     "REDUCTIONS",
     "prompt_mean",
+    "prompt_token_sum",
     "seq_mean_token_sum_norm",
     "sequence_mean",
     "token_mean",
@@ -293,6 +313,8 @@ __all__ = [
     "turn_returns",
     "turn_rewards",
     "decoupled_ppo_loss",
+    "dpo_columns",
+    "dpo_loss",
     "dppo_loss",
     "rollout_is_loss",
     "GroupSelection",
@@ -310,6 +332,7 @@ __all__ = [
     "chooses_columns",
     "mean_over_sequence",
     "prepared_by",
+    "pairwise",
     "takes_corrections",
     "require_complete_trajectories",
     "spread_to_steps",
@@ -318,6 +341,8 @@ __all__ = [
     "trajectory_scores",
     "turn_level_advantages",
     "value_clip_loss",
+    "reward_model_columns",
+    "reward_model_loss",
 ]
 
 

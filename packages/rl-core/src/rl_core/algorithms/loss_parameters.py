@@ -22,8 +22,10 @@ def require_loss_parameters(function: Callable[..., Any]) -> None:
     prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
     if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
         raise PluginError(f"{name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
-    for parameter in {**parameters, **prepare_parameters}:
-        _require_known_parameter(name, parameter)
+    for parameter in parameters:
+        _require_known_parameter(name, parameter, "sequence_T")
+    for parameter in prepare_parameters:
+        _require_known_parameter(name, parameter, "sequence_T", "group_T")
     reads_weights = "correction_weights_T" in {**parameters, **prepare_parameters}
     declared = getattr(function, "corrections", None)
     if declared is not None and (declared == "reads") != reads_weights:
@@ -63,8 +65,8 @@ def positional_with_defaults(function: Callable[..., Any], where: str) -> dict[s
     return found
 
 
-def _require_known_parameter(where: str, name: str) -> None:
-    known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", "sequence_T"]
+def _require_known_parameter(where: str, name: str, *indices: str) -> None:
+    known = [f"{column}_T" for column in (*CURRENT, *COLUMNS)] + ["mask_T", *indices]
     if name not in known and not (name.startswith("x_") and name.endswith("_T")):
         raise PluginError(
             f"{where}: parameter {name!r} is neither a column nor a value of the current model "

@@ -7,6 +7,7 @@ positional parameters say what it reads:
     <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
     mask_T                                         the column loss_mask
     sequence_T                                     int64, non-decreasing: which sequence a token belongs to
+    group_T                                        int64: which prompt it belongs to; for `prepare` alone
     correction_weights_T                           of an off-policy correction, 1 without one (see `Corrections`)
     x_<name>_T                                     made by the function's own `prepare` (see `token_loss.prepared_by`)
 
@@ -71,7 +72,7 @@ class Objective:
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
         read = [*self.call_columns, *self.prepare_columns]
-        made = ("sequence", "correction_weights")
+        made = ("sequence", "group", "correction_weights")
         return tuple(dict.fromkeys(name for name in read if name not in made and not name.startswith("x_")))
 
     @cached_property
@@ -141,9 +142,12 @@ class Objective:
         if function is None:
             return {}
         required = [column_of(name) for name, is_optional in self._prepare_parameters.items() if not is_optional]
-        _require(self.name, "column", ["loss_mask", *required], {**columns, "sequence": sequence_T})
+        indices = {"sequence": sequence_T}
+        if "group_id" in columns:
+            indices["group"] = columns["group_id"][sequence_T]
+        _require(self.name, "column", ["loss_mask", *required], {**columns, **indices})
         read = {name: columns[name] for name in map(column_of, self._prepare_parameters) if name in columns}
-        arguments = _bound(self._prepare_parameters, {**_clean(read, columns["loss_mask"]), "sequence": sequence_T})
+        arguments = _bound(self._prepare_parameters, {**_clean(read, columns["loss_mask"]), **indices})
         known = keyword_parameters(function)
         settings = {name: value for name, value in self.params.items() if name in known}
         made = function(**arguments, **settings, **({"seed": seed} if "seed" in known else {}))
@@ -255,6 +259,7 @@ class Objective:
         current = {f"{name}_T": sample(name).requires_grad_() for name in sorted(self.reads)}
         try:
             columns = {**columns, "correction_weights": torch.ones(len(sequence_T))}
+            columns["group_id"] = torch.arange(int(sequence_T[-1]) + 1) // 2
             columns |= {**self._prepared(columns, sequence_T, seed=0), **(changed or {})}
             self(columns, sequence_T=sequence_T, **current)
             read = {**columns, "sequence": sequence_T, **{name[:-2]: value_T for name, value_T in current.items()}}

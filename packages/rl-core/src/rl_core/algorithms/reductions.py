@@ -120,11 +120,37 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
     return _weights(loss_mask_T, sequence_T, torch.full_like(tokens_S, max_seq_len) * num_trained)
 
 
+def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Tensor:
+    """The mean over prompts of the token sum over all samples of a prompt: w_t = m_t / P.
+
+    P is the number of prompts with a trained token. For losses whose tokens add up to one number per prompt, such as
+    those of pairs. The weights sum to the trained tokens per prompt, not to 1.
+
+    Args:
+        loss_mask_T: bool, the trained tokens.
+        sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
+        group_N: int64, equal for the samples of one prompt, in any order.
+
+    Returns:
+        Weights float32 [T].
+
+    Raises:
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+    """
+    _require_stream(loss_mask_T, sequence_T)
+    require_int64(group_N=group_N)
+    require_row_per_sequence(sequence_T, group_N=group_N)
+    tokens_S = sequence_sum(loss_mask_T, sequence_T)
+    num_prompts = group_N[: tokens_S.numel()][tokens_S > 0].unique().numel()
+    return _weights(loss_mask_T, sequence_T, torch.full_like(tokens_S, num_prompts))
+
+
 REDUCTIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "token_mean": token_mean,
         "sequence_mean": sequence_mean,
         "prompt_mean": prompt_mean,
+        "prompt_token_sum": prompt_token_sum,
         "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     }
 )

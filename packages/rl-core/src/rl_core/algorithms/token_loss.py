@@ -94,6 +94,17 @@ def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Cal
     return decorate
 
 
+def pairwise(function: LossFunction) -> LossFunction:
+    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes for the weights at the start of
+    the update.
+
+    It is right for two samples per prompt, one optimizer step per batch and the reduction `prompt_token_sum`, and a
+    run with others does not start.
+    """
+    function.__dict__["is_pairwise"] = True
+    return function
+
+
 def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
     """Raises ShapeError unless the mask is bool [T] and the other tensors are as long."""
     require_bool(mask_T=mask_T)

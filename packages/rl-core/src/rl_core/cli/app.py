@@ -225,7 +225,15 @@ class _StderrHandler(logging.Handler):
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
-    for package in ("rl_core", "rl_fsdp", "rl_deepspeed", "rl_megatron", "rl_rollout", "rl_environments", "rl_examples"):
+    for package in (
+        "rl_core",
+        "rl_fsdp",
+        "rl_deepspeed",
+        "rl_megatron",
+        "rl_rollout",
+        "rl_environments",
+        "rl_examples",
+    ):
         logging.getLogger(package).setLevel(logging.INFO)
 
 

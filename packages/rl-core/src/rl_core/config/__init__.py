@@ -14,12 +14,14 @@ if TYPE_CHECKING:
         loss_params,
         needs_critic,
         needs_greedy_answers,
+        needs_reference,
+        objective_of,
     )
     from rl_core.config.layers import ConfigWarning, Given
     from rl_core.config.reference import reference_page
     from rl_core.config.resolving import RULES, dump_yaml, resolve
     from rl_core.config.sources import Loaded, Origin, from_mapping, load, origins
-    from rl_core.config.specs import engine_spec, generator_spec
+    from rl_core.config.specs import engine_spec, generator_spec, needs_engine
     from rl_core.config.tree import (
         AlgorithmConfig,
         Config,
@@ -71,10 +73,13 @@ _MODULES = {
     "RULES": "resolving",
     "engine_spec": "specs",
     "generator_spec": "specs",
+    "needs_engine": "specs",
     "correction_params": "function_params",
     "loss_params": "function_params",
     "advantage_params": "function_params",
     "needs_critic": "function_params",
+    "needs_reference": "function_params",
+    "objective_of": "function_params",
     "needs_greedy_answers": "function_params",
     "check_values": "value_checks",
     "check_files": "file_checks",
@@ -111,10 +116,13 @@ __all__ = [
     "RULES",
     "engine_spec",
     "generator_spec",
+    "needs_engine",
     "correction_params",
     "loss_params",
     "advantage_params",
     "needs_critic",
+    "needs_reference",
+    "objective_of",
     "needs_greedy_answers",
     "check_values",
     "check_files",

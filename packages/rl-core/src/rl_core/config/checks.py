@@ -20,12 +20,13 @@ from rl_core.config.function_params import (
     loss_params,
     needs_critic,
     needs_greedy_answers,
+    needs_reference,
     unread_params,
 )
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.named_plugins import GROUPS, names_at
 from rl_core.config.resolving import value_at
-from rl_core.config.specs import engine_spec, generator_spec
+from rl_core.config.specs import engine_spec, generator_spec, needs_engine
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
@@ -100,7 +101,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
         mistakes.passes(_check_correction, config)
     if not mistakes.about("trainer.strategy"):
         mistakes.passes(_check_routes, config)
-    if not mistakes.about(_TRANSPORT):
+    if not mistakes.about(_TRANSPORT) and _has_engine(config, mistakes):
         mistakes.passes(_check_transport, config)
     if not mistakes.about(_ESTIMATOR) and mistakes.passes(advantage_params, config):
         mistakes.passes(needs_greedy_answers, config)
@@ -108,6 +109,8 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
             _gather_critic(config, mistakes)
         if has_loss:
             _warn_of_unread_params(config, chosen)
+            if not mistakes.about("trainer.placement"):
+                mistakes.passes(_check_reference, config)
     _gather_refusals(config, mistakes)
 
 
@@ -123,8 +126,13 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
         mistakes.passes(_validate_generator, config)
     if not mistakes.about(*_CONTEXT_READS):
         mistakes.passes(_check_context, config)
-    if not mistakes.about(*_ENGINE_READS):
+    if not mistakes.about(*_ENGINE_READS) and _has_engine(config, mistakes):
         mistakes.passes(_validate_engine, config)
+
+
+def _has_engine(config: Config, mistakes: Mistakes) -> bool:
+    """An engine is going to be started, as far as the generator is known."""
+    return bool(mistakes.about("generator.type")) or needs_engine(config)
 
 
 def _validate_generator(config: Config) -> None:
@@ -227,10 +235,48 @@ def _check_loss(config: Config) -> None:
         objective = objective_from_spec(LossSpec(name=name, params=params), key=key)
     except (PluginError, ConfigError) as error:
         raise (error if str(error).startswith(key) else type(error)(f"{key}: {name!r}: {error}")) from error
-    if "predicted_values" in objective.reads:
+    if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
             f"{key}: {name!r} trains a critic, not a policy, and does so by itself with "
             "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
+        )
+    if "predicted_values" in objective.reads and needs_engine(config):
+        raise ConfigError(
+            f"{key}: {name!r} trains a model with a value head, from which nothing can be sampled; take pairs from "
+            "data, with generator.type=dataset"
+        )
+    if getattr(objective.function, "is_pairwise", False):
+        _require_pairs(config)
+
+
+def _require_pairs(config: Config) -> None:
+    """What a loss of pairs is right for."""
+    trainer, key = config.trainer, "trainer.policy_mini_batch_size"
+    name = f"{_LOSS}={trainer.algorithm.policy_loss_type}"
+    if config.generator.n_samples_per_prompt != 2:
+        got = config.generator.n_samples_per_prompt
+        raise ConfigError(f"generator.n_samples_per_prompt: got {got}; {name} compares two responses; give 2")
+    if trainer.algorithm.loss_reduction != "prompt_token_sum":
+        raise ConfigError(
+            f"trainer.algorithm.loss_reduction: got {trainer.algorithm.loss_reduction}; the tokens of a pair add up to "
+            f"its loss with {name}; give prompt_token_sum"
+        )
+    if trainer.policy_mini_batch_size != trainer.train_batch_size or trainer.update_epochs_per_batch != 1:
+        raise ConfigError(
+            f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
+            f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the pairs' slopes once per "
+            "batch, which is right for one optimizer step; give both sizes the same number, and one epoch"
+        )
+
+
+def _check_reference(config: Config) -> None:
+    placement = config.trainer.placement
+    policy, reference = placement.policy_shape, placement.ref_shape
+    if placement.colocate_policy_ref and policy != reference and needs_reference(config):
+        raise ConfigError(
+            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
+            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
+            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
         )
 
 

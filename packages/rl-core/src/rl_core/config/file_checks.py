@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from rl_core.config.function_params import needs_reference
 from rl_core.config.resolving import value_at
 from rl_core.config.tree import Config
 from rl_core.data_sets import is_data_set
-from rl_core.errors import ConfigError, Mistakes
+from rl_core.errors import ConfigError, Mistakes, RLError
 from rl_core.hub import is_name
 from rl_core.remote_files import exists, is_remote
 
@@ -73,7 +75,10 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
     gather_policy_model(config, mistakes, makes=makes)
     seen = {config.trainer.policy.model.path}
     others = {"trainer.critic.model.path": config.trainer.critic.model.path}
-    if config.trainer.algorithm.needs_reference:
+    is_referred_to = False
+    with contextlib.suppress(RLError):  # a loss or estimator that cannot be loaded is another check's mistake
+        is_referred_to = needs_reference(config)
+    if is_referred_to:
         others = {"trainer.ref.model.path": config.trainer.ref.model.path, **others}
     for key, path in others.items():
         if path is not None and path not in seen:

@@ -66,7 +66,7 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     """
     key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
     correction, is_stale = config.trainer.algorithm.off_policy_correction, config.trainer.max_staleness > 0
-    objective = _objective(config)
+    objective = objective_of(config)
     refuses = objective.corrections == "refuses"
     tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and not refuses else "off")
     params = attrs.asdict(correction) | {"tis_ratio_type": None if tis_ratio_type == "off" else tis_ratio_type}
@@ -80,7 +80,8 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     return params
 
 
-def _objective(config: Config) -> Objective:
+def objective_of(config: Config) -> Objective:
+    """The policy loss, with its parameters. Raises ConfigError, PluginError."""
     from rl_core.interfaces import LossSpec
     from rl_core.rank_kit.objectives import objective_from_spec
 
@@ -119,6 +120,14 @@ def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> s
 def needs_critic(config: Config) -> bool:
     """The advantage estimator reads values: it has the positional parameter `values_T`."""
     return "values_T" in _read_by_estimator(config)
+
+
+def needs_reference(config: Config) -> bool:
+    """A KL term, the loss or the estimator reads a reference's log-probs."""
+    algorithm = config.trainer.algorithm
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        return True
+    return "ref_logprobs_T" in _read_by_estimator(config) or "ref_logprobs" in objective_of(config).required_columns
 
 
 def needs_greedy_answers(config: Config) -> bool:

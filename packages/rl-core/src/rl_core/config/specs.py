@@ -10,7 +10,7 @@ from rl_core.config import plugin_options
 from rl_core.config.contract_one import adapted_engine, adapted_generator
 from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin
+from rl_core.interfaces import EngineFree, EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin
 
 _GENERATOR, _ENGINE = plugin_options.SECTIONS
 
@@ -66,8 +66,16 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
         environment_timeout_s=environment.timeout_s,
         environment_placement=environment.placement,
         environment_workers=environment.num_workers,
+        num_samples=generator.n_samples_per_prompt,
+        eval_num_samples=generator.eval_n_samples_per_prompt,
     )
     return adapted_generator(plugin, config), spec
+
+
+def needs_engine(config: Config) -> bool:
+    """The generator samples, so an engine is started. Raises PluginError for one that is not installed."""
+    plugin = plugins.load(_GENERATOR.group, config.generator.type, key=f"{_GENERATOR.path}.{_GENERATOR.field}")
+    return not (isinstance(plugin, EngineFree) and plugin.needs_no_engine)
 
 
 def _environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from rl_core.interfaces import ModelConfig, OptimizerConfig, PlacementKind, Samp
 from rl_core.remote_files import is_remote
 
 _T = TypeVar("_T")
-Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"]
+Reduction = Literal["token_mean", "sequence_mean", "prompt_mean", "prompt_token_sum", "seq_mean_token_sum_norm"]
 
 
 def resolved(key: str, value: _T | None) -> _T:
@@ -236,8 +236,8 @@ class AlgorithmConfig:
     clip_ratio_c: float | None = None
     """Dual clip: bound of the ratio for negative advantages, above 1. None: the loss's default, 3."""
     loss_reduction: Reduction = "token_mean"
-    """How tokens are weighted, always over the whole mini-batch: each token alike, each sequence, each prompt, or each
-    sequence's sum over `max_seq_len`."""
+    """How tokens are weighted, always over the whole mini-batch: each token alike, each sequence, each prompt, each
+    prompt's sum, or each sequence's sum over `max_seq_len`."""
     max_seq_len: int | None = None
     """The constant of `seq_mean_token_sum_norm`, which needs it; nothing else reads it."""
     use_kl_loss: bool = False
@@ -268,10 +268,6 @@ class AlgorithmConfig:
     """Corrections for the distance between trainer and engine."""
     dynamic_sampling: DynamicSamplingConfig = attrs.field(factory=DynamicSamplingConfig)
     """What happens to groups without a signal."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.use_kl_loss or self.use_kl_in_reward
 
 
 @attrs.frozen(kw_only=True)

@@ -143,6 +143,9 @@ ESTIMATORS_OF_GROUPS = (
 )
 """Estimators whose baseline is the group's other samples."""
 
+LOSSES_WITHOUT_ADVANTAGES = ("cross_entropy", "dpo", "reward_model")
+"""Losses that read no advantages, so it does not matter which estimator is named beside them."""
+
 
 def check_values(config: Config) -> None:
     """The checks that need nothing but the values; raises a ConfigError, or ConfigErrors of several."""
@@ -266,17 +269,6 @@ def _lora(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _placement(config: Config) -> Iterator[ConfigError]:
-    placement = config.trainer.placement
-    policy, reference = placement.policy_shape, placement.ref_shape
-    if config.trainer.algorithm.needs_reference and placement.colocate_policy_ref and policy != reference:
-        yield ConfigError(
-            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
-            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
-            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
-        )
-
-
 def _mini_batches(config: Config) -> Iterator[ConfigError]:
     yield from undivided_batch(config, "trainer.policy_mini_batch_size")
 
@@ -316,7 +308,8 @@ def _groups(config: Config) -> Iterator[ConfigError]:
     if num_samples > 1:
         return
     needs = None
-    if algorithm.advantage_estimator in ESTIMATORS_OF_GROUPS:
+    reads_advantages = algorithm.policy_loss_type not in LOSSES_WITHOUT_ADVANTAGES
+    if reads_advantages and algorithm.advantage_estimator in ESTIMATORS_OF_GROUPS:
         needs = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
     elif algorithm.dynamic_sampling.type is not None:
         needs = f"trainer.algorithm.dynamic_sampling.type={algorithm.dynamic_sampling.type}"
@@ -382,7 +375,6 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _optimizers: (),
     _sampling: (),
     _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
-    _placement: ("trainer.placement",),
     _mini_batches: ("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
     _token_budget: (
         "trainer.max_prompt_length",

@@ -209,6 +209,16 @@ class Generator(Protocol):
 
 
 @runtime_checkable
+class ResponseMeasuring(Protocol):
+    """Of a generator whose responses are known before they are asked for, because they are the rows' own."""
+
+    def response_length(self, row: Row) -> int:
+        """Tokens of the row's longest response, counted from its first trained token. Raises DataError as
+        `prompt_length`."""
+        ...
+
+
+@runtime_checkable
 class Closable(Protocol):
     """Of a generator that holds what has to be ended, such as processes."""
 
@@ -244,6 +254,10 @@ class GeneratorSpec:
     """Where environments run, whatever they say themselves; None: where they say."""
     environment_workers: int | None = None
     """Threads or processes for environments; None: as many as the generator finds right."""
+    num_samples: int = 1
+    """Of each training row."""
+    eval_num_samples: int = 1
+    """Of each held-out row."""
 
 
 @runtime_checkable
@@ -267,6 +281,15 @@ class GeneratorPlugin(Protocol):
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         """Called once, when the engine serves `client`. Raises ConfigError, PluginError."""
         ...
+
+
+@runtime_checkable
+class EngineFree(Protocol):
+    """Of a `GeneratorPlugin` that samples nothing: its trajectories are the rows' own, so no engine is started, no
+    weights are published, and held-out rows are judged by the training loss."""
+
+    @property
+    def needs_no_engine(self) -> bool: ...
 
 
 class GeneratorFactory(Protocol):

@@ -138,6 +138,9 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
     held_out = _series(rows, {"eval/reward": "held-out reward"}, first_color=3)
     if accuracy and held_out and held_out[0].points == accuracy[0].points:
         held_out = []
+    if points_of(rows, "eval/loss"):
+        losses = _series(rows, {"policy/loss": "training", "eval/loss": "held out"})
+        return [_line_chart("Loss", "What is minimised, on training rows and on held-out ones.", losses)]
     together = [*accuracy, *reward, *held_out]
     if accuracy and is_fraction([value for one in together for value in values_of(one.points)]):
         title = "Reward and held-out accuracy" if reward else "Held-out accuracy"
@@ -155,10 +158,13 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
     """What the environment measured, in training and on held-out problems."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
-    for name in sorted(names - {"reward", "accuracy", "response_length", "failed"}):
+    for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
         series = _series(rows, {f"environment/{name}": "training", f"eval/{name}": "held out"})
+        about = "Measured by the environment."
+        if not points_of(rows, "eval/reward"):
+            series, about = _series(rows, {f"policy/{name}": "training", f"eval/{name}": "held out"}), "Of the loss."
         if series:
-            charts.append(_line_chart(name.replace("_", " "), "Measured by the environment.", series))
+            charts.append(_line_chart(name.replace("_", " "), about, series))
     return charts[:_MAX_ENVIRONMENT_CHARTS]
 
 

@@ -68,7 +68,7 @@ def _num_steps(rows: Sequence[Row]) -> int:
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """(label, value, remark) of the numbers that come first."""
     values = {name: values_of(points_of(rows, name)) for name in {name for row in rows for name in row}}
-    held_out = "eval/accuracy" if "eval/accuracy" in values else "eval/reward"
+    held_out = next((name for name in _HELD_OUT if name in values), "eval/reward")
     tiles = [
         _from_first_to_last("Held-out " + held_out.removeprefix("eval/"), values.get(held_out, [])),
         _from_first_to_last("Reward", values.get("reward/mean", [])),
@@ -85,6 +85,10 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         parts = [f"{readable(kinds[name])} {name.rsplit('/', 1)[1]}" for name in sorted(kinds, key=lambda n: -kinds[n])]
         tiles.append(("Failed samples", readable(failed), ", ".join([*parts, "not trained on"])))
     return [tile for tile in tiles if tile]
+
+
+_HELD_OUT = ("eval/accuracy", "eval/reward", "eval/pair_accuracy", "eval/loss")
+"""What is shown of the held-out rows: the first that was measured."""
 
 
 def _has_speed(row: Row) -> bool:

@@ -28,6 +28,13 @@ _SHOWN = {
     "eval/accuracy": "held-out accuracy",
     "tokens_per_second": "tokens_per_second",
 }
+_SHOWN_OF_DATA = {
+    "policy/loss": "loss",
+    "eval/loss": "held-out loss",
+    "eval/pair_accuracy": "held-out pair accuracy",
+    "tokens_per_second": "tokens_per_second",
+}
+"""Where nothing was sampled, so that there is no reward."""
 
 
 class ConsoleTracker:
@@ -38,7 +45,8 @@ class ConsoleTracker:
         self._num_failed = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = {label: metrics[name] for name, label in _SHOWN.items() if name in metrics}
+        labels = _SHOWN if {"reward/mean", "eval/reward"} & metrics.keys() else _SHOWN_OF_DATA
+        shown = {label: metrics[name] for name, label in labels.items() if name in metrics}
         self._num_failed += int(sum(metrics.get(name, 0.0) for name in ("rollout/failed", "eval/failed")))
         if self._num_failed:
             shown["failed samples"] = self._num_failed

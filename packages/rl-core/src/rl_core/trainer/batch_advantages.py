@@ -130,6 +130,7 @@ def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
     columns["trajectory_T"] = trajectory_N.unique(return_inverse=True)[1][sequence_T]
     if "greedy_score" in batch:
         columns["greedy_scores_N"] = trajectory_scores(batch["greedy_score"], trajectory_N, last_N)
-    if "values" in batch:
-        columns["values_T"] = batch["values"]
+    for name in ("values", "old_logprobs", "ref_logprobs"):
+        if name in batch:
+            columns[f"{name}_T"] = batch[name]
     return columns

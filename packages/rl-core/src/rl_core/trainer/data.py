@@ -7,6 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -148,8 +149,8 @@ def _parse_json(text: str, place: str) -> Any:
 
 
 def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
-    if isinstance(row, dict) and prompt_key == "prompt" and "prompt" not in row and "messages" in row:
-        row = _opened_conversation(row, place)
+    if isinstance(row, dict) and prompt_key == "prompt" and "prompt" not in row:
+        row = _with_prompt(row, place)
     if not isinstance(row, dict) or prompt_key not in row:
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
@@ -175,6 +176,22 @@ def _is_chat(prompt: Any) -> bool:
         and prompt
         and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
     )
+
+
+def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """A row that holds its prompt in another way, as TRL's data sets do: a whole conversation, two of them that begin
+    alike, or token ids."""
+    if "messages" in row:
+        return _opened_conversation(row, place)
+    if _is_chat(row.get("chosen")) and _is_chat(row.get("rejected")):
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(row["chosen"], row["rejected"], strict=False))
+        prompt = [message for message, _ in alike]
+        if not prompt:
+            raise DataError(f"{place}: 'chosen' and 'rejected' begin with different messages; a prompt is needed")
+        return {"prompt": prompt, **row}
+    if row.get("input_ids") is not None:
+        return {"prompt": f"{len(row['input_ids'])} token ids", **row}
+    return row
 
 
 def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:

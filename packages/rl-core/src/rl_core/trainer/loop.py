@@ -24,35 +24,22 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from rl_core.batch import Batch
-from rl_core.errors import WeightSyncError
-from rl_core.interfaces import (
-    Callback,
-    Control,
-    Generator,
-    InferenceClient,
-    Metrics,
-    Recovering,
-    Trajectory,
-    WeightReceivers,
-    WeightTransport,
-)
+from rl_core.interfaces import Callback, Control, Generator, Metrics, Trajectory
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate, merged
-from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.concurrency import alongside, unless_set
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate, evaluation_failures
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.models import Models
-from rl_core.trainer.publish import PauseMode, publish_weights
 from rl_core.trainer.remote_checkpoints import CheckpointCopies
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
-from rl_core.trainer.step_metrics import divided, rollout_metrics
+from rl_core.trainer.serving import Engines
+from rl_core.trainer.step_metrics import data_metrics, divided, rollout_metrics
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate, rollout_agreement
-from rl_core.trainer.verification import VerificationSettings, verification_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +73,6 @@ class LoopSettings:
     hf_save_interval: int
     checkpoint_root: Path
     export_root: Path
-    max_bucket_bytes: int
-    num_engines: int
-    pause_mode: PauseMode
-    verification: VerificationSettings
     generation_timeout_s: float
     worker_timeout_s: float
     saves_in_background: bool
@@ -114,13 +97,11 @@ class TrainingLoop:
         buffer: GroupBuffer,
         selection: Selection,
         generator: Generator,
-        client: InferenceClient,
-        transport: WeightTransport,
+        engines: Engines,
         eval_rows: Sequence[DataRow],
         eval_settings: RolloutSettings,
         reporter: Reporter,
         callbacks: Sequence[Callback],
-        turns: EngineTurns,
         steps_done: int,
         unfinished_row: Mapping[str, float] | None = None,
     ):
@@ -131,13 +112,11 @@ class TrainingLoop:
         self._buffer = buffer
         self._selection = selection
         self._generator = generator
-        self._client = client
-        self._transport = transport
+        self._engines = engines
         self._eval_rows = eval_rows
         self._eval_settings = eval_settings
         self._reporter = reporter
         self._callbacks = callbacks
-        self._turns = turns
         self._times = PhaseTimes()
         self._stop = asyncio.Event()
         self._saver = CheckpointSaver(
@@ -157,7 +136,6 @@ class TrainingLoop:
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
         """Metrics of the last step that was done, until its row is complete."""
         self._row_is_written = False
-        self._verification = verification_of(settings.verification, models.policy, client, self._publish_weights)
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -175,9 +153,7 @@ class TrainingLoop:
         for callback in self._callbacks:
             callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
         await self._publish()
-        if self._verification is not None and self._settings.verification.prove_at_start:
-            await self._verification.prove()
-            await self._turns.to_engine()
+        await self._engines.prove()
         async with alongside(self._bring_back_engines()):
             try:
                 await self._train()
@@ -189,7 +165,7 @@ class TrainingLoop:
             except Exception as error:
                 await self._save_after(error)
                 raise
-            await self._turns.to_models()
+            await self._engines.to_models()
         for callback in self._callbacks:
             callback.on_run_end(self.steps_done)
 
@@ -235,9 +211,10 @@ class TrainingLoop:
         async with self._between_versions:
             self._reporter.phase("score")
             with self._times.phase("score"):
-                await self._turns.to_models()
+                await self._engines.to_models()
                 batch = await self._update.score(batch)
-            agreement = rollout_agreement(batch, version=self.steps_done)
+            samples = self._engines.is_sampled_from
+            agreement = rollout_agreement(batch, version=self.steps_done) if samples else {}
             batch = self._selection.masked(batch, trajectories)
             self._is_whole_version = False
             batch, prepared = self._update.prepare(batch)
@@ -249,11 +226,12 @@ class TrainingLoop:
             counts, failed = self._rollouts.lap()
             metrics = divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
             self._row_is_written = False
-            self._row = metrics | rollout_metrics(groups, batch, version=step - 1) | counts
+            told = rollout_metrics(groups, batch, version=step - 1) if samples else data_metrics(batch)
+            self._row = metrics | told | counts
             self._reporter.train_samples(step, trajectories, batch)
             self._reporter.failed_samples(step, failed)
             self._row |= await self._publish()
-        if not self._turns.are_shared:
+        if not self._engines.are_shared:
             await self._buffer.published(step)
         for callback in self._callbacks:
             callback.on_groups(step, trajectories)
@@ -271,7 +249,7 @@ class TrainingLoop:
         if not await self._evaluated(self._row, is_due=_is_due(step, settings.eval_interval, is_last)):
             return
         control = self._ask_callbacks(step, self._row)
-        if not await self._evaluated(self._row, is_due=control.evaluate and "eval/reward" not in self._row):
+        if not await self._evaluated(self._row, is_due=control.evaluate and not _is_evaluated(self._row)):
             return
         if control.stop:
             self.stop()
@@ -288,7 +266,7 @@ class TrainingLoop:
         interval = self._settings.hf_save_interval
         if interval > 0 and self.steps_done % interval == 0:
             with self._times.phase("checkpoint"):
-                await self._turns.to_models()
+                await self._engines.to_models()
                 await self._saver.export(self._export_directory)
 
     @property
@@ -320,7 +298,7 @@ class TrainingLoop:
         """The groups of the next step; None when the run is to stop."""
         if self._stop.is_set():
             return None
-        if self._turns.engine_sleeps:
+        if self._engines.are_asleep:
             await self._publish()
         await self._buffer.published(self.steps_done)
         self._reporter.phase("generate")
@@ -338,53 +316,12 @@ class TrainingLoop:
     async def _publish(self) -> dict[str, float]:
         self._reporter.phase("publish")
         with self._times.phase("publish"):
-            await self._publish_weights()
-            if self._verification is None:
-                return {}
-            agreed = await self._verification.after_sync(self.steps_done)
-            await self._turns.to_engine()
-            return agreed
-
-    async def _publish_weights(self) -> None:
-        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
-        while True:
-            num_receivers = self._num_receivers()
-            try:
-                async with self._turns.handover():
-                    await publish_weights(
-                        self._models.policy,
-                        self._client,
-                        self._transport,
-                        self.steps_done,
-                        max_bucket_bytes=self._settings.max_bucket_bytes,
-                        num_engines=self._settings.num_engines,
-                        pause_mode=self._settings.pause_mode,
-                    )
-                return
-            except WeightSyncError as error:
-                if self._num_receivers() >= num_receivers:
-                    raise
-                logger.warning("publishing again, because an engine was lost: %s", error)
-
-    def _num_receivers(self) -> int:
-        return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1
+            return await self._engines.publish(self.steps_done)
 
     async def _bring_back_engines(self) -> None:
-        """Publishes the current version again whenever an engine that was started again needs it; ends with the run.
-
-        It waits for the weights to be a whole version: while a step changes them, its own publishing serves as well.
-        """
-        if not isinstance(self._client, Recovering):
-            return
+        """Ends with the run; an error of it ends the run too."""
         try:
-            while True:
-                await self._client.needs_weights()
-                async with self._between_versions:
-                    if self._client.lacks_weights:
-                        await self._publish_weights()
-                        if self._verification is not None:
-                            await self._verification.probe(self.steps_done)
-                            await self._turns.to_engine()
+            await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
         except Exception as error:
             await self._buffer.fail(error)
 
@@ -409,10 +346,14 @@ class TrainingLoop:
             raise
         if result is None:
             return None
+        metrics = result.metrics
+        if not self._engines.is_sampled_from:
+            with self._times.phase("evaluate"):
+                metrics = await self._update.judged(collate(result.trajectories), step=self.steps_done)
         self._reporter.eval_samples(self.steps_done, result.trajectories)
         for callback in self._callbacks:
-            callback.on_evaluation(self.steps_done, result.metrics)
-        return result.metrics
+            callback.on_evaluation(self.steps_done, metrics)
+        return metrics
 
     async def _checkpoint(self) -> None:
         is_saved = self._saved_step == self.steps_done and not self._saver.is_behind
@@ -431,7 +372,7 @@ class TrainingLoop:
         # Before it is there: what could not be saved once is not tried again when that error ends the run.
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
-            await self._turns.to_models()
+            await self._engines.to_models()
             await self._saver.save(state)
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
@@ -449,3 +390,7 @@ class TrainingLoop:
 
 def _is_due(step: int, interval: int, is_last: bool) -> bool:
     return interval > 0 and (step % interval == 0 or is_last)
+
+
+def _is_evaluated(row: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval/") for name in row)

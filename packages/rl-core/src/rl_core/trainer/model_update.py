@@ -61,6 +61,24 @@ class ModelUpdate:
                 parts.append(self._checked(await self._group.optim_step(), step))
         return {f"{settings.name}/{name}": value for name, value in add_metrics(parts).items()}
 
+    def judged(self, batch: Batch, step: int) -> dict[str, float]:
+        """The loss of a scored batch, as one mini-batch, and the loss's metrics; nothing is trained.
+
+        `perplexity` is exp of the mean negative log-prob of the trained tokens.
+        """
+        settings, objective = self._settings, self._objective
+        batch = with_loss_weights(batch, settings.reduction, settings.reduction_params)
+        batch = batch.with_columns(
+            **objective.prepare(batch.columns, batch.sequence_index, seed=seed_of(settings.seed, step))
+        )
+        current = {f"{name}_T": batch[_SCORE_OF[name]] for name in objective.reads}
+        _, sums = objective(batch.columns, sequence_T=batch.sequence_index, **current)
+        metrics = {name: float(total) / float(weight) for name, (total, weight) in sums.items() if weight}
+        if "logprobs" in objective.reads:
+            logprobs_M = batch["old_logprobs"][batch["loss_mask"]].double()
+            metrics["perplexity"] = float((-logprobs_M.mean()).exp())
+        return metrics
+
     def _for_workers(self, mini_batch: Batch, seed: int) -> Batch:
         """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
         sent."""
@@ -80,6 +98,10 @@ class ModelUpdate:
             )
         metrics = {"skipped_steps": (float(result.skipped), 1.0), "learning_rate": (result.learning_rate, 1.0)}
         return metrics if result.skipped else {**metrics, "grad_norm": (result.grad_norm, 1.0)}
+
+
+_SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicted_values": "values"}
+"""What a loss reads of the current model → the column that holds it, where that is the model a batch was scored by."""
 
 
 def mini_batches(batch: Batch, groups_per_mini_batch: int) -> list[Batch]:

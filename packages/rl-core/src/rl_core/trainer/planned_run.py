@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from rl_core.config import Config, engine_spec
+from rl_core.config import Config, engine_spec, needs_engine
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Backend, EnginePlan, EnginePlanner, Planner, Role, WorkerSpec
 from rl_core.layout.mesh import Mesh
@@ -57,7 +57,9 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
 
 
 def planned_engine(config: Config) -> EnginePlan | None:
-    """What one device of an engine would hold; None where its plug-in does not plan."""
+    """What one device of an engine would hold; None where its plug-in does not plan, or none is started."""
+    if not needs_engine(config):
+        return None
     plugin, spec = engine_spec(config)
     if not isinstance(plugin, EnginePlanner):
         return None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core import hub, plugins
-from rl_core.config import Config, Loaded, generator_spec
+from rl_core.config import Config, Loaded, generator_spec, needs_engine
 from rl_core.config.checks import gather_playing, gather_plugins
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
@@ -165,6 +165,7 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
     mistakes = Mistakes()
     if output is not None:
         mistakes.passes(_require_new, output)
+    mistakes.passes(_require_playing, config)
     gather_playing(config, mistakes, reads=reads, makes=loaded.makes)
     mistakes.passes(_prepare_function, loaded)
     _gather_prompts(config, _gather_rows(loaded, [reads], mistakes), mistakes, makes=loaded.makes)
@@ -203,6 +204,14 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
         if path not in fetched and path not in made and hub.is_name(path):
             hub.fetch_model(path, key=key)
             fetched.add(path)
+
+
+def _require_playing(config: Config) -> None:
+    if not needs_engine(config):
+        raise ConfigError(
+            f"generator.type: {config.generator.type!r} plays no prompts, its responses are the rows' own; give "
+            "generator.type=environment and an environment to see what the model answers"
+        )
 
 
 def _require_new(output: Path) -> None:
@@ -276,9 +285,11 @@ def _gather_prompts(
 ) -> None:
     """Notes prompts that are too long, of those that have most and fewest characters: a run counts the tokens of all
     prompts once more. And that a model's tokenizer cannot be had. Only where nothing else is wrong."""
-    # Another generator may start something when it is made.
     is_made = config.policy_model_path in makes
-    if mistakes or config.generator.type != "environment" or (is_made and not Path(config.policy_model_path).exists()):
+    if mistakes or (is_made and not Path(config.policy_model_path).exists()):
+        return
+    # Another generator may start something when it is made.
+    if config.generator.type != "environment" and needs_engine(config):
         return
     if _is_elsewhere(config.policy_model_path):
         return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rl_core.config import Config
 from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Generator
+from rl_core.interfaces import Generator, ResponseMeasuring
 from rl_core.rank_kit.shipped_configs import known_config
 from rl_core.trainer.data import DataRow
 
@@ -77,15 +77,25 @@ def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config,
             length = generator.prompt_length(row.row)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
-        reason = next((text for limit, text in limits if length > limit), None)
-        if reason is None:
+        too_long = next((f"the prompt has {length} tokens; {text}" for limit, text in limits if length > limit), None)
+        if too_long is None:
+            too_long = _long_response(row, generator, config, sampling)
+        if too_long is None:
             kept.append(row)
         elif config.data.on_long_prompt == "error":
             raise DataError(
-                f"{row.place}: the prompt has {length} tokens; {reason}. Shorten the prompt, or leave such rows out "
-                "with data.on_long_prompt=drop"
+                f"{row.place}: {too_long}. Shorten it, or leave such rows out with data.on_long_prompt=drop"
             )
     return kept
+
+
+def _long_response(row: DataRow, generator: Generator, config: Config, sampling: str) -> str | None:
+    """What is wrong with a response that is the row's own, where it is too long."""
+    if not isinstance(generator, ResponseMeasuring):
+        return None
+    length, key = generator.response_length(row.row), f"{sampling}.max_generate_length"
+    limit = value_at(config, key)
+    return f"the response has {length} tokens; {key} is {limit}" if length > limit else None
 
 
 def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Config, sampling: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, Loaded, engine_spec, generator_spec, needs_greedy_answers
+from rl_core.config import Config, Loaded, engine_spec, generator_spec, needs_engine, needs_greedy_answers
 from rl_core.config.resolving import value_at
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
 from rl_core.interfaces import (
@@ -22,9 +22,12 @@ from rl_core.interfaces import (
     Callback,
     Closable,
     Generator,
+    GeneratorPlugin,
+    GeneratorSpec,
     InferenceClient,
     Role,
     RunTransport,
+    Sampler,
     WeightTransport,
 )
 from rl_core.reports.report_page import write_report
@@ -40,7 +43,7 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
-from rl_core.trainer.preflight import config_of, preflight, prepare, prepare_playing
+from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
 from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
@@ -52,11 +55,13 @@ from rl_core.trainer.run_directory import (
     write_summary,
 )
 from rl_core.trainer.run_lock import held_directories
+from rl_core.trainer.serving import Engines, NoEngines, ServedEngines
 from rl_core.trainer.settings import (
     eval_rollouts,
     loop_settings,
     model_shapes,
     num_steps,
+    serving_settings,
     train_rollouts,
     update_settings,
     worker_spec,
@@ -155,8 +160,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
     async with AsyncExitStack() as closing:
-        client, generator = await closing.enter_async_context(_engine(config))
-        are_shared = await begin_with_models(
+        client, generator = await closing.enter_async_context(_playing(config))
+        are_shared = client is not None and await begin_with_models(
             client, colocate_all=trainer.placement.colocate_all, max_staleness=trainer.max_staleness
         )
         models = await closing.enter_async_context(_models(config, train_rows))
@@ -209,13 +214,11 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             buffer=buffer,
             selection=Selection.from_config(config),
             generator=generator,
-            client=client,
-            transport=_transport(config),
+            engines=_engines(config, models, client, are_shared=are_shared),
             eval_rows=eval_rows,
             eval_settings=eval_rollouts(config),
             reporter=reporter,
             callbacks=[_callback(path) for path in trainer.callbacks],
-            turns=EngineTurns(client, models.policy, are_shared=are_shared),
             steps_done=state.step,
             unfinished_row=state.unfinished_row,
         )
@@ -261,7 +264,7 @@ def _rows(config: Config, key: str) -> list[DataRow]:
 
 async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
     """Plays the rows once with the model at `trainer.policy.model.path`, as the keys of `sampling` say."""
-    async with _engine(config) as (_, generator):
+    async with _playing(config) as (_, generator):
         return await evaluate(
             generator,
             await fitting(rows, generator, config, sampling),
@@ -273,24 +276,40 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 
 @asynccontextmanager
-async def _engine(config: Config) -> AsyncIterator[tuple[InferenceClient, Generator]]:
-    engine, engine_told = engine_spec(config)
-    generator, generator_told = generator_spec(config)
-    engine.validate(engine_told)
-    generator.validate(generator_told)
-    client = await engine.create(engine_told)
+async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None, Generator]]:
+    """The generator, and the engine that it samples from, if it does."""
+    generator, told = generator_spec(config)
+    generator.validate(told)
+    if needs_engine(config):
+        async with _engine(config) as client, _generator(generator, told, client) as playing:
+            yield client, playing
+    else:
+        async with _generator(generator, told, NoSampler()) as playing:
+            yield None, playing
+
+
+@asynccontextmanager
+async def _generator(plugin: GeneratorPlugin, told: GeneratorSpec, client: Sampler) -> AsyncIterator[Generator]:
+    generator = plugin.create(told, client)
+    try:
+        yield generator
+    finally:
+        if isinstance(generator, Closable):
+            await _closed(generator.aclose, "the generator")
+
+
+@asynccontextmanager
+async def _engine(config: Config) -> AsyncIterator[InferenceClient]:
+    engine, told = engine_spec(config)
+    engine.validate(told)
+    client = await engine.create(told)
     try:
         if config.trainer.policy.model.lora.is_sent_alone and not isinstance(client, AdapterServing):
             raise ConfigError(
                 f"trainer.policy.model.lora.merge_lora: got false, and the engine {engine.name!r} takes whole "
                 "weights only; set it to true, or choose generator.inference_engine.backend=vllm"
             )
-        playing = generator.create(generator_told, client)
-        try:
-            yield client, playing
-        finally:
-            if isinstance(playing, Closable):
-                await _closed(playing.aclose, "the generator")
+        yield client
     finally:
         await _closed(client.close, "the inference engine")
 
@@ -342,6 +361,18 @@ async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
             await close()
     except (TimeoutError, RLError) as error:
         logger.warning("%s did not close: %s", name, str(error) or f"still busy after {CLOSE_S:g} s")
+
+
+def _engines(config: Config, models: Models, client: InferenceClient | None, *, are_shared: bool) -> Engines:
+    if client is None:
+        return NoEngines()
+    return ServedEngines(
+        serving_settings(config),
+        policy=models.policy,
+        client=client,
+        transport=_transport(config),
+        turns=EngineTurns(client, models.policy, are_shared=are_shared),
+    )
 
 
 def _transport(config: Config) -> WeightTransport:

@@ -9,14 +9,25 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, advantage_params, correction_params, loss_params, needs_critic
+from rl_core.config import (
+    Config,
+    advantage_params,
+    correction_params,
+    loss_params,
+    needs_critic,
+    needs_engine,
+    needs_reference,
+    objective_of,
+)
 from rl_core.errors import DataError
+from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
-from rl_core.trainer.batch_advantages import load_estimator
+from rl_core.trainer.batch_advantages import Estimator, load_estimator
 from rl_core.trainer.loop import LoopSettings
 from rl_core.trainer.model_update import ModelUpdateSettings
 from rl_core.trainer.remote_checkpoints import copies_of
 from rl_core.trainer.rollouts import RolloutSettings
+from rl_core.trainer.serving import ServingSettings
 from rl_core.trainer.update import UpdateSettings
 from rl_core.trainer.verification import LIMITS, VerificationSettings
 from rl_core.workers import MicroBatchLimits
@@ -44,7 +55,7 @@ def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
     """The models of the run, each with its nodes and ranks per node."""
     placement = config.trainer.placement
     shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
-    if config.trainer.algorithm.needs_reference:
+    if needs_reference(config):
         shapes["reference"] = placement.ref_shape
     if needs_critic(config):
         shapes["critic"] = placement.critic_shape
@@ -85,7 +96,7 @@ def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | N
 
 
 def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, Any] | None = None) -> LoopSettings:
-    """When the loop evaluates, saves and verifies, where it writes, and how long it waits."""
+    """When the loop evaluates and saves, where it writes, and how long it waits."""
     trainer = config.trainer
     return LoopSettings(
         last_step=total_steps,
@@ -97,16 +108,23 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
         hf_save_interval=trainer.hf_save_interval,
         checkpoint_root=config.ckpt_dir,
         export_root=Path(trainer.export_path or ""),
-        max_bucket_bytes=config.generator.inference_engine.weight_bucket_bytes,
-        num_engines=config.generator.inference_engine.num_engines,
-        pause_mode=config.generator.inference_engine.weight_sync_pause_mode,
-        verification=_verification(config),
         generation_timeout_s=trainer.generation_timeout_s,
         worker_timeout_s=trainer.worker_timeout_s,
         saves_in_background=trainer.async_save,
         merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
         fingerprint=fingerprint,
         checkpoint_copies=copies_of(config),
+    )
+
+
+def serving_settings(config: Config) -> ServingSettings:
+    """How versions travel to the engines."""
+    engine = config.generator.inference_engine
+    return ServingSettings(
+        max_bucket_bytes=engine.weight_bucket_bytes,
+        num_engines=engine.num_engines,
+        pause_mode=engine.weight_sync_pause_mode,
+        verification=_verification(config),
     )
 
 
@@ -192,18 +210,38 @@ def update_settings(config: Config) -> UpdateSettings:
         reduction_params={},
         groups_per_mini_batch=trainer.critic_mini_batch_size,
     )
+    correction, reads_advantages = correction_params(config), "advantages" in objective_of(config).required_columns
+    estimator = load_estimator(algorithm.advantage_estimator, params) if reads_advantages else None
     return UpdateSettings(
         policy=policy,
         critic=critic if needs_critic(config) else None,
-        estimator=load_estimator(algorithm.advantage_estimator, params),
+        scores_policy=_scores_policy(config, estimator, is_corrected=correction is not None),
+        estimator=estimator,
         estimator_params=params,
-        correction_params=correction_params(config),
+        correction_params=correction,
         kl_in_reward=algorithm.kl_estimator_type if algorithm.use_kl_in_reward else None,
         adaptive_kl=adaptive if control.type == "adaptive" else None,
         normalize_advantages=algorithm.advantage_batch_normalize,
         temperature=config.temperature,
         forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
     )
+
+
+def _scores_policy(config: Config, estimator: Estimator | None, *, is_corrected: bool) -> bool:
+    """Something reads what the policy gives a batch before the update: the comparison with an engine, the file of
+    samples, a KL in the reward, a correction, the estimator or the loss."""
+    read = {column for column in objective_of(config).required_columns if column in _SCORES}
+    read |= (
+        {name for name in positional_parameters(estimator) if name.removesuffix("_T") in _SCORES}
+        if estimator
+        else set()
+    )
+    trainer = config.trainer
+    asks = needs_engine(config) or trainer.log_sample_logprobs or trainer.algorithm.use_kl_in_reward
+    return bool(read) or asks or is_corrected
+
+
+_SCORES = ("old_logprobs", "old_entropies", "values")
 
 
 def _limits(config: Config, max_sequences: int) -> MicroBatchLimits:

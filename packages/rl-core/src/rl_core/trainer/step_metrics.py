@@ -15,6 +15,16 @@ def divided(metrics: Metrics) -> dict[str, float]:
     return {name: total / weight for name, (total, weight) in metrics.items() if weight}
 
 
+def data_metrics(batch: Batch) -> dict[str, float]:
+    """`rollout/…` of rows whose responses are their own: nothing was sampled, so there is neither reward nor
+    staleness."""
+    return {
+        "rollout/tokens": float(batch.num_tokens),
+        "rollout/sampled_tokens": float(batch["sampled"].sum()),
+        "rollout/response_length": float(batch["sampled"].sum()) / batch.num_sequences,
+    }
+
+
 def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int) -> dict[str, float]:
     """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

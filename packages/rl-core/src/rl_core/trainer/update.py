@@ -31,7 +31,10 @@ class UpdateSettings:
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
     """None: the estimator reads no values."""
-    estimator: Estimator
+    scores_policy: bool
+    """Something reads what the policy gives a batch before it is trained on it."""
+    estimator: Estimator | None
+    """None: the loss reads no advantages."""
     estimator_params: Mapping[str, Any]
     correction_params: Mapping[str, Any] | None
     """None: no off-policy correction."""
@@ -75,22 +78,26 @@ class BatchUpdate:
         """Skipped optimizer steps of the critic in a row; 0 without one."""
         return self._critic.nonfinite_steps if self._critic else 0
 
-    async def score(self, batch: Batch) -> Batch:
-        """Adds `old_logprobs`, `old_entropies`, `ref_logprobs` where a KL term needs them, and a critic's `values`.
+    async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
+        """Adds, as far as anything reads them, the policy's `old_logprobs` and `old_entropies`, or the `values` of a
+        policy that has a value head, the reference's `ref_logprobs` and the critic's `values`.
 
         Routes are the policy's: reference and critic choose experts by themselves.
+
+        Args:
+            judges: the policy's scores are wanted in any case.
         """
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
-        groups = [group for group in (models.policy, models.reference, models.critic) if group is not None]
+        policy = models.policy if judges or self._settings.scores_policy else None
+        groups = [group for group in (policy, models.reference, models.critic) if group is not None]
         others = batch.without_columns(*ROUTE_COLUMNS)
         scores = await all_of(
             group.forward(batch if group is models.policy else others, limits, temperature=temperature)
             for group in groups
         )
         by_group = dict(zip(groups, scores, strict=True))
-        policy = by_group[models.policy]
-        columns = {"old_logprobs": policy["logprobs"], "old_entropies": policy["entropies"]}
-        columns |= {name: policy[name] for name in ("routed_experts", "routed") if name in policy}
+        scored = by_group.get(models.policy, {})
+        columns = {name: scored[of] for name, of in _POLICY_SCORES.items() if of in scored}
         if models.reference is not None:
             columns["ref_logprobs"] = by_group[models.reference]["logprobs"]
         if models.critic is not None:
@@ -110,6 +117,8 @@ class BatchUpdate:
                 self.kl_coef = adaptive_kl_coef(
                     self.kl_coef, observed, num_samples=batch.num_sequences, **settings.adaptive_kl
                 )
+        if settings.estimator is None:
+            return batch, metrics
         batch = with_advantages(batch, settings.estimator, settings.estimator_params)
         if self._critic is not None:
             metrics |= explained_variance(batch)
@@ -119,6 +128,13 @@ class BatchUpdate:
             batch, correction = with_off_policy_correction(batch, settings.correction_params)
             metrics |= {**correction}
         return batch, metrics
+
+    async def judged(self, batch: Batch, step: int) -> dict[str, float]:
+        """The training loss of held-out rows and its metrics, `eval/…`, all rows as one mini-batch; nothing is
+        trained."""
+        scored = await self.score(batch, judges=True)
+        prepared, _ = self.prepare(scored)
+        return {f"eval/{name}": value for name, value in self._policy.judged(prepared, step).items()}
 
     async def train(self, batch: Batch, step: int) -> Metrics:
         """All optimizer steps of the batch: policy and critic at the same time, one after the other where they share
@@ -131,6 +147,15 @@ class BatchUpdate:
             return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
         metrics = await all_of(update.train(its_batch, step) for update, its_batch in own.items())
         return {name: value for its_metrics in metrics for name, value in its_metrics.items()}
+
+
+_POLICY_SCORES = {
+    "old_logprobs": "logprobs",
+    "old_entropies": "entropies",
+    "values": "values",
+    **{name: name for name in ROUTE_COLUMNS},
+}
+"""Column of a batch → the policy's score that goes there."""
 
 
 def explained_variance(batch: Batch) -> Metrics:

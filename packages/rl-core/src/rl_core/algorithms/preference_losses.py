@@ -1,0 +1,246 @@
+"""Losses of pairs: two responses to a prompt, of which the one with the higher reward is preferred.
+
+A pair's loss is a function of one number, the margin Δ between its two responses. Its gradient is that function's
+slope times the gradient of Δ, which is a sum over tokens. So the controller computes the slopes from the scores of the
+weights that the update starts with, before anything is split, and workers only sum: which rank or micro-batch holds the
+other response of a pair does not matter. It is exact for one optimizer step per batch, which `pairwise` asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rl_core.algorithms.checks import require_between
+from rl_core.algorithms.groups import group_sum, sequence_sum
+from rl_core.algorithms.token_loss import (
+    TokenLoss,
+    masked,
+    pairwise,
+    prepared_by,
+    require_tokens,
+    takes_corrections,
+)
+from rl_core.errors import ConfigError, ShapeError
+
+
+def dpo_columns(
+    old_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    rewards_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    group_T: Tensor,
+    *,
+    dpo_type: Literal["sigmoid", "ipo"] = "sigmoid",
+    dpo_beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> dict[str, Tensor]:
+    """`prepare` of `dpo_loss`: of each token the slope of its pair's loss, that loss, and what metrics are made of."""
+    if dpo_type not in ("sigmoid", "ipo"):
+        raise ConfigError(f"dpo_type: got {dpo_type!r}; expected sigmoid or ipo")
+    require_between(0.0, math.inf, dpo_beta=dpo_beta)
+    require_between(0.0, 0.5, label_smoothing=label_smoothing)
+    if dpo_beta == 0:
+        raise ConfigError("dpo_beta: got 0; expected above 0")
+    pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
+    scores_S = sequence_sum(masked((old_logprobs_T - ref_logprobs_T).double(), mask_T), sequence_T)
+    unit_S = torch.ones_like(scores_S)
+    if dpo_type == "ipo":
+        unit_S = sequence_sum(mask_T, sequence_T).clamp(min=1).double().reciprocal()
+    margin_P = pairs.margins(scores_S * unit_S)
+    if dpo_type == "ipo":
+        loss_P = (margin_P - 1.0 / (2.0 * dpo_beta)).square()
+        slope_P = 2.0 * (margin_P - 1.0 / (2.0 * dpo_beta))
+    else:
+        scaled_P = dpo_beta * margin_P
+        loss_P = -(1.0 - label_smoothing) * logsigmoid(scaled_P) - label_smoothing * logsigmoid(-scaled_P)
+        slope_P = dpo_beta * (label_smoothing * scaled_P.sigmoid() - (1.0 - label_smoothing) * (-scaled_P).sigmoid())
+    rewards_P = (pairs.preferred(dpo_beta * scores_S), pairs.other(dpo_beta * scores_S))
+    return pairs.columns(loss_P, slope_P, unit_S, rewards_P)
+
+
+@pairwise
+@takes_corrections("refuses")
+@prepared_by(dpo_columns)
+def dpo_loss(
+    logprobs_T: Tensor,
+    mask_T: Tensor,
+    x_pair_slope_T: Tensor,
+    x_pair_loss_T: Tensor,
+    x_pair_preferred_T: Tensor,
+    x_pair_other_T: Tensor,
+    x_pair_share_T: Tensor,
+) -> TokenLoss:
+    """Direct preference optimisation, from stored pairs or from sampled ones.
+
+    Δ = s(preferred) − s(other), s = sum over a response's trained tokens of logprob − ref_logprob.
+    sigmoid: −(1 − ε) log σ(βΔ) − ε log σ(−βΔ). Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with label
+    smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
+    ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; with the
+    mean as its authors' and TRL's code have it.
+    A prompt whose two rewards are equal, or of which one response failed, has no loss; it counts as a prompt.
+
+    Args:
+        logprobs_T: current policy; carries gradient.
+        mask_T: bool, the trained tokens.
+        x_pair_…_T: made by `dpo_columns`, which reads the log-probs of the weights at the start of the update and of
+            the reference.
+        dpo_type: 'sigmoid' or 'ipo' (settings of `dpo_columns`, as the two that follow).
+        dpo_beta: > 0, how far the policy may move; per nat.
+        label_smoothing: in [0, 0.5), the probability that a preference is wrong; of 'sigmoid'.
+
+    Returns:
+        Loss [T], whose sum over a prompt's tokens is the pair's loss; metrics, means over prompts: pair_accuracy,
+        pair_margin, pair_preferred and pair_other (implicit rewards β·s).
+    """
+    require_tokens(mask_T, logprobs_T=logprobs_T, x_pair_slope_T=x_pair_slope_T)
+    return _pair_loss(
+        logprobs_T, mask_T, x_pair_slope_T, x_pair_loss_T, x_pair_preferred_T, x_pair_other_T, x_pair_share_T
+    )
+
+
+def reward_model_columns(
+    values_T: Tensor,
+    rewards_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    group_T: Tensor,
+) -> dict[str, Tensor]:
+    """`prepare` of `reward_model_loss`, as `dpo_columns`."""
+    pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
+    last_T = pairs.last_trained(mask_T, sequence_T)
+    scores_S = sequence_sum(masked(values_T.double(), last_T), sequence_T)
+    margin_P = pairs.margins(scores_S)
+    made = pairs.columns(
+        -logsigmoid(margin_P),
+        -(-margin_P).sigmoid(),
+        torch.ones_like(scores_S),
+        (pairs.preferred(scores_S), pairs.other(scores_S)),
+    )
+    return made | {"x_pair_slope": masked(made["x_pair_slope"], last_T)}
+
+
+@pairwise
+@takes_corrections("refuses")
+@prepared_by(reward_model_columns)
+def reward_model_loss(
+    predicted_values_T: Tensor,
+    mask_T: Tensor,
+    x_pair_slope_T: Tensor,
+    x_pair_loss_T: Tensor,
+    x_pair_preferred_T: Tensor,
+    x_pair_other_T: Tensor,
+    x_pair_share_T: Tensor,
+) -> TokenLoss:
+    """A reward model from pairs: −log σ(r(preferred) − r(other)).
+
+    r is the value predicted at a response's last trained token, from all tokens before it.
+    Source: Bradley and Terry 1952; Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, eq. 1, for two responses.
+
+    Args:
+        predicted_values_T: of the model that is trained, which has a value head; carries gradient.
+        mask_T: bool, the trained tokens.
+        x_pair_…_T: made by `reward_model_columns`, which reads the values of the weights at the start of the update.
+
+    Returns:
+        Loss [T] and metrics as `dpo_loss`; pair_preferred and pair_other are the two rewards.
+    """
+    require_tokens(mask_T, predicted_values_T=predicted_values_T, x_pair_slope_T=x_pair_slope_T)
+    return _pair_loss(
+        predicted_values_T, mask_T, x_pair_slope_T, x_pair_loss_T, x_pair_preferred_T, x_pair_other_T, x_pair_share_T
+    )
+
+
+def _pair_loss(
+    scores_T: Tensor,
+    mask_T: Tensor,
+    slope_T: Tensor,
+    loss_T: Tensor,
+    preferred_T: Tensor,
+    other_T: Tensor,
+    share_T: Tensor,
+) -> TokenLoss:
+    """The value is the pair's loss, the gradient the slope's."""
+    scores_T = masked(scores_T, mask_T)
+    margin_T = preferred_T - other_T
+    metrics = {
+        "pair_accuracy": (margin_T > 0) * share_T,
+        "pair_margin": margin_T * share_T,
+        "pair_preferred": preferred_T * share_T,
+        "pair_other": other_T * share_T,
+    }
+    return TokenLoss(slope_T * (scores_T - scores_T.detach()) + loss_T, metrics)
+
+
+class _Pairs(NamedTuple):
+    """The two sequences of every prompt. S sequences, P prompts."""
+
+    pair_S: Tensor
+    """int64, the prompt of each sequence, from 0."""
+    sign_S: Tensor
+    """1 for the preferred sequence, −1 for the other, 0 where there is no preference."""
+    sequence_T: Tensor
+    mask_T: Tensor
+
+    @classmethod
+    def of(cls, rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, group_T: Tensor) -> _Pairs:
+        """Raises ShapeError for a prompt with more than two sequences."""
+        require_tokens(mask_T, rewards_T=rewards_T, sequence_T=sequence_T, group_T=group_T)
+        rewards_S = sequence_sum(masked(rewards_T, mask_T), sequence_T).double()
+        starts_T = torch.ones_like(mask_T)
+        starts_T[1:] = sequence_T[1:] != sequence_T[:-1]
+        pair_S = group_T[starts_T].unique(return_inverse=True)[1]
+        counts_P = pair_S.bincount()
+        if int(counts_P.max()) > 2:
+            raise ShapeError(
+                f"a prompt has {int(counts_P.max())} sequences, and a loss of pairs compares two: set "
+                "generator.n_samples_per_prompt=2 and generator.step_wise_trajectories=false"
+            )
+        total_S = group_sum(rewards_S, pair_S)[pair_S]
+        sign_S = torch.where(counts_P[pair_S] == 2, torch.sign(2.0 * rewards_S - total_S), 0.0)
+        return cls(pair_S, sign_S, torch.unique_consecutive(sequence_T, return_inverse=True)[1], mask_T)
+
+    def margins(self, scores_S: Tensor) -> Tensor:
+        """[P], preferred less other; 0 without a preference."""
+        return group_sum(self.sign_S * scores_S, self.pair_S)
+
+    def preferred(self, scores_S: Tensor) -> Tensor:
+        """[P], the preferred sequence's."""
+        return group_sum((self.sign_S > 0) * scores_S, self.pair_S)
+
+    def other(self, scores_S: Tensor) -> Tensor:
+        """[P], the other sequence's."""
+        return group_sum((self.sign_S < 0) * scores_S, self.pair_S)
+
+    def last_trained(self, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+        """bool [T], each sequence's last trained token."""
+        index_T = torch.where(mask_T, torch.arange(mask_T.numel(), device=mask_T.device), -1)
+        last_S = index_T.new_full((self.pair_S.numel(),), -1).scatter_reduce(0, self.sequence_T, index_T, "amax")
+        last_T = torch.zeros_like(mask_T)
+        last_T[last_S[last_S >= 0]] = True
+        return last_T
+
+    def columns(
+        self, loss_P: Tensor, slope_P: Tensor, unit_S: Tensor, rewards_P: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """What a token needs: its slope, and its part of the pair's loss and of the metrics.
+
+        Metrics are averaged over trained tokens, so a pair's is multiplied by (trained tokens) / (pairs · its tokens).
+        """
+        tokens_P = group_sum(sequence_sum(self.mask_T, self.sequence_T).double(), self.pair_S)
+        has_preference_P = group_sum(self.sign_S.abs(), self.pair_S) > 0
+        share_P = tokens_P.sum() / (tokens_P.clamp(min=1) * tokens_P.numel())
+        slope_S = slope_P[self.pair_S] * self.sign_S * unit_S
+        per_pair = {
+            "x_pair_loss": torch.where(has_preference_P, loss_P, 0.0) / tokens_P.clamp(min=1),
+            "x_pair_preferred": rewards_P[0],
+            "x_pair_other": rewards_P[1],
+            "x_pair_share": share_P,
+        }
+        made_S = {name: values_P[self.pair_S] for name, values_P in per_pair.items()} | {"x_pair_slope": slope_S}
+        return {name: masked(values_S[self.sequence_T].float(), self.mask_T) for name, values_S in made_S.items()}

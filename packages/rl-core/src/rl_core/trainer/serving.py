@@ -1,0 +1,175 @@
+"""The loop's side of the engines: brings them each version, proves that it arrived, brings back those that were lost.
+
+A run whose groups come from data has none: `NoEngines` stands in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import InferenceClient, Recovering, WeightReceivers, WeightTransport
+from rl_core.trainer.colocation import EngineTurns
+from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.verification import VerificationSettings, verification_of
+from rl_core.workers import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class ServingSettings:
+    """How versions travel to the engines, and how it is verified."""
+
+    max_bucket_bytes: int
+    num_engines: int
+    pause_mode: PauseMode
+    verification: VerificationSettings
+
+
+class Engines(Protocol):
+    """Whoever samples from the policy."""
+
+    @property
+    def is_sampled_from(self) -> bool:
+        """The samples are an engine's, so its log-probs are there to be compared with the trainer's."""
+        ...
+
+    @property
+    def are_shared(self) -> bool:
+        """Engine and models take turns on the devices."""
+        ...
+
+    @property
+    def are_asleep(self) -> bool:
+        """They lost their weights, and need them again before they sample."""
+        ...
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Brings them to the policy's weights, as `version`; metrics of the verification, where it was time for one."""
+        ...
+
+    async def prove(self) -> None:
+        """Proves at the start that every weight arrives, where the settings ask for it."""
+        ...
+
+    async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
+        """Publishes the current version again whenever an engine that was started again needs it; never returns, or at
+        once where none can be lost. `between_versions` is held while weights change."""
+        ...
+
+    async def to_models(self) -> None:
+        """Before any model computes, with no request under way: a shared engine sleeps."""
+        ...
+
+
+class NoEngines:
+    """Groups come from data: nothing is published, and the devices are the models' own."""
+
+    is_sampled_from = False
+    are_shared = False
+    are_asleep = False
+
+    async def publish(self, version: int) -> dict[str, float]:
+        return {}
+
+    async def prove(self) -> None:
+        pass
+
+    async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
+        pass
+
+    async def to_models(self) -> None:
+        pass
+
+
+class ServedEngines:
+    """Engines behind an `InferenceClient`."""
+
+    is_sampled_from = True
+
+    def __init__(
+        self,
+        settings: ServingSettings,
+        *,
+        policy: WorkerGroup,
+        client: InferenceClient,
+        transport: WeightTransport,
+        turns: EngineTurns,
+    ):
+        self._settings = settings
+        self._policy = policy
+        self._client = client
+        self._transport = transport
+        self._turns = turns
+        self._version = 0
+        self._verification = verification_of(settings.verification, policy, client, self._publish)
+
+    @property
+    def are_shared(self) -> bool:
+        return self._turns.are_shared
+
+    @property
+    def are_asleep(self) -> bool:
+        return self._turns.engine_sleeps
+
+    async def publish(self, version: int) -> dict[str, float]:
+        self._version = version
+        await self._publish()
+        if self._verification is None:
+            return {}
+        agreed = await self._verification.after_sync(version)
+        await self._turns.to_engine()
+        return agreed
+
+    async def prove(self) -> None:
+        if self._verification is not None and self._settings.verification.prove_at_start:
+            await self._verification.prove()
+            await self._turns.to_engine()
+
+    async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
+        """It waits for the weights to be a whole version: while a step changes them, its own publishing serves as
+        well."""
+        if not isinstance(self._client, Recovering):
+            return
+        while True:
+            await self._client.needs_weights()
+            async with between_versions:
+                if self._client.lacks_weights:
+                    self._version = version()
+                    await self._publish()
+                    if self._verification is not None:
+                        await self._verification.probe(self._version)
+                        await self._turns.to_engine()
+
+    async def to_models(self) -> None:
+        await self._turns.to_models()
+
+    async def _publish(self) -> None:
+        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
+        while True:
+            num_receivers = self._num_receivers()
+            try:
+                async with self._turns.handover():
+                    await publish_weights(
+                        self._policy,
+                        self._client,
+                        self._transport,
+                        self._version,
+                        max_bucket_bytes=self._settings.max_bucket_bytes,
+                        num_engines=self._settings.num_engines,
+                        pause_mode=self._settings.pause_mode,
+                    )
+                return
+            except WeightSyncError as error:
+                if self._num_receivers() >= num_receivers:
+                    raise
+                logger.warning("publishing again, because an engine was lost: %s", error)
+
+    def _num_receivers(self) -> int:
+        return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1

@@ -1,0 +1,78 @@
+"""The `dataset` generator: a row's own responses as trajectories. Nothing is sampled."""
+
+from __future__ import annotations
+
+from rl_core.errors import DataError
+from rl_core.interfaces import GeneratorSpec, GroupRequest, Row, Trajectory, TrajectoryStep
+from rl_rollout.chat import TokenCodec, load_tokenizer
+from rl_rollout.generator_options import DatasetGeneratorOptions
+from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
+
+_REWARDS = (1.0, 0.0)
+"""Of the preferred response of a pair and of the other."""
+
+
+class DatasetGenerator:
+    """Generator of what the rows hold: one trajectory per row, or the two of a pair, the preferred one first."""
+
+    def __init__(self, codec: TokenCodec, encoder: RowEncoder, *, of_pairs: bool) -> None:
+        self._codec = codec
+        self._encoder = encoder
+        self._of_pairs = of_pairs
+
+    def prompt_length(self, row: Row) -> int:
+        """Tokens before the first trained one. Raises DataError for a row without a response too."""
+        return max(sequence.prompt_length for sequence in self._sequences(row))
+
+    def response_length(self, row: Row) -> int:
+        """See `ResponseMeasuring`."""
+        return max(len(sequence.tokens) - sequence.prompt_length for sequence in self._sequences(row))
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        """The row's responses. Raises DataError."""
+        try:
+            sequences = self._sequences(request.row)
+        except DataError as error:
+            raise DataError(f"{request.row_place}: {error}") from error
+        rewards = _REWARDS if self._of_pairs else (0.0,)
+        return tuple(
+            self._trajectory(request, index, sequence, reward)
+            for index, (sequence, reward) in enumerate(zip(sequences, rewards, strict=True))
+        )
+
+    def _sequences(self, row: Row) -> tuple[Supervised, ...]:
+        return self._encoder.pair(row) if self._of_pairs else (self._encoder.response(row),)
+
+    def _trajectory(self, request: GroupRequest, index: int, sequence: Supervised, reward: float) -> Trajectory:
+        prompt, response = text_parts(self._codec, sequence)
+        count = len(sequence.tokens)
+        step = TrajectoryStep(
+            tokens=sequence.tokens,
+            sampled=sequence.trained,
+            rollout_logprobs=(0.0,) * count,
+            policy_version=(-1,) * count,
+            reward=reward,
+            stop_reason="stop",
+        )
+        return Trajectory(
+            group_id=request.group_id,
+            sample_index=index,
+            steps=(step,),
+            prompt_text=prompt,
+            response_text=response,
+            start_version=request.start_version,
+        )
+
+
+def create_generator(spec: GeneratorSpec) -> DatasetGenerator:
+    """The generator of a run. Raises ConfigError for a model without a usable tokenizer."""
+    options = spec.options
+    assert isinstance(options, DatasetGeneratorOptions)
+    codec = TokenCodec(load_tokenizer(spec.model_path), chat_template_kwargs=options.chat_template_kwargs)
+    encoder = RowEncoder(
+        codec,
+        response_key=options.response_key,
+        trained_turns=options.trained_turns,
+        scored_at_end=options.scored_at_end,
+    )
+    return DatasetGenerator(codec, encoder, of_pairs=options.responses == "pair")

@@ -1,0 +1,171 @@
+"""A row's own response as tokens, each marked as trained or not.
+
+Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded by itself: the
+prompt's tokens are those that the policy is given when it plays the row, and the response begins with a token of its
+own, as a sampled one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import attrs
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import Message, Row, require_messages
+from rl_rollout.chat import TokenCodec
+
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns that mark the trained tokens of `input_ids`; `labels` does with −100 elsewhere."""
+TrainedTurns = Literal["all", "last"]
+
+
+@attrs.frozen(kw_only=True)
+class Supervised:
+    """One sequence; both fields have a value per token, and the first token is not trained."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return self.trained.index(True)
+
+
+class RowEncoder:
+    """Rows into sequences."""
+
+    def __init__(
+        self, codec: TokenCodec, *, response_key: str, trained_turns: TrainedTurns, scored_at_end: bool
+    ) -> None:
+        """Raises ConfigError for a tokenizer without an end of sequence."""
+        end = codec.tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ConfigError(
+                "trainer.policy.model.path: the model's tokenizer has no eos_token, which ends a response; set one "
+                "with tokenizer.eos_token = … and save it there"
+            )
+        self._codec = codec
+        self._end = end
+        self._response_key = response_key
+        self._trained_turns: TrainedTurns = trained_turns
+        self._scored_at_end = scored_at_end
+
+    def response(self, row: Row) -> Supervised:
+        """The sequence of a row with one response. Raises DataError."""
+        if row.get("input_ids") is not None:
+            return self._ended(_marked(row))
+        if row.get("messages") is not None:
+            return self._ended(self._conversation(require_messages(row["messages"], "messages")))
+        if row.get(self._response_key) is None:
+            raise DataError(
+                f"the row has no response: neither 'messages' nor 'input_ids' nor {self._response_key!r} "
+                f"(generator.response_key); it has {', '.join(map(str, row))}"
+            )
+        return self._ended(self._answered(row, self._response_key))
+
+    def pair(self, row: Row) -> tuple[Supervised, Supervised]:
+        """The preferred sequence of a row and the other. Raises DataError."""
+        for name in ("chosen", "rejected"):
+            if row.get(name) is None:
+                raise DataError(
+                    f"the row has no {name!r} (generator.responses=pair); it has {', '.join(map(str, row))}"
+                )
+        preferred, other = (self._ended(self._answered(row, name)) for name in ("chosen", "rejected"))
+        return preferred, other
+
+    def _answered(self, row: Row, name: str) -> Supervised:
+        """The response in a column, to the row's prompt."""
+        prompt, response = row["prompt"], row[name]
+        if isinstance(prompt, str):
+            if not isinstance(response, str):
+                raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
+            return self._joined([(prompt, False), (response + self._end_text(response), True)])
+        opening = list(require_messages(prompt, "a prompt"))
+        if isinstance(response, str):
+            response = [{"role": "assistant", "content": response}]
+        messages = list(require_messages(response, repr(name)))
+        if messages[: len(opening)] != opening:
+            messages = [*opening, *messages]
+        return self._conversation(messages, num_given=len(opening))
+
+    def _end_text(self, response: str) -> str:
+        end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
+        return "" if response.endswith(end) else end
+
+    def _conversation(self, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
+        """The assistant's messages are trained on, but those among the first `num_given`, which are the prompt."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= num_given]
+        if not turns:
+            raise DataError("the conversation has no message of the assistant to train on")
+        parts: list[tuple[str, bool]] = []
+        written = ""
+        for turn in turns if self._trained_turns == "all" else turns[-1:]:
+            before = self._codec.render(messages[:turn])
+            whole = self._codec.render(messages[: turn + 1], add_generation_prompt=False)
+            if not before.startswith(written) or not whole.startswith(before):
+                raise DataError(
+                    "the chat template writes earlier turns otherwise than they were said (as those that drop "
+                    "thoughts do), so one sequence cannot hold them; train on the last one alone with "
+                    "generator.trained_turns=last"
+                )
+            response = self._until_end(whole[len(before) :])
+            parts += [(before[len(written) :], False), (response, True)]
+            written = before + response
+        return self._joined(parts)
+
+    def _until_end(self, text: str) -> str:
+        """An assistant's turn up to the end of sequence; without one, without white space that the template adds."""
+        end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
+        return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
+
+    def _joined(self, parts: Sequence[tuple[str, bool]]) -> Supervised:
+        encoded = [(self._codec.encode_text(text), is_trained) for text, is_trained in parts]
+        tokens = tuple(token for part, _ in encoded for token in part)
+        trained = tuple(is_trained for part, is_trained in encoded for _ in part)
+        if not trained or trained[0]:
+            raise DataError("the prompt has no tokens; a response needs at least one before it")
+        if True not in trained:
+            raise DataError("the response has no tokens")
+        return Supervised(tokens=tokens, trained=trained)
+
+    def _ended(self, sequence: Supervised) -> Supervised:
+        if not self._scored_at_end:
+            return sequence
+        trained = (*(False for _ in sequence.tokens), True)
+        return Supervised(tokens=(*sequence.tokens, self._end), trained=trained)
+
+
+def _marked(row: Mapping[str, Any]) -> Supervised:
+    """A row of token ids."""
+    tokens = row["input_ids"]
+    if not _are_integers(tokens) or len(tokens) < 2:
+        raise DataError(f"'input_ids' must be a list of at least two token ids, got {str(tokens)[:80]}")
+    trained = [False] + [True] * (len(tokens) - 1)
+    masks = {name: row[name] for name in _MASKS if row.get(name) is not None}
+    if row.get("labels") is not None:
+        masks["labels"] = [label != -100 for label in row["labels"]]
+    for name, mask in masks.items():
+        if len(mask) != len(tokens):
+            raise DataError(f"{name!r} has {len(mask)} values for {len(tokens)} tokens of 'input_ids'")
+        # The first token has nothing before it to be predicted from.
+        trained = [is_trained and bool(value) for is_trained, value in zip(trained, mask, strict=True)]
+    if not any(trained):
+        raise DataError(f"no token of 'input_ids' is marked as trained ({', '.join(masks)})")
+    return Supervised(tokens=tuple(tokens), trained=tuple(trained))
+
+
+def _are_integers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def text_parts(codec: TokenCodec, sequence: Supervised) -> tuple[str, str]:
+    """What is shown to people: the text before the first trained token, and everything from there, untrained parts
+    behind an arrow."""
+    changes = [0, *(i for i, (a, b) in enumerate(pairwise(sequence.trained), start=1) if a != b), len(sequence.tokens)]
+    texts = [str(codec.tokenizer.decode(list(sequence.tokens[start:end]))) for start, end in pairwise(changes)]
+    spoken = [f" → {text}" if index % 2 else text for index, text in enumerate(texts[1:])]
+    return texts[0], "".join(spoken)
