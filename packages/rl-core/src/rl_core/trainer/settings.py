@@ -71,8 +71,10 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
     else:
         section = trainer.policy if role == "policy" else trainer.critic
         model, optimizer = section.model, section.optimizer_config
+    # A loss of values trains a model with a value head, where a policy has a language model's.
+    has_value_head = role == "policy" and "predicted_values" in objective_of(config).reads
     spec = WorkerSpec(
-        role=role,
+        role="critic" if has_value_head else role,
         model=model,
         optimizer=optimizer,
         options=section.options(backend.config_section),

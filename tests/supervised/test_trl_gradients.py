@@ -1,0 +1,144 @@
+"""Gradients of supervised fine-tuning, preferences and reward models are those of TRL's own trainers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from rl_core.testing.models import make_checkpoint
+from tests.supervised.trained import PAIRS, config_of, gradient
+
+TOLERANCE = 1e-5
+"""Relative L2 over all weights, and relative for the loss; float32, sums of other order. Seen 6e-7."""
+
+
+def sums(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompts and answers of different lengths."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = rng.randrange(10 ** rng.randrange(1, 6)), rng.randrange(100)
+        rows.append({"prompt": f"{a}+{b}=", "completion": str(a + b), "wrong": str(abs(a - b) + 1)})
+    return rows
+
+
+def training_arguments(directory: Path, num_rows: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": num_rows,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_length": 512,
+    }
+
+
+def gradient_of_trl(trainer: Any) -> tuple[float, dict[str, Tensor]]:
+    """Of the one batch that holds all rows."""
+    model = trainer.model.eval()
+    (batch,) = trainer.get_train_dataloader()
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def require_equal(found: tuple[float, Mapping[str, Tensor]], expected: tuple[float, Mapping[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
+    theirs = expected[1]
+    assert set(theirs) <= set(found[1])
+    assert all(not found[1][name].any() for name in set(found[1]) - set(theirs))
+    difference = torch.stack([(found[1][name] - value).norm() for name, value in theirs.items()]).norm()
+    norm = torch.stack([value.norm() for value in theirs.values()]).norm()
+    assert norm > 1e-3
+    assert difference <= TOLERANCE * norm, f"relative L2 {float(difference / norm):.1e}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), tie_word_embeddings=False, seed=1)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("reference"), tie_word_embeddings=False, seed=2)
+
+
+def loaded(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def test_supervised_fine_tuning(model: Path, tmp_path: Path):
+    rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
+    trainer = SFTTrainer(
+        loaded(model),
+        SFTConfig(**training_arguments(tmp_path / "trl", len(rows))),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    found = gradient(config_of(tmp_path, model, rows), tmp_path)
+    require_equal(found, gradient_of_trl(trainer))
+
+
+def test_one_token_more_is_seen(model: Path, tmp_path: Path):
+    rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
+    right = gradient(config_of(tmp_path / "right", model, rows), tmp_path / "right")
+    rows[3]["completion"] += "0"
+    wrong = gradient(config_of(tmp_path / "wrong", model, rows), tmp_path / "wrong")
+    with pytest.raises(AssertionError):
+        require_equal(wrong, right)
+
+
+@pytest.mark.parametrize("dpo_type", ["sigmoid", "ipo"])
+def test_direct_preference_optimisation(dpo_type: str, model: Path, reference: Path, tmp_path: Path):
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
+    trainer = DPOTrainer(
+        loaded(model),
+        loaded(reference).eval(),
+        DPOConfig(**training_arguments(tmp_path / "trl", len(rows)), beta=0.3, loss_type=dpo_type),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    keys = {
+        **PAIRS,
+        "trainer.ref.model.path": str(reference),
+        "trainer.algorithm.policy_loss_type": "dpo",
+        "trainer.algorithm.policy_loss_params": {"dpo_type": dpo_type, "dpo_beta": 0.3},
+    }
+    require_equal(gradient(config_of(tmp_path, model, rows, **keys), tmp_path), gradient_of_trl(trainer))
+
+
+def test_a_reward_model(model: Path, tmp_path: Path):
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
+    torch.manual_seed(3)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+    )
+    trainer = RewardTrainer(
+        classifier,
+        RewardConfig(**training_arguments(tmp_path / "trl", len(rows))),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    with_head = tmp_path / "with_head"
+    loaded(model).save_pretrained(with_head)
+    AutoTokenizer.from_pretrained(model).save_pretrained(with_head)
+    head = {"value_head.weight": classifier.score.weight.detach(), "value_head.bias": torch.zeros(1)}
+    save_file(head, with_head / "value_head.safetensors", {"format": "pt"})
+    keys = {**PAIRS, "generator.scored_at_end": True, "trainer.algorithm.policy_loss_type": "reward_model"}
+    found = gradient(config_of(tmp_path, with_head, rows, **keys), tmp_path)
+    loss, theirs = gradient_of_trl(trainer)
+    renamed = {name.removeprefix("model."): value for name, value in theirs.items()}
+    renamed["value_head.weight"] = renamed.pop("score.weight")
+    require_equal(found, (loss, renamed))
