@@ -1,0 +1,253 @@
+"""Losses of pairs: by hand, against one autograd graph over whole pairs, and on the ranks of every backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rl_core.algorithms import Objective, dpo_loss, prompt_token_sum, reward_model_loss
+from rl_core.batch import Batch
+from rl_core.errors import ConfigError, ShapeError
+from rl_core.interfaces import LossSpec
+from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.testing.cases import LIMITS, TEMPERATURE, Case, Variant, open_case
+from rl_core.testing.ranks import RankGroup
+
+BETA = 0.3
+
+
+def random_pairs(num_pairs: int, *, seed: int = 0) -> Batch:
+    """Sequences of 4 to 12 tokens, the two of a pair apart, some tokens untrained; each pair has a preference."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for number in range(2 * num_pairs):
+        length = 4 + int(torch.randint(9, (1,), generator=generator))
+        trained_T = torch.arange(length) >= 2
+        old_T, ref_T = -torch.rand(2, length, generator=generator)
+        rewards_T = torch.zeros(length)
+        rewards_T[-1] = float(number < num_pairs)
+        sequences.append(
+            {
+                "tokens": torch.ones(length, dtype=torch.int64),
+                "sampled": trained_T,
+                "loss_mask": trained_T,
+                "old_logprobs": old_T,
+                "ref_logprobs": ref_T,
+                "values": ref_T * 3,
+                "rewards": rewards_T,
+                "group_id": 7 * (number % num_pairs),
+            }
+        )
+    return Batch.from_sequences(sequences)
+
+
+def weighted(batch: Batch) -> Batch:
+    weights_T = prompt_token_sum(batch["loss_mask"], batch.sequence_index, batch["group_id"])
+    return batch.with_columns(loss_weights=weights_T)
+
+
+def slow_loss(batch: Batch, scores_T: Tensor, pair_loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The mean over pairs, each from its two sequences' tokens."""
+    losses = []
+    for group in batch["group_id"].unique().tolist():
+        parts = {}
+        for n in (batch["group_id"] == group).nonzero().flatten().tolist():
+            tokens = slice(int(batch.offsets[n]), int(batch.offsets[n + 1]))
+            parts[float(batch["rewards"][tokens].sum())] = scores_T[tokens][batch["loss_mask"][tokens]]
+        losses.append(pair_loss(parts[1.0], parts[0.0]))
+    return torch.stack(losses).mean()
+
+
+def dpo(preferred_T: Tensor, other_T: Tensor) -> Tensor:
+    return -logsigmoid(BETA * (preferred_T.sum() - other_T.sum()))
+
+
+def smooth_dpo(preferred_T: Tensor, other_T: Tensor) -> Tensor:
+    margin = BETA * (preferred_T.sum() - other_T.sum())
+    return -0.9 * logsigmoid(margin) - 0.1 * logsigmoid(-margin)
+
+
+def ipo(preferred_T: Tensor, other_T: Tensor) -> Tensor:
+    return (preferred_T.mean() - other_T.mean() - 1 / (2 * BETA)).square()
+
+
+def of_rewards(preferred_T: Tensor, other_T: Tensor) -> Tensor:
+    return -logsigmoid(preferred_T[-1] - other_T[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "pair_loss"),
+    [
+        ({}, dpo),
+        ({"label_smoothing": 0.1}, smooth_dpo),
+        ({"dpo_type": "ipo"}, ipo),
+    ],
+)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_value_and_gradient_are_those_of_whole_pairs(num_parts: int, settings: dict[str, Any], pair_loss: Any):
+    batch = weighted(random_pairs(9))
+    objective = Objective(dpo_loss, {"dpo_beta": BETA, **settings})
+    batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
+    logprobs_T = batch["old_logprobs"].clone().requires_grad_()
+    found = 0.0
+    for part in range(num_parts):  # the two sequences of most pairs are in different parts
+        rows = torch.arange(part, batch.num_sequences, num_parts)
+        micro_batch, tokens = batch.select(rows), batch.token_index(rows)
+        loss, _ = objective(micro_batch.columns, sequence_T=micro_batch.sequence_index, logprobs_T=logprobs_T[tokens])
+        loss.backward()
+        found += loss.item()
+    expected_T = batch["old_logprobs"].clone().requires_grad_()
+    expected = slow_loss(batch, expected_T - batch["ref_logprobs"], pair_loss)
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(logprobs_T.grad, expected_T.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_reward_model_reads_the_last_trained_token():
+    batch = weighted(random_pairs(9))
+    objective = Objective(reward_model_loss)
+    batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
+    values_T = batch["values"].clone().requires_grad_()
+    loss, metrics = objective(batch.columns, sequence_T=batch.sequence_index, predicted_values_T=values_T)
+    loss.backward()
+    expected_T = batch["values"].clone().requires_grad_()
+    expected = slow_loss(batch, expected_T, of_rewards)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(values_T.grad, expected_T.grad, rtol=1e-5, atol=1e-7)
+    assert {"pair_accuracy", "pair_margin", "pair_preferred", "pair_other"} < metrics.keys()
+
+
+def test_metrics_are_means_over_pairs_however_long_they_are():
+    batch = weighted(random_pairs(5))
+    objective = Objective(dpo_loss, {"dpo_beta": BETA})
+    batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
+    _, sums = objective(batch.columns, sequence_T=batch.sequence_index, logprobs_T=batch["old_logprobs"])
+    metrics = {name: float(total / weight) for name, (total, weight) in sums.items()}
+    ratio_T = batch["old_logprobs"] - batch["ref_logprobs"]
+    margin = slow_loss(batch, ratio_T, lambda preferred_T, other_T: BETA * (preferred_T.sum() - other_T.sum()))
+    right = slow_loss(batch, ratio_T, lambda preferred_T, other_T: (preferred_T.sum() > other_T.sum()).float())
+    assert metrics["pair_margin"] == pytest.approx(float(margin), rel=1e-4)
+    assert metrics["pair_accuracy"] == pytest.approx(float(right), rel=1e-4)
+    assert metrics["pair_preferred"] - metrics["pair_other"] == pytest.approx(metrics["pair_margin"], rel=1e-4)
+
+
+def test_equal_rewards_and_a_response_that_is_alone_have_no_loss():
+    batch = random_pairs(3)
+    rewards_T = batch["rewards"].clone()
+    rewards_T[batch["group_id"][batch.sequence_index] == 0] = 0.0
+    batch = weighted(batch.with_columns(rewards=rewards_T).select([0, 1, 2, 3, 5]))  # the second pair's other is gone
+    objective = Objective(dpo_loss)
+    made = objective.prepare(batch.columns, batch.sequence_index, seed=0)
+    group_T = batch["group_id"][batch.sequence_index]
+    for name in ("x_pair_slope", "x_pair_loss"):
+        assert not made[name][group_T != 14].any()
+        assert made[name][group_T == 14].any()
+
+
+def test_three_responses_to_a_prompt_are_refused():
+    batch = random_pairs(2)
+    batch = weighted(batch.with_columns(group_id=torch.tensor([0, 0, 0, 7])))
+    with pytest.raises(ShapeError, match="n_samples_per_prompt=2"):
+        Objective(dpo_loss).prepare(batch.columns, batch.sequence_index, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dpo_beta": 0.0}, "dpo_beta: got 0; expected above 0"),
+        ({"dpo_type": "hinge"}, "dpo_type: got 'hinge'; expected sigmoid or ipo"),
+        ({"label_smoothing": 0.7}, "label_smoothing"),
+        ({"dpo_beta": math.nan}, "dpo_beta"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_a_run(settings: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        objective_from_spec(LossSpec(name="dpo", params=settings))
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def backend_of(name: str) -> tuple[Any, type]:
+    if name == "fsdp":
+        from rl_fsdp import FsdpOptions, fsdp
+
+        return fsdp, FsdpOptions
+    if name == "deepspeed":
+        from rl_deepspeed import DeepSpeedOptions, deepspeed
+
+        return deepspeed, DeepSpeedOptions
+    from rl_megatron import MegatronOptions, megatron
+
+    return megatron, MegatronOptions
+
+
+ARRANGEMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "FSDP, 1 rank": ("fsdp", 1, {}),
+    "FSDP, 2 ranks": ("fsdp", 2, {}),
+    "FSDP, Ulysses": ("fsdp", 2, {"sequence_parallel_size": 2}),
+    "ZeRO-3, 2 ranks": ("deepspeed", 2, {}),
+    "Megatron, TP 2": ("megatron", 2, {"tensor_model_parallel_size": 2}),
+    "Megatron, PP 2": ("megatron", 2, {"pipeline_model_parallel_size": 2}),
+    "Megatron, CP 2": ("megatron", 2, {"context_parallel_size": 2}),
+    "Megatron, TP 2, 4 ranks": ("megatron", 4, {"tensor_model_parallel_size": 2}),
+}
+MORE = ("FSDP, Ulysses", "Megatron, CP 2", "Megatron, TP 2, 4 ranks")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.parity if name in MORE else ()) for name in ARRANGEMENTS],
+    scope="module",
+)
+def arranged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Case, RankGroup]]:
+    name, world_size, fields = ARRANGEMENTS[request.param]
+    backend, options = backend_of(name)
+    variant = Variant(checkpoint={"tie_word_embeddings": False})
+    with open_case(backend, options(), variant, tmp_path_factory.mktemp("case"), timeout_s=120) as case:
+        spec = attrs.evolve(case.spec, options=options(**fields))
+        group = RankGroup(backend, spec, world_size, directory=case.directory, timeout_s=120)
+        case.started.append(group)
+        yield case, group
+
+
+def test_ranks_compute_the_gradient_of_whole_pairs(arranged: tuple[Case, RankGroup]):
+    case, group = arranged
+    # Of the suite's sequences those that have a trained token; the two of a pair lie apart.
+    rows = [n for n in range(case.batch.num_sequences) if _trained(case.batch, n).any()][:6]
+    batch = case.batch.select(rows).with_columns(group_id=torch.tensor([5, 6, 7, 5, 6, 7]))
+    rewards_T = torch.zeros(batch.num_tokens)
+    for n in range(3):
+        rewards_T[batch.token_index([n])[_trained(batch, n)][-1]] = 1.0
+    scores = group.forward(batch, LIMITS, temperature=TEMPERATURE)
+    batch = weighted(batch.with_columns(rewards=rewards_T, old_logprobs=scores["logprobs"]))
+    loss = LossSpec(name="dpo", params={"dpo_beta": BETA})
+    batch = batch.with_columns(**objective_from_spec(loss).prepare(batch.columns, batch.sequence_index, seed=0))
+    metrics = group.forward_backward(batch, LIMITS, loss, temperature=TEMPERATURE)
+
+    reference = case.reference
+    logprobs_T = torch.cat(
+        [reference.score(batch["tokens"][batch.token_index([n])], TEMPERATURE)[0] for n in range(batch.num_sequences)]
+    )
+    expected = slow_loss(batch, logprobs_T - batch["ref_logprobs"], dpo)
+    expected.backward()
+    assert metrics["loss"][0] == pytest.approx(expected.item(), rel=1e-5)
+    found, wanted = group.gradients(), reference.gradients()
+    norm = torch.stack([value.norm() for value in wanted.values()]).norm()
+    difference = torch.stack([(found[name] - value).norm() for name, value in wanted.items()]).norm()
+    assert norm > 1e-3
+    assert difference <= 1e-5 * norm, f"relative L2 {float(difference / norm):.1e}"  # the suite's bound of gradients
+
+
+def _trained(batch: Batch, n: int) -> Tensor:
+    return batch["loss_mask"][batch.token_index([n])]
