@@ -32,6 +32,8 @@ ESTIMATOR_COLUMNS = (
     "environment_scores_N",
     "rewards_T",
     "values_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
     "mask_T",
     "sequence_T",
     "trajectory_T",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages import TokenAdvantages
-from rl_core.algorithms.checks import require_floating
+from rl_core.algorithms.checks import require_between, require_floating
 from rl_core.algorithms.token_loss import masked, require_tokens
 
 
 @torch.no_grad()
-def distillation_advantages(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor) -> TokenAdvantages:
+def distillation_advantages(
+    old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, distillation_clip: float = math.inf
+) -> TokenAdvantages:
     """How much likelier than the student the teacher finds each sampled token: A_t = ref_logprob_t − old_logprob_t.
 
     Its mean is −KL(student ‖ teacher) per token, so a policy-gradient step on it is one on the reverse KL, as far as
@@ -24,14 +28,18 @@ def distillation_advantages(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask
         old_logprobs_T: the student, at the start of the update.
         ref_logprobs_T: the teacher.
         mask_T: bool, the sampled tokens.
+        distillation_clip: > 0, nats; advantages are held between ± this. A teacher that is sure finds a mistake tens of
+            nats unlikely, and such tokens outweigh all others; `inf` keeps them.
 
     Returns:
         TokenAdvantages [T]; the returns are the same numbers.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
+        ConfigError: `distillation_clip` is negative.
     """
     require_tokens(mask_T, old_logprobs_T=old_logprobs_T, ref_logprobs_T=ref_logprobs_T)
     require_floating(old_logprobs_T=old_logprobs_T, ref_logprobs_T=ref_logprobs_T)
-    advantages_T = masked(ref_logprobs_T - old_logprobs_T, mask_T)
+    require_between(0.0, math.inf, distillation_clip=distillation_clip)
+    advantages_T = masked(ref_logprobs_T - old_logprobs_T, mask_T).clamp(-distillation_clip, distillation_clip)
     return TokenAdvantages(advantages_T, advantages_T)
