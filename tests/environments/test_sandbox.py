@@ -242,6 +242,35 @@ def test_limits_out_of_bounds_are_named():
             attrs.evolve(Limits(), **{name: value})
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="slots have users of their own for root alone")
+async def test_who_ends_a_slots_processes_cannot_be_stopped_by_them():
+    async with locked_slot(SLOTS, wait_s=60.0) as slot:
+        script = """
+import os, signal, sys, time
+from rl_environments.sandbox.inside.confinement import act_as_user, change_user
+uid, ending_uid = map(int, sys.argv[1:])
+ender = os.fork()
+if ender == 0:
+    act_as_user(uid, ending_uid)
+    while True:
+        time.sleep(0.1)
+program = os.fork()
+if program == 0:
+    change_user(uid)
+    time.sleep(0.5)
+    try:
+        os.kill(ender, signal.SIGSTOP)
+        os._exit(1)
+    except PermissionError:
+        os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]))
+os.kill(ender, signal.SIGKILL)
+"""
+        users = [str(slot.uid), str(slot.ending_uid)]
+        run = subprocess.run([sys.executable, "-c", script, *users], capture_output=True, text=True, timeout=120)
+        assert run.stdout == "0\n", run.stderr
+
+
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 

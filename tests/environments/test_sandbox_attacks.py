@@ -410,11 +410,16 @@ async def test_signals_reach_no_other_process(sandbox):
         program = """
 import os, signal
 def attack(pids):
-    for pid in [*pids, os.getppid(), 1, -1]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass
+    for number in range(1, 65):
+        for pid in [*pids, os.getppid(), 1]:
+            try:
+                os.kill(pid, number)
+            except OSError:
+                pass
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except OSError:
+        pass
     return "alive"
 """
         try:
@@ -431,6 +436,20 @@ async def test_orphans_are_gone_when_the_test_has_ended(sandbox, marker):
     program = f"{_SLEEPER}\nsleeper(input())\nprint('left an orphan')"
     seen = await outcome_of(sandbox, program, stdin=marker)
     assert seen.stdout == "left an orphan\n"
+    assert processes_named(f"600.{marker}") == []
+
+
+async def test_who_stops_all_processes_that_it_can_does_not_stop_its_own_end(sandbox, marker):
+    program = f"""{_SLEEPER}
+import signal
+sleeper(input())
+for _ in range(8):
+    if os.fork() == 0:
+        while True:
+            os.kill(-1, signal.SIGSTOP)
+"""
+    first, second = await sandbox.run(program, [Test(stdin=marker)] * 2, limits=attrs.evolve(LIMITS, wall_s=1.0))
+    assert {first.end, second.end} <= {"exited", "wall_limit"}
     assert processes_named(f"600.{marker}") == []
 
 

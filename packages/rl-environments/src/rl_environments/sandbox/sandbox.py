@@ -121,6 +121,7 @@ class Sandbox:
         return {
             "mechanism": self.mechanism,
             "uid": slot.uid,
+            "ending_uid": slot.ending_uid,
             "work": WORK if self.mechanism == "bubblewrap" else str(slot.work),
             "readable": [*_SYSTEM, *self.readable],
             "filter": base64.b64encode(seccomp_filter()).decode() if confined else "",

@@ -20,9 +20,9 @@ import attrs
 
 from rl_core.errors import ConfigError, DeadlineError
 
-_FIRST_USER, _NUM_USERS = 60578, 606
-"""Numbers that no distribution gives to anyone (systemd's table of users and groups), and that a container's mapping of
-65,536 users has."""
+_FIRST_USER, _MOST_SLOTS = 60578, 303
+"""Numbers that no distribution gives to anyone (systemd's table of users and groups: 60578 to 61183), and that a
+container's mapping of 65,536 users has. A slot has two of them."""
 _RETRY_S = 0.02
 
 
@@ -32,6 +32,8 @@ class Slot:
 
     uid: int
     """The user that runs in it: the slot's own, or this process's where that is not root."""
+    ending_uid: int
+    """Who ends the slot's processes, a number that nobody else has either."""
     work: Path
     """A directory of the slot's own, empty, that others cannot list."""
     lock_fd: int
@@ -80,7 +82,7 @@ def slots_directory() -> Path:
 
 def _free_slot(count: int) -> Slot | None:
     directory = slots_directory()
-    for index in range(min(count, _NUM_USERS)):
+    for index in range(min(count, _MOST_SLOTS)):
         uid = _FIRST_USER + index if os.getuid() == 0 else os.getuid()
         if os.getuid() == 0 and _has_name(uid):
             continue
@@ -92,7 +94,7 @@ def _free_slot(count: int) -> Slot | None:
             continue
         work = directory / f"work-{index}"
         work.mkdir(mode=0o700, exist_ok=True)
-        return Slot(uid=uid, work=work, lock_fd=fd)
+        return Slot(uid=uid, ending_uid=uid + _MOST_SLOTS, work=work, lock_fd=fd)
     return None
 
 

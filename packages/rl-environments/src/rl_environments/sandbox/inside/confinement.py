@@ -69,6 +69,14 @@ def change_user(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
+def act_as_user(uid: int, own_uid: int) -> None:
+    """May signal the processes of `uid`, none of which may signal this one: to the kernel, who is signalled is the user
+    that it really is. Only root may."""
+    os.setgroups([])
+    os.setresgid(own_uid, own_uid, own_uid)
+    os.setresuid(own_uid, uid, own_uid)
+
+
 def restrict_files(readable: list[str], writable: list[str]) -> None:
     """Landlock: nothing can be opened but what lies below `readable`, and nothing be changed but below `writable`;
     where the kernel knows them, TCP, abstract sockets and signals to processes outside are refused too."""

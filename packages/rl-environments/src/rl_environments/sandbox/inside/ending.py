@@ -43,19 +43,19 @@ def _kill_all(box: dict[str, Any]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     elif box["mechanism"] == "landlock":
-        _kill_user(box["uid"])
+        _kill_user(box["uid"], box["ending_uid"])
     else:
         for pid in children_below(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _kill_user(uid: int) -> None:
+def _kill_user(uid: int, ending_uid: int) -> None:
     """SIGKILL to all processes of a user: the kernel sends it to all at once, so none can fork away."""
     pid = os.fork()
     if pid == 0:
         try:
-            confinement.change_user(uid)
+            confinement.act_as_user(uid, ending_uid)
             os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:
             pass

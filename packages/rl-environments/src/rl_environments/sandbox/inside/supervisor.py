@@ -56,8 +56,8 @@ def main() -> None:
 
 def _prepare(box: dict[str, Any]) -> None:
     """Takes its place above all that will run, and ends what an earlier supervisor of this slot may have left."""
-    # A write to a pipe that nobody reads is an error of that write, and not the end.
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    # Process 1 gets from its namespace the signals that it handles, and no others. Python handles this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     confinement.adopt_orphans()
     confinement.hide_memory()
     end_all(box)
@@ -217,6 +217,7 @@ def _become_test(box: dict[str, Any], test: dict[str, Any], ends: tuple[int, ...
         for number, fd in enumerate(moved):
             os.dup2(fd, number)
         os.closerange(_RECORD_FD + 1, _MOST_FILES)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         os.chdir(box["work"] or "/")
         try:
