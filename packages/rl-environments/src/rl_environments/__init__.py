@@ -1,3 +1,26 @@
-"""Environments with tools, search, code and mathematics, and the sandbox that runs untrusted code."""
+"""Environments with tools, search, code and mathematics, and the sandbox that runs untrusted code.
 
-__all__: list[str] = []
+A name is imported when it is first used. Entry points: the environments `code` and `mathematics`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_environments.code import CodeEnvironment
+    from rl_environments.mathematics import MathematicsEnvironment
+
+_MODULES = {
+    "CodeEnvironment": "rl_environments.code",
+    "MathematicsEnvironment": "rl_environments.mathematics",
+}
+
+__all__ = ["CodeEnvironment", "MathematicsEnvironment"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,132 @@
+"""The environment `code`: the policy writes a Python program, which the row's tests judge in a sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least
+from rl_environments.code_tests import ExpectedTest, expected_tests
+from rl_environments.options import is_number, one_of, options_of
+from rl_environments.sandbox import Limits, Outcome, Sandbox, shared_sandbox
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py")
+
+
+def _limits(given: Mapping[str, Any] | Limits) -> Limits:
+    if isinstance(given, Limits):
+        return given
+    known = {field.name for field in attrs.fields(Limits)}
+    if not isinstance(given, Mapping) or set(given) - known:
+        raise ConfigError(f"limits: got {given!r}; expected some of {', '.join(sorted(known))}")
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or (name != "wall_s" and int(value) != value):
+            raise ConfigError(
+                f"limits.{name}: got {value!r}; expected {'a number' if name == 'wall_s' else 'an integer'}"
+            )
+    try:
+        return Limits(**given)
+    except ConfigError as error:
+        raise ConfigError(f"limits.{error}") from error
+
+
+@attrs.frozen(kw_only=True)
+class CodeOptions:
+    """`environment.options` of `code`, or `environment.options.code`."""
+
+    reward: Literal["all", "fraction"] = attrs.field(default="all", validator=one_of("all", "fraction"))
+    """1 if all tests pass, else 0, and tests behind the first that fails are not run; or the part that passes."""
+    max_tests: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
+    """Only the first ones are run; None: all."""
+    limits: Limits = attrs.field(factory=Limits, converter=_limits)
+    """Of each test: fields of `rl_environments.sandbox.Limits`."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = attrs.field(
+        default="auto", validator=one_of("auto", "bubblewrap", "landlock", "none")
+    )
+    """`auto`: bubblewrap, else Landlock, else an error; `none`: no protection at all."""
+    python: str | None = None
+    """The programs' interpreter; None: the system's."""
+    readable: Sequence[str] = ()
+    """Directories that programs may read besides the system's."""
+    slots: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
+    """Programs at a time on this machine; None: one per CPU core."""
+    wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
+    """Longest wait for a slot. Below `environment.timeout_s`, so that the error says what was waited for."""
+
+
+class CodeEnvironment:
+    """Reward for the program in the last fenced block of the response: whether it passes the row's tests, or how many.
+
+    Metrics: `accuracy` (all pass), `passed` (the part that passes; a test that is not run does not), `has_program`,
+    `syntax_error`, `timed_out` (a test reached its CPU time or its time on the clock), `sandbox_<mechanism>`.
+    """
+
+    placement = "in_process"  # it awaits processes, and compares a bounded amount of text
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._prompt: Prompt = row["prompt"]
+        self._options = options_of(CodeOptions, "code", options)
+        self._tests = expected_tests(row)[: self._options.max_tests]
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        expected_tests(row)
+
+    async def reset(self) -> Prompt:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """Raises ConfigError without a sandbox, SandboxError and DeadlineError where it fails: the sample fails, not
+        the program."""
+        sandbox = await shared_sandbox(
+            self._options.sandbox,
+            python=self._options.python,
+            readable=tuple(self._options.readable),
+            slots=self._options.slots,
+        )
+        program = program_in(action.text)
+        outcomes = [] if program is None else await self._outcomes(sandbox, program)
+        passed = sum(_pass(self._tests, outcomes)) / len(self._tests)
+        metrics = {
+            "accuracy": float(passed == 1.0),
+            "passed": passed,
+            "has_program": float(program is not None),
+            "syntax_error": float(any(outcome.end == "syntax_error" for outcome in outcomes)),
+            "timed_out": float(any(outcome.end in ("cpu_limit", "wall_limit") for outcome in outcomes)),
+            f"sandbox_{sandbox.mechanism}": 1.0,
+        }
+        reward = passed if self._options.reward == "fraction" else metrics["accuracy"]
+        return StepResult(reward=reward, done=True, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+    async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
+        """Of the tests in their order; all of them where each counts."""
+        outcomes: list[Outcome] = []
+        async with sandbox.opened(program, limits=self._options.limits, wait_s=self._options.wait_s) as session:
+            for expected in self._tests:
+                outcomes.append(await session.run(expected.test))
+                if self._options.reward == "all" and not expected.passes(outcomes[-1]):
+                    break
+        return outcomes
+
+
+def program_in(response: str) -> str | None:
+    """The last fenced block behind the model's thoughts, of those in Python or of no named language; None without one.
+
+    A block that does not end, because the response was cut off, is none.
+    """
+    answer = response.rpartition("</think>")[2]
+    blocks = [body for language, body in _FENCED.findall(answer) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def _pass(tests: Sequence[ExpectedTest], outcomes: Sequence[Outcome]) -> list[bool]:
+    return [expected.passes(outcome) for expected, outcome in zip(tests, outcomes, strict=False)]

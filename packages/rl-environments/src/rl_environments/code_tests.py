@@ -1,0 +1,118 @@
+"""Tests of programs as rows have them, and whether an outcome passes one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Row
+from rl_environments.sandbox import Outcome, Test
+
+_EXPECTED = (
+    "a list of {'input': text, 'output': text} (stdin and stdout), {'function': name, 'input': [arguments], 'output': "
+    "value}, {'check': code that raises} or such code as text; or {'inputs': [...], 'outputs': [...], 'fn_name': name}"
+)
+_NEARLY = {"rel_tol": 1e-6, "abs_tol": 1e-9}
+
+
+@attrs.frozen(kw_only=True)
+class ExpectedTest:
+    """A test, and what has to come of it. What is expected never enters the sandbox."""
+
+    test: Test
+    output: Any = None
+    """Text on stdout, or the function's value; not read where the test checks by itself."""
+
+    def passes(self, outcome: Outcome) -> bool:
+        """The program ended by itself without an error, and said what was expected."""
+        if not outcome.is_clean:
+            return False
+        if self.test.function is not None:
+            return outcome.is_complete and is_equal(outcome.value, self.output)
+        if self.test.check is not None:
+            return outcome.is_complete
+        return _lines(outcome.stdout) == _lines(self.output)
+
+
+def expected_tests(row: Row) -> list[ExpectedTest]:
+    """The tests in the row's `tests`, or else in `reward_spec.ground_truth`; either may be JSON text, because a column
+    of a parquet file has one type.
+
+    Raises:
+        DataError: none, or one that is no test.
+    """
+    name, given = "tests", row.get("tests")
+    spec = row.get("reward_spec")
+    if given is None and isinstance(spec, Mapping):
+        name, given = "reward_spec.ground_truth", spec.get("ground_truth")
+    try:
+        found = [_expected_test(item) for item in _listed(_decoded(given))]
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(f"a code row needs {name}: {_EXPECTED}; got {given!r:.200} ({error})") from error
+    if not found:
+        columns = ", ".join(map(str, row))
+        raise DataError(f"a code row needs tests: {_EXPECTED}; got {given!r:.200} (the row has {columns})")
+    return found
+
+
+def is_equal(value: Any, expected: Any) -> bool:
+    """Equal as JSON has it: a tuple is a list, an integer no truth value; floats up to a millionth."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = all(isinstance(number, int | float) for number in (value, expected))
+        return numbers and (value == expected or math.isclose(value, expected, **_NEARLY))
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(is_equal, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        return value.keys() == expected.keys() and all(is_equal(value[key], expected[key]) for key in value)
+    return value == expected
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _decoded(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """One item per test, also of the form that has all inputs in one list and all outputs in another."""
+    if not isinstance(given, Mapping):
+        return () if given is None else list(given)
+    inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
+    return [{"function": name, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+
+
+def _expected_test(item: Any) -> ExpectedTest:
+    if isinstance(item, str):
+        return ExpectedTest(test=Test(check=item))
+    if not isinstance(item, Mapping):
+        raise TypeError(f"a test of type {type(item).__name__}")
+    check = item.get("check")
+    if check is not None:
+        return ExpectedTest(test=Test(check=_text(check)))
+    if item.get("function") is None:
+        return ExpectedTest(test=Test(stdin=_text(item["input"])), output=_text(item["output"]))
+    # A file whose column holds text has the arguments as JSON.
+    arguments, output = _decoded(item["input"]), item["output"]
+    if isinstance(item["input"], str):
+        output = _decoded(output)
+    if isinstance(arguments, Mapping) or not isinstance(arguments, Sequence):
+        raise TypeError(f"arguments of type {type(arguments).__name__}")
+    json.dumps(arguments)
+    return ExpectedTest(test=Test(function=_text(item["function"]), arguments=list(arguments)), output=output)
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"expected text, got {given!r:.50}")
+    return given

@@ -1,0 +1,95 @@
+"""The environment `mathematics`: the policy's answer is compared with the row's as an expression, by math-verify."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Prompt, Row, StepResult, above, at_least
+from rl_environments.judge_pool import shared_pool
+from rl_environments.options import is_number, options_of
+
+_MOST_PROCESSES = 4
+
+
+@attrs.frozen(kw_only=True)
+class MathematicsOptions:
+    """`environment.options` of `mathematics`, or `environment.options.mathematics`."""
+
+    cpu_s: float = attrs.field(default=10.0, validator=[is_number(float), above(0)])
+    """CPU time for one answer; one that takes more is wrong."""
+    processes: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
+    """That compare answers, about 150 MB each; None: one per CPU core, at most four."""
+    wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
+    """Longest wait for a verdict. Below `environment.timeout_s`, so that the error says what was waited for."""
+
+
+class MathematicsEnvironment:
+    """Reward 1 if the response's answer equals the row's, else 0.
+
+    An answer that takes more than `cpu_s` to compare, or that breaks the process which does, is wrong: the policy wrote
+    it, and a failed sample would spare it the reward of zero. A process that somebody else ended, a machine that gives
+    it no time, and a reference that cannot be read are failures of the sample.
+
+    Metrics: `accuracy`, `has_answer` (something in the response reads as an expression), `given_up` (took too long).
+    """
+
+    placement = "in_process"  # it awaits processes of its own
+
+    def __init__(self, row: Row, options: Mapping[str, Any]):
+        self._prompt: Prompt = row["prompt"]
+        self._options = options_of(MathematicsOptions, "mathematics", options)
+        self._reference = reference_answer(row)
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        reference_answer(row)
+
+    async def reset(self) -> Prompt:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """Raises what `JudgePool.verdict` raises."""
+        processes = self._options.processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        verdict = await shared_pool(processes).verdict(
+            answer_in(action.text), self._reference, cpu_s=self._options.cpu_s, wait_s=self._options.wait_s
+        )
+        metrics = {
+            "accuracy": float(verdict.is_right),
+            "has_answer": float(verdict.has_answer),
+            "given_up": float(verdict.is_given_up),
+        }
+        return StepResult(reward=metrics["accuracy"], done=True, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+
+def reference_answer(row: Row) -> str:
+    """The row's `reward_spec.ground_truth`, else its `answer`; of a worked solution the part behind the last `####`.
+
+    Raises:
+        DataError: it has neither.
+    """
+    spec = row.get("reward_spec")
+    given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+    given = row.get("answer") if given is None else given
+    is_number_given = isinstance(given, int | float) and not isinstance(given, bool)
+    text = str(given).rpartition("####")[2].strip() if isinstance(given, str) or is_number_given else ""
+    if not text:
+        columns = ", ".join(map(str, row))
+        raise DataError(
+            "a mathematics row needs reward_spec.ground_truth or answer, a number or text such as '\\frac{1}{2}'; got "
+            f"{given!r:.200} (the row has {columns})"
+        )
+    return text
+
+
+def answer_in(response: str) -> str:
+    """What stands behind the model's thoughts."""
+    return response.rpartition("</think>")[2]

@@ -1,0 +1,63 @@
+"""The command line of bubblewrap: a file system, network, processes and users of the sandbox's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+WORK = "/work"
+SUPERVISOR = "/supervisor"
+_NOBODY = "65534"
+_MERGED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Links into /usr on most systems, and directories on others."""
+
+
+def missing_programs() -> list[str]:
+    """What has to be installed before it can be tried."""
+    needed = ["bwrap", "setpriv"] if os.getuid() == 0 else ["bwrap"]
+    return [name for name in needed if shutil.which(name) is None]
+
+
+def bubblewrap_command(
+    command: Sequence[str], *, uid: int, disk_bytes: int, readable: Sequence[str], files: Mapping[str, int]
+) -> list[str]:
+    """Runs `command` as process 1 of the sandbox.
+
+    Args:
+        uid: who it is outside: for root another user, because limits do not hold for root.
+        disk_bytes: of its only writable directory, which is in memory.
+        readable: paths that it sees as they are, besides the system's programs and libraries.
+        files: open files by the path at which it sees their content.
+    """
+    return [
+        *(_as_user(uid) if os.getuid() == 0 else []),
+        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
+        *("--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox"),
+        *("--ro-bind", "/usr", "/usr", *_system_directories()),
+        *("--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
+        *(word for path in readable for word in ("--ro-bind", path, path)),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *("--size", str(disk_bytes), "--tmpfs", WORK, "--symlink", WORK.lstrip("/"), "/tmp"),
+        *(word for path, fd in files.items() for word in ("--ro-bind-data", str(fd), path)),
+        # Without it the root is a file system in memory without a limit.
+        *("--remount-ro", "/", "--chdir", "/"),
+        "--",
+        *command,
+    ]
+
+
+def _as_user(uid: int) -> list[str]:
+    # A program, and not an argument of `Popen`: with that Python forks, and copies the page tables of a whole trainer.
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+
+
+def _system_directories() -> list[str]:
+    words: list[str] = []
+    for path in map(Path, _MERGED):
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
+    return words

@@ -1,0 +1,40 @@
+"""Messages between the sandbox's user and its supervisor: four bytes of length, then JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+LENGTH = struct.Struct("!I")
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    """One message as it is sent."""
+    data = json.dumps(message).encode()
+    return LENGTH.pack(len(data)) + data
+
+
+def send(fd: int, message: dict[str, Any]) -> None:
+    """Writes all of it. Raises BrokenPipeError where nobody reads."""
+    left = memoryview(packed(message))
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def receive(fd: int) -> dict[str, Any] | None:
+    """The next message; None at the end."""
+    head = _exactly(fd, LENGTH.size)
+    body = _exactly(fd, LENGTH.unpack(head)[0]) if head is not None else None
+    return None if body is None else json.loads(body)
+
+
+def _exactly(fd: int, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        piece = os.read(fd, min(count - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)

@@ -1,0 +1,99 @@
+"""Runs the untrusted program, as a script or as a module whose function is called or which is checked.
+
+It shares the process with the program, so the program can lie about its own results, and a check that runs here can be
+deceived; what is expected of scripts and functions is therefore never in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import linecache
+import os
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+_NAME = "program.py"
+
+
+def run(program: str, test: dict[str, Any], record_fd: int, token: str) -> int:
+    """Runs one test; the exit code.
+
+    Args:
+        record_fd: where the function's result is written, or that the check passed.
+        token: shows that a record was not written by the program itself.
+    """
+    _open_standard_streams()
+
+    def record(**fields: Any) -> None:
+        os.write(record_fd, json.dumps({"token": token, **fields}).encode())
+
+    try:
+        return _exit_code(program, test, record)
+    finally:
+        _end_quietly()
+
+
+def _exit_code(program: str, test: dict[str, Any], record: Any) -> int:
+    try:
+        code = compile(program, _NAME, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        traceback.print_exc(limit=0)
+        record(end="syntax_error")
+        return 1
+    linecache.cache[_NAME] = (len(program), None, program.splitlines(keepends=True), _NAME)
+    is_script = test["function"] is None and test["check"] is None
+    module = types.ModuleType("__main__" if is_script else "solution")
+    sys.modules[module.__name__] = module
+    sys.argv = [_NAME]
+    try:
+        exec(code, module.__dict__)
+        if test["function"] is not None:
+            value = _function(module, test["function"])(*test["arguments"])
+            record(value=value)
+        elif test["check"] is not None:
+            exec(compile(test["check"], "check.py", "exec", dont_inherit=True), module.__dict__)
+            record()
+        # Non-daemon threads go on when the script has ended, as they do in any Python.
+        getattr(threading, "_shutdown", lambda: None)()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        # Without this function's own frame.
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, frames)
+        return 1
+    return 0
+
+
+def _function(module: types.ModuleType, name: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    solution = getattr(module, "Solution", None)
+    if solution is None:
+        raise NameError(f"the program defines neither {name} nor a class Solution")
+    return getattr(solution(), name)
+
+
+def _open_standard_streams() -> None:
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(fd, "w" if fd else "r", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _end_quietly() -> None:
+    """What an interpreter does at its end, and a process that leaves by `_exit` does not."""
+    run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
+    for finish in (run_exit_functions, sys.stdout.flush, sys.stderr.flush):
+        try:
+            if finish is not None:
+                finish()
+        except BaseException:  # the program may have closed or replaced them
+            continue

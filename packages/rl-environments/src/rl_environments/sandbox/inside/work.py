@@ -1,0 +1,47 @@
+"""The only directory that a test may write in, empty for each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from rl_environments.sandbox.inside import confinement
+
+
+def prepare_work(box: dict[str, Any]) -> None:
+    """With Landlock the directory is mounted, so that its size has a limit. Who may not mount has none: `box["work"]`
+    becomes None."""
+    box["is_mounted"] = False
+    if box["mechanism"] == "landlock":
+        try:
+            confinement.leave_mounts()
+            box["is_mounted"] = True
+        except PermissionError:  # root without CAP_SYS_ADMIN, as in most containers
+            box["work"] = None
+
+
+def empty_work(box: dict[str, Any]) -> None:
+    """Gives the next test an empty directory. Raises OSError where what is there cannot be removed."""
+    if box["is_mounted"]:
+        with contextlib.suppress(OSError):  # the first test's is not mounted yet
+            confinement.unmount(box["work"])
+        confinement.mount_memory(box["work"], box["uid"], box["limits"]["disk_bytes"], box["limits"]["files"])
+    elif box["work"]:
+        _remove_below(box["work"])
+
+
+def _remove_below(directory: str) -> None:
+    """All that lies in a directory, also what the program locked; links are removed, not followed."""
+    directories = [directory]
+    # Each directory comes before those in it. Only who is there grows the list: all tests have ended.
+    for path in directories:
+        os.chmod(path, 0o700)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(entry.path)
+                else:
+                    os.unlink(entry.path)
+    for path in reversed(directories[1:]):
+        os.rmdir(path)

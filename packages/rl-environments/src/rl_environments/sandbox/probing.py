@@ -1,0 +1,207 @@
+"""Finds the mechanism that holds on this machine, by running a program in it that tries to get out.
+
+Kernel versions and settings say too little: a container's own filter, AppArmor or a missing file can each forbid a
+mechanism, or let it start and not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import attrs
+
+from rl_core.errors import ConfigError, DeadlineError
+from rl_environments.sandbox.bubblewrap import missing_programs
+from rl_environments.sandbox.limits import Limits, SandboxError, Test
+from rl_environments.sandbox.sandbox import Mechanism, Sandbox
+from rl_environments.sandbox.seccomp import seccomp_filter
+
+logger = logging.getLogger(__name__)
+Kind = Literal["auto", "bubblewrap", "landlock", "none"]
+_PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
+_LIMITS = Limits(cpu_s=20, wall_s=60.0)
+_ESCAPES = """
+import os, socket
+
+def escapes(secret, neighbour, port, pid):
+    def works(attempt):
+        try:
+            attempt()
+        except OSError:
+            return False
+        return True
+
+    attempts = {
+        "read a file of the run": lambda: open(secret).read(),
+        "write outside": lambda: open(neighbour, "w").close(),
+        "connect": lambda: socket.create_connection(("127.0.0.1", port), timeout=5).close(),
+        "signal another process": lambda: os.kill(pid, 0),
+        "read another process's environment": lambda: open(f"/proc/{pid}/environ").read(),
+    }
+    return [name for name, attempt in attempts.items() if works(attempt)]
+"""
+
+
+async def probe_sandbox(
+    kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
+) -> Sandbox:
+    """A sandbox that was tried on this machine: a program runs in it, and fails to read, write, connect and signal.
+
+    Args:
+        kind: `auto`: bubblewrap, or else Landlock; `none`: no sandbox at all, programs may do what this process may.
+        python: the programs' interpreter; None: the system's, or else this process's own where the sandbox's user may
+            read it.
+        readable: directories that programs may read besides the system's.
+        slots: programs at a time; None: one per CPU core.
+
+    Raises:
+        ConfigError: no mechanism holds here; it says why not, and what to install.
+    """
+    _require_settings(kind, readable, slots)
+    slots = slots or len(os.sched_getaffinity(0))
+    mechanisms: list[Mechanism] = ["bubblewrap", "landlock"] if kind == "auto" else [kind]
+    reasons: dict[str, str] = {}
+    for mechanism in mechanisms:
+        found = await _first_that_holds(mechanism, python, tuple(readable), slots)
+        if isinstance(found, Sandbox):
+            _log(found, reasons)
+            return found
+        reasons[mechanism] = found
+    raise ConfigError(_refusal(kind, reasons))
+
+
+_lock = threading.Lock()
+_shared: dict[tuple[Any, ...], Sandbox] = {}
+
+
+async def shared_sandbox(
+    kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
+) -> Sandbox:
+    """The sandbox of these settings, probed by the first who asks in this process. See `probe_sandbox`."""
+    key = (kind, python, tuple(readable), slots)
+
+    def probed() -> Sandbox:
+        with _lock:
+            if key not in _shared:
+                _shared[key] = asyncio.run(probe_sandbox(kind, python=python, readable=readable, slots=slots))
+            return _shared[key]
+
+    # Not on the loop of whoever asks first: others wait for it too, on loops of their own.
+    return _shared[key] if key in _shared else await asyncio.to_thread(probed)
+
+
+def _require_settings(kind: Kind, readable: Sequence[str], slots: int | None) -> None:
+    if kind not in get_args(Kind):
+        raise ConfigError(f"sandbox: got {kind!r}; expected one of {', '.join(get_args(Kind))}")
+    if sys.platform != "linux":
+        raise ConfigError(f"sandbox: programs are run on Linux alone; this machine is {sys.platform}")
+    if slots is not None and slots < 1:
+        raise ConfigError(f"slots: got {slots}; expected at least 1, the programs that run at a time")
+    for path in readable:
+        if not Path(path).is_absolute() or not Path(path).exists():
+            raise ConfigError(f"readable: got {path!r}; expected absolute paths of files or directories that exist")
+
+
+async def _first_that_holds(
+    mechanism: Mechanism, python: str | None, readable: tuple[str, ...], slots: int
+) -> Sandbox | str:
+    """A sandbox, or why there is none by this mechanism."""
+    try:
+        lacking = _what_is_missing(mechanism)
+    except ConfigError as error:
+        lacking = str(error)
+    if lacking is not None:
+        return lacking
+    reasons: list[str] = []
+    for candidate in [python] if python else [*filter(os.path.exists, _PYTHONS), _own_python()]:
+        sandbox = Sandbox(
+            mechanism=mechanism, python=candidate, readable=(*readable, *_prefix_of(candidate)), slots=slots
+        )
+        found = await _tried(sandbox)
+        if isinstance(found, Sandbox):
+            return found
+        reasons.append(f"with {candidate}: {found}")
+    return "; ".join(reasons)
+
+
+def _what_is_missing(mechanism: Mechanism) -> str | None:
+    if mechanism == "none":
+        return None
+    seccomp_filter()
+    if mechanism == "bubblewrap":
+        missing = missing_programs()
+        return f"not installed: {' and '.join(missing)}" if missing else None
+    return None if os.getuid() == 0 else f"it needs root, to run programs as another user; this is user {os.getuid()}"
+
+
+async def _tried(sandbox: Sandbox) -> Sandbox | str:
+    """The sandbox if it holds, with what it can; else what happened."""
+    try:
+        found, has_disk = await escapes(sandbox)
+    except (SandboxError, DeadlineError, OSError) as error:
+        return str(error)
+    if found and sandbox.mechanism != "none":
+        return f"it does not hold: a program could {', '.join(found)}"
+    return attrs.evolve(sandbox, has_disk=has_disk)
+
+
+async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
+    """What a program could do that it must not, and whether it has a directory to write in.
+
+    Raises:
+        SandboxError, DeadlineError: no program can be run.
+    """
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as server:
+        # Everybody may read and write there: what keeps a program from it has to be the sandbox.
+        Path(directory).chmod(0o777)
+        secret = Path(directory) / "secret"
+        secret.write_text("secret")
+        test = Test(
+            function="escapes",
+            arguments=[str(secret), f"{directory}/written", server.getsockname()[1], os.getpid()],
+        )
+        async with sandbox.opened(_ESCAPES, limits=_LIMITS) as session:
+            outcome = await session.run(test)
+    if not outcome.is_complete:
+        raise SandboxError(f"a first program failed: {outcome.end}, {outcome.stderr[-300:]!r}")
+    return outcome.value, session.has_disk
+
+
+def _own_python() -> str:
+    """The interpreter below this process's virtual environment."""
+    return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def _prefix_of(python: str) -> tuple[str, ...]:
+    """Where an interpreter's library lies; nothing where that is the system's."""
+    prefix = Path(python).resolve().parent.parent
+    return () if prefix.is_relative_to("/usr") else (str(prefix),)
+
+
+def _log(sandbox: Sandbox, reasons: dict[str, str]) -> None:
+    if sandbox.mechanism == "none":
+        logger.warning("programs run WITHOUT a sandbox, as this user, because sandbox=none was said")
+        return
+    passed_over = "".join(f"; not by {mechanism}: {reason}" for mechanism, reason in reasons.items())
+    disk = "" if sandbox.has_disk else ", without a directory to write in"
+    logger.info("programs run in a sandbox by %s, %s%s%s", sandbox.mechanism, sandbox.python, disk, passed_over)
+
+
+def _refusal(kind: Kind, reasons: dict[str, str]) -> str:
+    tried = "; ".join(f"{mechanism}: {reason}" for mechanism, reason in reasons.items())
+    return (
+        f"sandbox: {kind!r} cannot run untrusted programs on this machine ({tried}). Install bubblewrap (`apt-get "
+        "install bubblewrap`, or your distribution's command) where user namespaces are allowed, or run as root where "
+        "the kernel has Landlock (5.13 or later), and a Python 3.8 or later that every user may read (`apt-get install "
+        "python3`). "
+        "sandbox=none runs them without one: whatever the policy writes may then do what this user may"
+    )

@@ -1,0 +1,238 @@
+"""A sandbox that was found to hold, and the programs that run in it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from rl_core.errors import DeadlineError
+from rl_environments.sandbox.bubblewrap import SUPERVISOR, WORK, bubblewrap_command
+from rl_environments.sandbox.inside import frames
+from rl_environments.sandbox.limits import Limits, Outcome, SandboxError, Test
+from rl_environments.sandbox.seccomp import seccomp_filter
+from rl_environments.sandbox.slots import Slot, locked_slot
+
+Mechanism = Literal["bubblewrap", "landlock", "none"]
+_SOURCE = Path(__file__).parents[2]
+_INSIDE = Path(__file__).parent / "inside"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
+"""All that a program sees of its environment. Equal hashes: a program that prints a set prints the same every time."""
+_START_S = 120.0
+_ANSWER_S = 60.0
+"""The supervisor may take so long beyond the limits to end a test and answer, on a machine that is very busy."""
+_END_S = 60.0
+
+
+@attrs.frozen(kw_only=True)
+class Sandbox:
+    """Runs programs by one mechanism; `probe_sandbox` makes one that was tried. It can be used from any event loop."""
+
+    mechanism: Mechanism
+    python: str
+    """The interpreter of programs; one that the sandbox's user may read."""
+    readable: tuple[str, ...] = ()
+    """Directories that programs may read besides the system's."""
+    slots: int
+    """Programs at a time, of all processes of the machine that use a sandbox."""
+    has_disk: bool = True
+    """Programs have a directory to write in; not with Landlock in a container that may not mount."""
+
+    async def run(
+        self, program: str, tests: Sequence[Test], *, limits: Limits | None = None, wait_s: float = 300.0
+    ) -> tuple[Outcome, ...]:
+        """What each test of a program came to. See `opened`, which this is for tests that are all to be run."""
+        async with self.opened(program, limits=limits, wait_s=wait_s) as session:
+            return tuple([await session.run(test) for test in tests])
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, program: str, *, limits: Limits | None = None, wait_s: float = 300.0
+    ) -> AsyncIterator[Session]:
+        """A sandbox for one program; behind the block nothing of it is left.
+
+        Args:
+            wait_s: longest wait for a free slot.
+
+        Raises:
+            DeadlineError: no slot became free, or the supervisor did not answer.
+            SandboxError: the supervisor failed.
+        """
+        limits = limits or Limits()
+        async with locked_slot(self.slots, wait_s=wait_s) as slot:
+            process = await self._started(slot, limits)
+            try:
+                session = Session(process, program, limits, who=f"the supervisor of the {self.mechanism} sandbox")
+                await session.begin(self._told(slot, limits))
+                yield session
+            finally:
+                await self._ended(process, slot)
+
+    async def _started(self, slot: Slot, limits: Limits) -> asyncio.subprocess.Process:
+        with contextlib.ExitStack() as open_files:
+            command, fds = self._command(slot, limits, open_files)
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                # Process 1 of the sandbox shows it to the others.
+                env=_ENVIRONMENT,
+                cwd="/",
+                pass_fds=[slot.lock_fd, *fds],
+                # Ctrl-C is the trainer's; the end of stdin is what ends a supervisor.
+                start_new_session=True,
+            )
+
+    def _command(self, slot: Slot, limits: Limits, open_files: contextlib.ExitStack) -> tuple[list[str], list[int]]:
+        if self.mechanism != "bubblewrap":
+            return _python(self.python, str(_SOURCE)), []
+        paths = sorted(_INSIDE.glob("*.py"))
+        fds = [open_files.enter_context(path.open("rb")).fileno() for path in paths]
+        files = {f"{SUPERVISOR}/{path.relative_to(_SOURCE)}": fd for path, fd in zip(paths, fds, strict=True)}
+        command = bubblewrap_command(
+            _python(self.python, SUPERVISOR),
+            uid=slot.uid,
+            disk_bytes=limits.disk_bytes,
+            readable=[path for path in self.readable if not Path(path).is_relative_to("/usr")],
+            files=files,
+        )
+        return command, fds
+
+    def _told(self, slot: Slot, limits: Limits) -> dict[str, Any]:
+        confined = self.mechanism != "none"
+        # Process 1 of the namespace counts too.
+        own = 1 if self.mechanism == "bubblewrap" else 0
+        return {
+            "mechanism": self.mechanism,
+            "uid": slot.uid,
+            "ending_uid": slot.ending_uid,
+            "work": WORK if self.mechanism == "bubblewrap" else str(slot.work),
+            "readable": [*_SYSTEM, *self.readable],
+            "filter": base64.b64encode(seccomp_filter()).decode() if confined else "",
+            "max_processes": limits.processes + own if confined else None,
+            "limits": attrs.asdict(limits),
+        }
+
+    async def _ended(self, process: asyncio.subprocess.Process, slot: Slot) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        if self.mechanism == "landlock" and process.returncode != 0:
+            await self._cleared(slot)
+
+    async def _cleared(self, slot: Slot) -> None:
+        """Ends what a supervisor that was killed has left: another one ends all of the slot's user when it starts."""
+        process = await self._started(slot, Limits())
+        told = {**self._told(slot, Limits()), "clear": True}
+        await asyncio.wait_for(process.communicate(frames.packed(told)), _END_S)
+
+
+def _python(python: str, root: str) -> list[str]:
+    """The supervisor; programs do not find it, nor what lies beside it."""
+    start = (
+        f"import sys; sys.path[0] = {root!r}; from rl_environments.sandbox.inside import supervisor; del sys.path[0]; "
+    )
+    return [python, "-s", "-B", "-c", f"{start}supervisor.main()"]
+
+
+class Session:
+    """One program in its sandbox, which is tested as often as one likes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, program: str, limits: Limits, *, who: str) -> None:
+        self.process, self._program, self._limits, self._who = process, program, limits, who
+        self._token = secrets.token_hex(16)
+        self._syntax_error: Outcome | None = None
+        self.has_disk = True
+
+    async def begin(self, told: dict[str, Any]) -> None:
+        """Tells the supervisor about the program."""
+        answer = await self._asked({**told, "program": self._program, "token": self._token}, _START_S)
+        self.has_disk = answer["work"] is not None
+
+    async def run(self, test: Test) -> Outcome:
+        """One test; its outcome, whatever the program does.
+
+        A program that cannot be compiled is not tried twice.
+
+        Raises:
+            DeadlineError: the supervisor did not answer. SandboxError: it failed.
+        """
+        if self._syntax_error is not None:
+            return self._syntax_error
+        answer = await self._asked(attrs.asdict(test), self._limits.wall_s + _ANSWER_S)
+        outcome = self._outcome(answer)
+        if outcome.end == "syntax_error":
+            self._syntax_error = outcome
+        return outcome
+
+    def _outcome(self, answer: dict[str, Any]) -> Outcome:
+        record = self._record(answer["record"])
+        if record.get("end") == "broken":
+            raise SandboxError(f"{self._who} could not confine the program: {answer['stderr'][-500:]}")
+        status = answer["status"]
+        ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
+        end = answer["end"] or record.get("end") or ("exited" if ended_by is None else "signalled")
+        return Outcome(
+            end=end,
+            exit_code=os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None,
+            signal=ended_by if end in ("signalled", "cpu_limit") else None,
+            stdout=answer["stdout"],
+            stderr=answer["stderr"],
+            is_complete=end == "exited" and bool(record),
+            value=record.get("value"),
+            cpu_s=answer["cpu_s"],
+            wall_s=answer["wall_s"],
+        )
+
+    def _record(self, text: str) -> dict[str, Any]:
+        """What the runner noted; nothing where the program wrote there itself."""
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return {}
+        is_own = isinstance(record, dict) and record.get("token") == self._token
+        return record if is_own else {}
+
+    async def _asked(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.process.stdin.write(frames.packed(message))
+                await self.process.stdin.drain()
+                head = await self.process.stdout.readexactly(frames.LENGTH.size)
+                return json.loads(await self.process.stdout.readexactly(frames.LENGTH.unpack(head)[0]))
+        except TimeoutError as error:
+            raise DeadlineError(f"waited {timeout_s:g} s for {self._who}") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise SandboxError(f"{self._who} ended: {await self._last_words()}") from error
+
+    async def _last_words(self) -> str:
+        assert self.process.stderr is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                said = (await self.process.stderr.read()).decode(errors="replace").strip()
+                code = await self.process.wait()
+                ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+                return f"{ended}; it said {said[-1000:]!r}"
+        return "it still holds its stderr"

@@ -1,0 +1,106 @@
+"""Slots: how many sandboxes run at a time on this machine, and, for root, which user each is.
+
+A slot is a lock file, so it holds between all processes of the machine. The sandbox's supervisor inherits the lock: a
+slot is free when both it and who started it have ended or let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import pwd
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import attrs
+
+from rl_core.errors import ConfigError, DeadlineError
+
+_FIRST_USER, _MOST_SLOTS = 60578, 303
+"""Numbers that no distribution gives to anyone (systemd's table of users and groups: 60578 to 61183), and that a
+container's mapping of 65,536 users has. A slot has two of them."""
+_RETRY_S = 0.02
+
+
+@attrs.frozen(kw_only=True)
+class Slot:
+    """A place for one sandbox."""
+
+    uid: int
+    """The user that runs in it: the slot's own, or this process's where that is not root."""
+    ending_uid: int
+    """Who ends the slot's processes, a number that nobody else has either."""
+    work: Path
+    """A directory of the slot's own, empty, that others cannot list."""
+    lock_fd: int
+    """Open, and locked."""
+
+
+@contextlib.asynccontextmanager
+async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
+    """A slot that nobody else has.
+
+    Args:
+        count: slots that there are.
+
+    Raises:
+        DeadlineError: none became free.
+        ConfigError: no directory for the lock files.
+    """
+    deadline = time.monotonic() + wait_s
+    while (slot := _free_slot(count)) is None:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"waited {wait_s:g} s for one of the {count} sandbox slots of this machine ({slots_directory()}), "
+                "which other programs hold: raise `slots` where processors are left, or `wait_s`"
+            )
+        await asyncio.sleep(_RETRY_S)
+    try:
+        yield slot
+    finally:
+        os.close(slot.lock_fd)
+
+
+def slots_directory() -> Path:
+    """Where this user's lock files lie. Raises ConfigError where they cannot."""
+    uid = os.getuid()
+    directory = Path("/run/rl-sandbox") if uid == 0 else Path(tempfile.gettempdir()) / f"rl-sandbox-{uid}"
+    try:
+        # Whoever runs in a slot passes through root's, and may not list it.
+        directory.mkdir(mode=0o711 if uid == 0 else 0o700, exist_ok=True)
+        owner = directory.lstat().st_uid
+    except OSError as error:
+        raise ConfigError(f"the sandbox's lock files lie in {directory}, which cannot be made: {error}") from error
+    if owner != uid:
+        raise ConfigError(f"{directory} belongs to user {owner}; expected {uid}: remove it, the sandbox makes its own")
+    return directory
+
+
+def _free_slot(count: int) -> Slot | None:
+    directory = slots_directory()
+    for index in range(min(count, _MOST_SLOTS)):
+        uid = _FIRST_USER + index if os.getuid() == 0 else os.getuid()
+        if os.getuid() == 0 and _has_name(uid):
+            continue
+        fd = os.open(directory / f"{index}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        work = directory / f"work-{index}"
+        work.mkdir(mode=0o700, exist_ok=True)
+        return Slot(uid=uid, ending_uid=uid + _MOST_SLOTS, work=work, lock_fd=fd)
+    return None
+
+
+def _has_name(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""What the tests of the sandbox share: the mechanisms that this machine has, and a look at its processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_environments.sandbox import Limits, Outcome, Sandbox, Test, shared_sandbox
+
+MECHANISMS = ("bubblewrap", "landlock")
+LIMITS = Limits(cpu_s=10, wall_s=60.0)
+"""No test of something else fails by them on a busy machine."""
+SLOTS = 8
+DEADLINE_S = 60.0
+
+
+async def sandbox_by(mechanism: Any) -> Sandbox:
+    """A sandbox by one mechanism; the test is skipped where this machine has it not."""
+    try:
+        return await shared_sandbox(mechanism, slots=SLOTS)
+    except ConfigError as error:
+        pytest.skip(f"this machine has no sandbox by {mechanism}: {error}")
+
+
+async def outcome_of(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, **test: Any) -> Outcome:
+    """One test of a program."""
+    (outcome,) = await sandbox.run(program, [Test(**test)], limits=limits)
+    return outcome
+
+
+async def answer_of(sandbox: Sandbox, program: str, *arguments: Any, limits: Limits = LIMITS) -> Any:
+    """What the program's function `attack` returns; the test fails where it does not."""
+    outcome = await outcome_of(sandbox, program, limits=limits, function="attack", arguments=arguments)
+    assert outcome.is_complete, outcome
+    return outcome.value
+
+
+def processes_named(marker: str) -> list[int]:
+    """The machine's processes that have a word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes()
+        except OSError:
+            continue
+        if marker.encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(marker: str) -> None:
+    """Fails where processes with this word are still there at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while left := processes_named(marker):
+        assert time.monotonic() < deadline, f"still there after {DEADLINE_S:g} s: {left}"
+        time.sleep(0.02)

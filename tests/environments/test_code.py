@@ -1,0 +1,170 @@
+"""The environment `code`: rows, programs in responses, rewards, and episodes through the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_core import plugins
+from rl_core.errors import ConfigError, DataError
+from rl_core.testing.environments import EnvironmentConformance
+from rl_environments.code import CodeEnvironment, program_in
+from rl_environments.code_tests import expected_tests, is_equal
+from rl_environments.sandbox import probe_sandbox
+from tests.environments.boxes import SLOTS
+from tests.environments.episodes import judged, played
+
+SUM = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7\n", "output": "-2"}, {"input": "0 0", "output": "0\n\n"}]
+ROW = {"prompt": [{"role": "user", "content": "Add two numbers."}], "tests": SUM}
+RIGHT = "Here:\n```python\nprint(sum(map(int, input().split())))\n```\n"
+POSITIVE_ONLY = "```\nprint(max(0, sum(map(int, input().split()))))\n```"
+ENDLESS = "```python\nwhile True: pass\n```"
+OPTIONS = {"slots": SLOTS, "limits": {"cpu_s": 10, "wall_s": 60}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sandbox() -> None:
+    try:
+        asyncio.run(probe_sandbox())
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+class TestCodeEnvironment(EnvironmentConformance):
+    factory = CodeEnvironment
+    row: ClassVar[dict[str, Any]] = ROW
+    options: ClassVar[dict[str, Any]] = {**OPTIONS, "reward": "fraction"}
+    rewards: ClassVar[dict[Any, float]] = {RIGHT: 1.0, POSITIVE_ONLY: 2 / 3, "no program": 0.0, "```\nprint(\n```": 0.0}
+
+
+async def test_an_episode_runs_through_the_generator_and_a_hanging_program_is_wrong():
+    options = {"slots": SLOTS, "reward": "fraction", "limits": {"cpu_s": 1}, "max_tests": 2}
+    responses = [RIGHT, POSITIVE_ONLY, ENDLESS, "I do not know."]
+    trajectories = await played(CodeEnvironment, {**ROW, "prompt": "Add."}, responses, options)
+    assert [trajectory.failure for trajectory in trajectories] == [None] * 4
+    rewards = {trajectory.turns[0].response: trajectory.reward for trajectory in trajectories}
+    assert rewards == {RIGHT: 1.0, POSITIVE_ONLY: 0.5, ENDLESS: 0.0, "I do not know.": 0.0}
+    timed_out = {trajectory.turns[0].response: trajectory.metrics["timed_out"] for trajectory in trajectories}
+    assert timed_out[ENDLESS] == 1.0
+    assert timed_out[RIGHT] == 0.0
+
+
+async def test_without_partial_credit_all_tests_have_to_pass():
+    for response, reward, passed in ((RIGHT, 1.0, 1.0), (POSITIVE_ONLY, 0.0, 1 / 3)):
+        result = await judged(CodeEnvironment, ROW, response, **OPTIONS)
+        assert result.reward == result.metrics["accuracy"] == reward
+        assert result.metrics["passed"] == passed, "tests behind the first that fails are not run"
+    assert any(name.startswith("sandbox_") for name in result.metrics)
+
+
+async def test_functions_and_checks_are_tests_too():
+    tests = [
+        {"function": "add", "input": [1, 2], "output": 3},
+        {"function": "add", "input": [[1], [2]], "output": [1, 2]},
+        {"check": "assert add('a', 'b') == 'ab'"},
+        "assert add(0.1, 0.2) > 0.3",
+    ]
+    row = {"prompt": "add", "tests": tests}
+    good = await judged(CodeEnvironment, row, "```python\ndef add(a, b):\n    return a + b\n```", **OPTIONS)
+    assert good.reward == 1.0
+    bad = await judged(CodeEnvironment, row, "```python\ndef add(a, b): return 3\n```", reward="fraction", **OPTIONS)
+    assert bad.reward == 0.5  # the first; and 3 > 0.3
+
+
+async def test_a_program_that_cannot_be_compiled_is_counted():
+    result = await judged(CodeEnvironment, ROW, "```python\nprint(\n```", **OPTIONS)
+    assert (result.reward, result.metrics["syntax_error"], result.metrics["has_program"]) == (0.0, 1.0, 1.0)
+
+
+async def test_what_is_printed_before_an_error_does_not_pass():
+    row = {"prompt": "", "tests": [{"input": "", "output": "1"}]}
+    for ending in ("1/0", "raise SystemExit(1)", "import os; os.abort()"):
+        result = await judged(CodeEnvironment, row, f"```\nprint(1, flush=True)\n{ending}\n```", **OPTIONS)
+        assert result.reward == 0.0, ending
+    assert (await judged(CodeEnvironment, row, "```\nprint(1)\nexit()\n```", **OPTIONS)).reward == 1.0
+
+
+async def test_programs_cannot_read_the_answers_or_the_environment(monkeypatch):
+    """The answer is nowhere in the sandbox: not in a file, in the environment, or in the memory of the process."""
+    monkeypatch.setenv("SECRET_ANSWER", "swordfish")
+    program = """
+import gc, os, sys
+def found():
+    seen = [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple))]
+    frame = sys._getframe()
+    while frame:
+        seen.append(repr(frame.f_locals))
+        frame = frame.f_back
+    return any(bytes.fromhex("73776f726466697368").decode() in text for text in [*seen, repr(os.environ)])
+print(bytes.fromhex("73776f726466697368").decode() if found() else "not found")
+"""
+    row = {"prompt": "", "tests": [{"input": "", "output": "swordfish"}]}
+    assert (await judged(CodeEnvironment, row, f"```python\n{program}\n```", **OPTIONS)).reward == 0.0
+    row["tests"][0]["output"] = "not found"
+    assert (await judged(CodeEnvironment, row, f"```python\n{program}\n```", **OPTIONS)).reward == 1.0
+
+
+def test_the_last_finished_block_of_python_behind_the_thoughts_is_the_program():
+    assert program_in("```python\na\n```\nthen\n```py\nb\n```\n```text\nc\n```") == "b\n"
+    assert program_in("```\na\n```") == "a\n"
+    assert program_in("<think>```python\na\n```</think> none") is None
+    assert program_in("<think>hm</think>```python\nb\n```") == "b\n"
+    assert program_in("```python\na\n") is None
+    assert program_in("```json\n{}\n```") is None
+    assert program_in("") is None
+
+
+def test_rows_have_tests_in_several_forms():
+    lists = {"inputs": ["1", "2"], "outputs": ["a", "b"]}
+    calls = {"inputs": [[1], [2]], "outputs": [3, 4], "fn_name": "f"}
+    assert [test.output for test in expected_tests({"tests": json.dumps(lists)})] == ["a", "b"]
+    assert [test.test.arguments for test in expected_tests({"reward_spec": {"ground_truth": calls}})] == [[1], [2]]
+    assert expected_tests({"tests": SUM})[0].test.stdin == "1 2\n"
+    (text,) = expected_tests({"tests": [{"function": "f", "input": "[1, [2]]", "output": '"x"', "check": None}]})
+    assert (text.test.arguments, text.output) == ([1, [2]], "x")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [None, [], {}, "no JSON", [3], [{"input": 1, "output": "1"}], [{"input": "1"}], {"inputs": ["1"], "outputs": []},
+     [{"function": "f", "input": 5, "output": 5}], [{"function": "f", "input": [{1}], "output": 5}], 7],
+)  # fmt: skip
+def test_a_row_without_fitting_tests_is_named_before_the_run(tests):
+    with pytest.raises(DataError, match="a code row needs"):
+        CodeEnvironment.require_row({"prompt": "", "tests": tests})
+
+
+def test_values_are_equal_as_json_has_them():
+    assert is_equal([1, 2], (1, 2))
+    assert is_equal(0.1 + 0.2, 0.3)
+    assert is_equal(2, 2.0)
+    assert is_equal({"a": [1.0]}, {"a": [1]})
+    for different in ((1, True), (True, 1), (None, 0), ("1", 1), (1.0, "1.0"), ([1], [1, 2]), ({"a": 1}, {"b": 1})):
+        assert not is_equal(*different), different
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rewards": "all"}, r"environment.options.rewards: not an option .* Did you mean 'reward'\?"),
+        ({"reward": "some"}, "environment.options.reward: got 'some'; expected one of all, fraction"),
+        ({"limits": {"cpu": 3}}, "environment.options.limits: got .*cpu_s"),
+        ({"limits": {"cpu_s": 0.5}}, "environment.options.limits.cpu_s: got 0.5; expected an integer"),
+        ({"code": {"max_tests": 0}}, "environment.options.code.max_tests: got 0; expected at least 1"),
+        ({"slots": "2"}, "environment.options.slots: got '2'; expected an integer"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CodeEnvironment(ROW, options)
+
+
+def test_options_of_other_environments_are_left_to_them():
+    assert CodeEnvironment(ROW, {"code": {"reward": "fraction"}, "mathematics": {"timeout_s": 3}})
+
+
+def test_it_is_installed_under_its_name():
+    assert plugins.load("rl_core.environments", "code") is CodeEnvironment

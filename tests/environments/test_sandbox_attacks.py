@@ -1,0 +1,517 @@
+"""Programs that try to get out of the sandbox, take what is not theirs, or stay. Each mechanism holds against each.
+
+`test_without_a_sandbox_the_attacks_succeed` is the negative control: an attack that fails everywhere proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, shared_sandbox
+from tests.environments.boxes import (
+    DEADLINE_S,
+    LIMITS,
+    MECHANISMS,
+    SLOTS,
+    answer_of,
+    outcome_of,
+    processes_named,
+    sandbox_by,
+    wait_until_gone,
+)
+
+MEBIBYTE = 1 << 20
+_SLEEPER = """
+import os, sys, time
+
+def sleeper(marker):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv("/usr/bin/env", ["env", "sleep", "600." + marker])
+        os._exit(0)
+    time.sleep(0.3)
+"""
+
+
+@pytest.fixture(params=MECHANISMS)
+async def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    return await sandbox_by(request.param)
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """A number that no other process has in its command line. What has it at the end is ended."""
+    word = str(secrets.randbelow(10**15) + 10**15)
+    yield word
+    for pid in processes_named(word):
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_fork_bomb_ends_at_the_number_of_processes(sandbox):
+    program = """
+import os, time
+def attack():
+    count = 0
+    try:
+        while True:
+            if os.fork() == 0:
+                time.sleep(600)
+            count += 1
+    except OSError:
+        return count
+"""
+    # Itself counts as well, and so may what the slot's last user has left to the kernel to bury.
+    assert await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=10)) in (7, 8, 9)
+
+
+async def test_a_fork_bomb_whose_children_fork_too_is_over_with_its_test(sandbox):
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    outcomes = await sandbox.run(
+        f"import sys\nif input() == 'bomb':\n    exec({bomb!r})\nprint('well')",
+        [Test(stdin="bomb"), Test(stdin="peace")],
+        limits=attrs.evolve(LIMITS, wall_s=1.0),
+    )
+    assert outcomes[0].end in ("wall_limit", "cpu_limit")
+    assert outcomes[1].stdout == "well\n"
+
+
+async def test_threads_count_as_processes(sandbox):
+    program = """
+import threading, time
+def attack():
+    count = 0
+    try:
+        while True:
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+            count += 1
+    except (RuntimeError, MemoryError):
+        return count
+"""
+    assert await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=5)) in (2, 3, 4)
+
+
+async def test_ten_gigabytes_are_a_memory_error(sandbox):
+    program = """
+import mmap
+def attack():
+    failed = []
+    for take in (lambda: bytearray(10 << 30), lambda: mmap.mmap(-1, 10 << 30)):
+        try:
+            take()
+        except (MemoryError, OSError) as error:
+            failed.append(type(error).__name__)
+    return failed
+"""
+    assert await answer_of(sandbox, program) == ["MemoryError", "OSError"]
+
+
+async def test_thirty_processes_of_200_megabytes_are_ended_together(sandbox):
+    program = """
+import os, time
+for _ in range(30):
+    if os.fork() == 0:
+        data = bytearray(200 << 20)
+        data[::4096] = b"x" * len(data[::4096])
+        time.sleep(600)
+print("all started", flush=True)
+time.sleep(600)
+"""
+    limits = attrs.evolve(LIMITS, processes=40, memory_bytes=500 * MEBIBYTE)
+    outcome = await outcome_of(sandbox, program, limits=limits)
+    assert outcome.end == "memory_limit"
+    assert outcome.signal is None
+
+
+async def test_pages_that_processes_share_are_counted_once(sandbox):
+    program = """
+import os, time
+data = bytearray(100 << 20)
+data[::4096] = b"x" * len(data[::4096])
+children = [pid for pid in (os.fork() for _ in range(8)) if pid or time.sleep(0.5) or os._exit(0)]
+for child in children:
+    os.waitpid(child, 0)
+print("done")
+"""
+    limits = attrs.evolve(LIMITS, memory_bytes=400 * MEBIBYTE)
+    assert (await outcome_of(sandbox, program, limits=limits)).stdout == "done\n"
+
+
+async def test_an_endless_loop_that_ignores_signals_ends_at_its_cpu_time(sandbox):
+    program = "import signal\nfor s in (1, 2, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass"
+    outcome = await outcome_of(sandbox, program, limits=attrs.evolve(LIMITS, cpu_s=1))
+    assert (outcome.end, outcome.signal) == ("cpu_limit", signal.SIGKILL)
+
+
+async def test_a_program_that_waits_ends_at_its_time_on_the_clock(sandbox):
+    limits = attrs.evolve(LIMITS, wall_s=0.5)
+    outcome = await outcome_of(sandbox, "print('a', flush=True)\nimport time; time.sleep(600)", limits=limits)
+    assert (outcome.end, outcome.stdout, outcome.exit_code) == ("wall_limit", "a\n", None)
+
+
+async def test_a_full_disk_is_an_error_of_the_program_and_empty_for_the_next_test(sandbox):
+    if not sandbox.has_disk:
+        pytest.skip("no directory to write in")
+    program = """
+import os
+def attack():
+    before = os.listdir(".")
+    count = 0
+    try:
+        while True:
+            with open(str(count), "wb") as file:
+                file.write(bytes(1 << 20))
+            count += 1
+    except OSError as error:
+        return before, count, os.strerror(error.errno)
+"""
+    limits = attrs.evolve(LIMITS, disk_bytes=8 * MEBIBYTE)
+    outcomes = await sandbox.run(program, [Test(function="attack")] * 2, limits=limits)
+    for outcome in outcomes:
+        assert outcome.value[0] == []
+        assert outcome.value[1] in (7, 8)
+        assert outcome.value[2] == "No space left on device"
+
+
+async def test_a_large_file_and_a_great_many_small_ones_are_refused(sandbox):
+    if not sandbox.has_disk:
+        pytest.skip("no directory to write in")
+    limits = attrs.evolve(LIMITS, file_bytes=MEBIBYTE, files=500)
+    large = await outcome_of(sandbox, "open('a', 'wb').write(bytes(2 << 20))", limits=limits)
+    assert "File too large" in large.stderr
+    many = await outcome_of(sandbox, "import itertools\nfor i in itertools.count(): open(str(i), 'w')", limits=limits)
+    assert many.end == "disk_limit" or "No space left on device" in many.stderr
+
+
+async def test_a_deep_tree_of_files_does_not_outlive_its_test(sandbox):
+    if not sandbox.has_disk:
+        pytest.skip("no directory to write in")
+    program = """
+import os
+if input():
+    for _ in range(900):
+        os.mkdir("d"); os.chdir("d")
+    os.chmod(".", 0)
+else:
+    print(os.listdir("."))
+"""
+    deep, after = await sandbox.run(program, [Test(stdin="1\n"), Test(stdin="\n")], limits=LIMITS)
+    assert deep.is_clean, deep
+    assert after.stdout == "[]\n" or after.end == "disk_limit"
+
+
+async def test_a_flood_of_output_ends_the_test_and_keeps_the_beginning(sandbox):
+    limits = attrs.evolve(LIMITS, output_bytes=100_000)
+    for stream in ("stdout", "stderr"):
+        outcome = await outcome_of(sandbox, f"import sys\nwhile True: sys.{stream}.write('x' * 65536)", limits=limits)
+        assert outcome.end == "output_limit"
+        assert getattr(outcome, stream) == "x" * 100_000
+
+
+async def test_its_limits_cannot_be_raised(sandbox):
+    program = """
+import resource
+def attack():
+    raised = []
+    for name in ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE"):
+        kind = getattr(resource, "RLIMIT_" + name)
+        soft, hard = resource.getrlimit(kind)
+        try:
+            resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            raised.append(name)
+        except (ValueError, OSError):
+            pass
+    return raised
+"""
+    assert await answer_of(sandbox, program) == []
+
+
+# --- what it sees -----------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_outside_can_be_written(sandbox, tmp_path):
+    tmp_path.chmod(0o777)
+    places = [
+        str(tmp_path),
+        "/",
+        "/usr",
+        "/etc",
+        "/dev",
+        "/dev/shm",
+        "/var/tmp",
+        "/proc",
+        "/sys",
+        "/run",
+        str(Path.home()),
+    ]
+    program = """
+def attack(places):
+    written = []
+    for place in places:
+        for name in ("/written_by_a_test", "/null"):
+            try:
+                open(place + name, "x").close()
+                written.append(place + name)
+            except OSError:
+                pass
+    return written
+"""
+    assert await answer_of(sandbox, program, places) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_files_of_the_run_cannot_be_read_or_listed(sandbox, tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "secret").write_text("secret")
+    paths = [
+        str(tmp_path / "secret"),
+        str(Path.home()),
+        str(Path(__file__)),
+        "/etc/shadow",
+        "/etc/passwd",
+        str(tmp_path),
+    ]
+    assert await answer_of(sandbox, _READ, paths) == []
+
+
+_READ = """
+import os
+def attack(paths):
+    read = []
+    for path in paths:
+        try:
+            os.listdir(path) if os.path.isdir(path) else open(path).read()
+            read.append(path)
+        except OSError:
+            pass
+    return read
+"""
+
+
+async def test_other_processes_and_the_secrets_of_the_environment_cannot_be_read(sandbox, monkeypatch):
+    monkeypatch.setenv("API_KEY", "the-secret-key")
+    program = """
+import os
+def attack(pids):
+    found = dict(os.environ)
+    try:
+        pids += [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        pass
+    for pid in [*pids, "self", 1, os.getppid()]:
+        for name in ("environ", "cmdline", "maps", "mem"):
+            try:
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    found[f"{pid}/{name}"] = file.read(4000).decode(errors="replace") if name != "mem" else "opened"
+            except OSError:
+                pass
+    return found
+"""
+    found = await answer_of(sandbox, program, [os.getpid(), os.getppid()])
+    assert "the-secret-key" not in json.dumps(found)
+    assert set(found) & {"API_KEY", f"{os.getpid()}/environ", f"{os.getpid()}/mem", "1/mem", "1/maps"} == set()
+    assert {name for name in found if "/" not in name} <= {
+        "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONHASHSEED", "HOME", "TMPDIR", "LC_CTYPE", "PWD",
+    }  # fmt: skip
+
+
+async def test_open_files_of_the_supervisor_are_not_inherited(sandbox):
+    program = """
+import os
+def attack():
+    return [fd for fd in range(1024) if _is_open(fd)]
+def _is_open(fd):
+    try:
+        os.fstat(fd)
+        return True
+    except OSError:
+        return False
+"""
+    assert await answer_of(sandbox, program) == [0, 1, 2, 3]
+
+
+async def test_no_kind_of_socket_can_be_made_but_pairs(sandbox):
+    program = """
+import socket
+def attack():
+    made = []
+    for family in range(46):
+        for kind in (1, 2, 3, 5):
+            try:
+                socket.socket(family, kind).close()
+                made.append((family, kind))
+            except OSError:
+                pass
+    left, right = socket.socketpair()
+    left.send(b"through the pair")
+    return made, right.recv(100).decode()
+"""
+    assert await answer_of(sandbox, program) == [[], "through the pair"]
+
+
+async def test_a_symlink_leads_nowhere_and_is_removed_itself(sandbox, tmp_path):
+    if not sandbox.has_disk:
+        pytest.skip("no directory to write in")
+    tmp_path.chmod(0o777)
+    (tmp_path / "kept").write_text("kept")
+    program = f"""
+import os
+os.symlink({str(tmp_path)!r}, "directory")
+os.symlink({str(tmp_path / "kept")!r}, "file")
+for path in ("directory/kept", "file"):
+    try:
+        print(open(path).read())
+    except OSError:
+        print("refused")
+"""
+    outcomes = await sandbox.run(program, [Test(), Test()], limits=LIMITS)
+    assert [outcome.stdout for outcome in outcomes] == ["refused\nrefused\n"] * 2
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+async def test_dangerous_system_calls_are_refused(sandbox):
+    program = """
+import ctypes, os
+def attack():
+    libc = ctypes.CDLL(None, use_errno=True)
+    attempts = {
+        "ptrace": lambda: libc.ptrace(16, os.getppid(), 0, 0),
+        "unshare": lambda: libc.unshare(0x10000000),
+        "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
+        "memfd": lambda: libc.memfd_create(b"a", 0),
+        "shared memory": lambda: libc.shmget(0, 1 << 20, 0o1600),
+        "setuid": lambda: libc.setuid(0),
+        "hide": lambda: libc.prctl(4, 0, 0, 0, 0),
+        "limits of another": lambda: libc.prlimit(os.getppid(), 7, None, ctypes.create_string_buffer(16)),
+        "io_uring": lambda: libc.syscall(425, 8, ctypes.create_string_buffer(120)),
+    }
+    return [name for name, attempt in attempts.items() if attempt() != -1]
+"""
+    assert await answer_of(sandbox, program) == []
+
+
+async def test_signals_reach_no_other_process(sandbox):
+    with subprocess.Popen(["sleep", "600"]) as bystander:
+        program = """
+import os, signal
+def attack(pids):
+    for number in range(1, 65):
+        for pid in [*pids, os.getppid(), 1]:
+            try:
+                os.kill(pid, number)
+            except OSError:
+                pass
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except OSError:
+        pass
+    return "alive"
+"""
+        try:
+            assert await answer_of(sandbox, program, [bystander.pid, os.getpid()]) == "alive"
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+async def test_orphans_are_gone_when_the_test_has_ended(sandbox, marker):
+    program = f"{_SLEEPER}\nsleeper(input())\nprint('left an orphan')"
+    seen = await outcome_of(sandbox, program, stdin=marker)
+    assert seen.stdout == "left an orphan\n"
+    assert processes_named(f"600.{marker}") == []
+
+
+async def test_who_stops_all_processes_that_it_can_does_not_stop_its_own_end(sandbox, marker):
+    program = f"""{_SLEEPER}
+import signal
+sleeper(input())
+for _ in range(8):
+    if os.fork() == 0:
+        while True:
+            os.kill(-1, signal.SIGSTOP)
+"""
+    first, second = await sandbox.run(program, [Test(stdin=marker)] * 2, limits=attrs.evolve(LIMITS, wall_s=1.0))
+    assert {first.end, second.end} <= {"exited", "wall_limit"}
+    assert processes_named(f"600.{marker}") == []
+
+
+async def test_nothing_is_left_when_the_run_is_cancelled(sandbox, marker):
+    program = f"{_SLEEPER}\nsleeper(input())\nimport time\ntime.sleep(600)"
+    run = asyncio.create_task(outcome_of(sandbox, program, stdin=marker))
+    await _seen(f"600.{marker}")
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert processes_named(f"600.{marker}") == []
+
+
+async def test_nothing_is_left_when_the_supervisor_is_killed(sandbox, marker):
+    program = f"{_SLEEPER}\nsleeper(input())\nimport time\ntime.sleep(600)"
+    async with sandbox.opened(program, limits=LIMITS) as session:
+        run = asyncio.create_task(session.run(Test(stdin=marker)))
+        await _seen(f"600.{marker}")
+        session.process.kill()
+        with pytest.raises(SandboxError, match="ended: by SIGKILL"):
+            await run
+    # Teardown of a namespace is the kernel's.
+    wait_until_gone(f"600.{marker}")
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(sandbox, marker):
+    script = f"""
+import asyncio
+from rl_environments.sandbox import Limits, Sandbox, Test
+sandbox = Sandbox(**{attrs.asdict(sandbox)!r})
+program = {_SLEEPER!r} + "sleeper(input())\\nimport time\\ntime.sleep(600)"
+asyncio.run(sandbox.run(program, [Test(stdin={marker!r})], limits=Limits(wall_s=600.0)))
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as trainer:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not processes_named(f"600.{marker}"):
+                assert time.monotonic() < deadline, "the program did not start"
+                time.sleep(0.02)
+        finally:
+            trainer.kill()
+    wait_until_gone(f"600.{marker}")
+
+
+async def test_without_a_sandbox_the_attacks_succeed(tmp_path):
+    sandbox = await shared_sandbox("none", slots=SLOTS)
+    found, _ = await escapes(sandbox)
+    assert len(found) == 5
+    (tmp_path / "secret").write_text("secret")
+    assert await answer_of(sandbox, _READ, [str(tmp_path / "secret")]) == [str(tmp_path / "secret")]
+
+
+async def test_without_a_sandbox_processes_end_with_their_test_all_the_same(marker):
+    sandbox = await shared_sandbox("none", slots=SLOTS)
+    outcome = await outcome_of(sandbox, f"{_SLEEPER}\nsleeper(input())\nprint('left')", stdin=marker)
+    assert outcome.stdout == "left\n"
+    assert processes_named(f"600.{marker}") == []
+    assert (await outcome_of(sandbox, "while True: pass", limits=Limits(cpu_s=1, wall_s=60.0))).end == "cpu_limit"
+
+
+async def _seen(word: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not processes_named(word):
+        assert time.monotonic() < deadline, f"no process named {word}"
+        await asyncio.sleep(0.02)
