@@ -1,0 +1,146 @@
+"""Runs whose responses are the rows' own: supervised, of pairs, and of a reward model. No engine is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import rl_rollout.local.plugin
+from rl_core.config import Config
+from rl_core.errors import ConfigError, DataError
+from rl_core.trainer.run import run_evaluation, run_training
+from tests.examples.test_resume import KillInStepAfterCheckpoint, require_same_run, train_in_child
+
+BuildConfig = Callable[..., Config]
+SUPERVISED: dict[str, Any] = {
+    "generator__type": "dataset",
+    "generator__response_key": "answer",
+    "generator__n_samples_per_prompt": 1,
+    "trainer__algorithm__policy_loss_type": "cross_entropy",
+}
+PAIRS: dict[str, Any] = {
+    "generator__type": "dataset",
+    "generator__responses": "pair",
+    "generator__n_samples_per_prompt": 2,
+    "generator__eval_n_samples_per_prompt": 2,
+    "trainer__algorithm__policy_loss_type": "dpo",
+    "trainer__algorithm__loss_reduction": "prompt_token_sum",
+    "trainer__policy_mini_batch_size": 8,
+}
+REWARD_MODEL = {**PAIRS, "trainer__algorithm__policy_loss_type": "reward_model", "generator__scored_at_end": True}
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is asked for fails the run."""
+
+    async def create(self: object, spec: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(rl_rollout.local.plugin.LocalEnginePlugin, "create", create)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> dict[str, Any]:
+    """Sums, each with a wrong answer beside the right one; where they are, as keys of a run."""
+    sums = [(a, b) for a in range(12) for b in range(12)]
+    rows = [{"prompt": f"{a:02}+{b:02}=", "chosen": f"{a + b:03}", "rejected": f"{a + b + 1:03}"} for a, b in sums]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data__train_data": [str(file)], "data__val_data": [str(file)]}
+
+
+def test_supervised_fine_tuning_lowers_the_held_out_loss(small_run: BuildConfig, tmp_path: Path):
+    run_training(small_run(tmp_path / "run", **SUPERVISED, trainer__max_training_steps=12))
+    rows = rows_of(tmp_path / "run")
+    losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert not any(name.startswith(("reward/", "rollout/staleness", "weight_sync/")) for row in rows for name in row)
+    assert "Held-out loss" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_killed_run_resumes_to_exactly_the_uninterrupted_one(small_run: BuildConfig, tmp_path: Path):
+    expected, run_dir = tmp_path / "expected", tmp_path / "run"
+    assert train_in_child(small_run(expected, **SUPERVISED)) == 0
+    name = f"{__name__}:{KillInStepAfterCheckpoint.__name__}"
+    assert train_in_child(small_run(run_dir, **SUPERVISED, trainer__callbacks=[name])) == -9
+    assert train_in_child(small_run(run_dir, **SUPERVISED)) == 0
+    require_same_run(run_dir, expected)
+
+
+def test_preferences_move_the_margin_and_leave_the_reference(
+    small_run: BuildConfig, pairs: dict[str, Any], tmp_path: Path
+):
+    run_training(small_run(tmp_path / "run", **PAIRS, **pairs, trainer__max_training_steps=12))
+    rows = rows_of(tmp_path / "run")
+    evaluated = [row for row in rows if "eval/pair_accuracy" in row]
+    # The policy begins as its reference: no margin, and the loss of a coin.
+    assert evaluated[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert evaluated[0]["eval/pair_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert evaluated[-1]["eval/pair_margin"] > 0.01
+    assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
+
+
+def test_a_reward_model_learns_and_is_saved_with_its_head(
+    small_run: BuildConfig, pairs: dict[str, Any], tmp_path: Path
+):
+    run_training(small_run(tmp_path / "run", **REWARD_MODEL, **pairs, trainer__max_training_steps=12))
+    losses = [row["eval/loss"] for row in rows_of(tmp_path / "run") if "eval/loss" in row]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+    assert losses[-1] < losses[0]
+    head = load_file(tmp_path / "run" / "model" / "value_head.safetensors")
+    assert head["value_head.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({**SUPERVISED, "generator__n_samples_per_prompt": 4}, "generator.n_samples_per_prompt: got 4; a row has 1"),
+        ({**PAIRS, "generator__n_samples_per_prompt": 1}, "generator.n_samples_per_prompt: got 1"),
+        (
+            {**PAIRS, "generator__eval_n_samples_per_prompt": 1},
+            "generator.eval_n_samples_per_prompt: got 1; a row has 2",
+        ),
+        ({**PAIRS, "trainer__algorithm__loss_reduction": "token_mean"}, "give prompt_token_sum"),
+        ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "right for one optimizer step"),
+        ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "right for one optimizer step"),
+        ({"trainer__algorithm__policy_loss_type": "reward_model"}, "take pairs from data, with generator.type=dataset"),
+        ({**SUPERVISED, "generator__response_key": "reply"}, "train.parquet:1: the row has no response"),
+        (
+            {**SUPERVISED, "generator__sampling_params__max_generate_length": 3},
+            "the response has 4 tokens; generator.sampling_params.max_generate_length is 3",
+        ),
+        ({**SUPERVISED, "generator__responses": "three"}, "generator.responses"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_the_run(
+    keys: dict[str, Any], message: str, small_run: BuildConfig, tmp_path: Path
+):
+    with pytest.raises((ConfigError, DataError), match=message):
+        run_training(small_run(tmp_path / "run", **keys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_long_responses_are_left_out_where_that_is_said(small_run: BuildConfig, tmp_path: Path, caplog: Any):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1+1=", "answer": "2" * (1 + 3 * (n % 2))} for n in range(32)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"data__train_data": [str(file)], "data__val_data": [str(file)], "data__on_long_prompt": "drop"}
+    length = {"generator__sampling_params__max_generate_length": 3, "trainer__epochs": 3}
+    run_training(small_run(tmp_path / "run", **SUPERVISED, **keys, **length))
+    assert "16 of 32 rows were left out" in caplog.text
+
+
+def test_nothing_is_played_with_it(small_run: BuildConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="plays no prompts"):
+        run_evaluation(small_run(tmp_path / "run", **SUPERVISED))

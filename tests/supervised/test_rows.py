@@ -1,0 +1,160 @@
+"""Rows with responses of their own as token ids: which tokens are trained on, and which rows are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.testing.models import character_tokenizer
+from rl_core.trainer.data import read_rows
+from rl_rollout.chat import TokenCodec
+from rl_rollout.supervised_tokens import RowEncoder, Supervised, TrainedTurns, text_parts
+from tests.supervised.trained import PAIRS, config_of, first_batch
+
+OPENING = "{% if add_generation_prompt %}[assistant:{% endif %}"
+CHAT = "{% for m in messages %}[{{ m.role }}:{{ m.content }}<eos>]{% endfor %}" + OPENING
+DROPS_THOUGHTS = (
+    "{% for m in messages %}[{{ m.role }}:{{ m.content if loop.last else m.content.split('!')[-1] }}<eos>]{% endfor %}"
+    + OPENING
+)
+ALPHABET = "".join(map(chr, range(32, 127)))
+
+
+def encoder(template: str | None = CHAT, *, trained_turns: TrainedTurns = "all", scored_at_end: bool = False):
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    codec = TokenCodec(tokenizer, chat_template_kwargs={})
+    return codec, RowEncoder(codec, response_key="completion", trained_turns=trained_turns, scored_at_end=scored_at_end)
+
+
+def shown(codec: TokenCodec, sequence: Supervised) -> str:
+    """The text, trained parts in braces."""
+    text, was = "", False
+    for token, is_trained in zip(sequence.tokens, sequence.trained, strict=True):
+        text += "{" * (is_trained and not was) + "}" * (was and not is_trained) + codec.tokenizer.decode([token])
+        was = is_trained
+    return text + "}" * was
+
+
+def say(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, "1+1={2<eos>}"),
+        ({"prompt": "1+1=", "completion": "2<eos>"}, "1+1={2<eos>}"),
+        ({"messages": say("a", "b")}, "[user:a<eos>][assistant:{b<eos>}"),
+        ({"messages": say("a", "b", "c", "d")}, "[user:a<eos>][assistant:{b<eos>}][user:c<eos>][assistant:{d<eos>}"),
+        ({"prompt": say("a"), "completion": say("a", "b")[1:]}, "[user:a<eos>][assistant:{b<eos>}"),
+        ({"prompt": say("a"), "completion": "b"}, "[user:a<eos>][assistant:{b<eos>}"),
+        # The assistant's words in a prompt are given, not trained on.
+        (
+            {"prompt": say("a", "b", "c"), "completion": "d"},
+            "[user:a<eos>][assistant:b<eos>][user:c<eos>][assistant:{d<eos>}",
+        ),
+    ],
+)
+def test_the_response_and_its_end_are_trained_on(row: dict[str, Any], expected: str):
+    codec, encode = encoder()
+    assert shown(codec, encode.response(row)) == expected
+
+
+def test_the_last_turn_alone_where_a_template_drops_earlier_thoughts():
+    row = {"messages": say("a", "think!b", "c", "hm!d")}
+    with pytest.raises(DataError, match=r"generator\.trained_turns=last"):
+        encoder(DROPS_THOUGHTS)[1].response(row)
+    codec, encode = encoder(DROPS_THOUGHTS, trained_turns="last")
+    assert shown(codec, encode.response(row)) == "[user:a<eos>][assistant:b<eos>][user:c<eos>][assistant:{hm!d<eos>}"
+
+
+@pytest.mark.parametrize(
+    ("columns", "trained"),
+    [
+        ({}, [0, 1, 1, 1]),
+        ({"loss_mask": [1, 0, 1, 1]}, [0, 0, 1, 1]),
+        ({"completion_mask": [0, 0, 0, 1]}, [0, 0, 0, 1]),
+        ({"assistant_masks": [0, 1, 0, 1]}, [0, 1, 0, 1]),
+        ({"labels": [-100, -100, 5, 6]}, [0, 0, 1, 1]),
+    ],
+)
+def test_token_ids_are_taken_as_they_are(columns: dict[str, Any], trained: list[int]):
+    sequence = encoder()[1].response({"input_ids": [7, 4, 5, 6], **columns})
+    assert sequence.tokens == (7, 4, 5, 6)
+    assert list(sequence.trained) == [bool(value) for value in trained]
+
+
+def test_a_score_is_read_behind_the_whole_response():
+    codec, encode = encoder(scored_at_end=True)
+    assert shown(codec, encode.response({"prompt": "a", "completion": "b"})) == "ab<eos>{<eos>}"
+
+
+def test_people_see_the_parts_apart():
+    codec, encode = encoder()
+    sequence = encode.response({"messages": say("a", "b", "c", "d")})
+    prompt, response = text_parts(codec, sequence)
+    assert prompt == "[user:a<eos>][assistant:"
+    assert response == "b<eos> → ][user:c<eos>][assistant:d<eos>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, "the row has no response: neither 'messages' nor 'input_ids' nor 'completion'"),
+        ({"prompt": "a", "completion": 5}, "'completion' must be text, as the prompt is, got int"),
+        ({"prompt": "", "completion": "b"}, "the prompt has no tokens"),
+        ({"messages": say("a")}, "no message of the assistant to train on"),
+        ({"input_ids": [1]}, "at least two token ids"),
+        ({"input_ids": [1, 2.5, 3]}, "must be a list of at least two token ids"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, "'loss_mask' has 2 values for 3 tokens"),
+        ({"input_ids": [1, 2, 3], "labels": [-100] * 3}, "no token of 'input_ids' is marked as trained"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused(row: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        encoder()[1].response(row)
+
+
+def test_a_pair_needs_both_responses():
+    with pytest.raises(DataError, match="the row has no 'rejected'"):
+        encoder()[1].pair({"prompt": "a", "chosen": "b"})
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no eos_token"):
+        RowEncoder(
+            TokenCodec(tokenizer, chat_template_kwargs={}),
+            response_key="completion",
+            trained_turns="all",
+            scored_at_end=False,
+        )
+
+
+def test_rows_that_hold_their_prompt_in_another_way_are_read(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    conversation = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "%s"}]'
+    file.write_text(
+        f'{{"input_ids": [1, 2, 3]}}\n{{"chosen": {conversation % "b"}, "rejected": {conversation % "c"}}}\n'
+    )
+    rows = [row.row["prompt"] for row in read_rows([file], key="data.train_data")]
+    assert rows == ["3 token ids", [{"role": "user", "content": "a"}]]
+
+
+def test_a_pair_is_two_trajectories_the_preferred_one_with_the_reward(tmp_path: Path):
+    from rl_core.testing.models import make_checkpoint
+
+    model = make_checkpoint(tmp_path / "model")
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "33"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+    keys = {**PAIRS, "trainer.algorithm.policy_loss_type": "dpo"}
+    batch = first_batch(config_of(tmp_path, model, rows, **keys))
+    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    starts = batch.offsets.tolist()
+    rewards = [float(batch["rewards"][a:b].sum()) for a, b in pairwise(starts)]
+    assert rewards == [1.0, 0.0, 1.0, 0.0]
