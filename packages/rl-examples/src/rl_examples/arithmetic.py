@@ -88,6 +88,15 @@ def write_model(directory: Path, *, seed: int) -> None:
     _write(Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), tokenizer, directory, seed=seed)
 
 
+def write_small_model(directory: Path, *, seed: int) -> None:
+    """Writes a freshly initialised Qwen3 of 52,128 parameters and its tokenizer: as `write_model`, but narrower."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _tokenizer()
+    sizes = {"hidden_size": 48, "intermediate_size": 128, "head_dim": 12}
+    _write(Qwen3ForCausalLM, Qwen3Config(**{**_shape(tokenizer), **sizes}), tokenizer, directory, seed=seed)
+
+
 def write_moe_model(directory: Path, *, seed: int) -> None:
     """Writes a freshly initialised Qwen3-MoE of 248,256 parameters and its tokenizer: as `write_model`, but with four
     experts of half the width, of which a token takes two."""
