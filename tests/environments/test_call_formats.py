@@ -130,10 +130,8 @@ def test_formats_are_told_apart_by_their_marks():
         assert (call.name, dict(call.arguments)) == ("f", {"a": "1"})
 
 
-PIECES = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>", "<|python_tag|>", '{"name":"f",', '"arguments":{', "}", "{", "[", '"', ";", "1", "\\", "x"]
-    + [" ", "\n"]
-)
+MARKS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
+PIECES = st.sampled_from([*MARKS, *'{}[]";:1\\x \n', '{"name": "f", ', '"arguments": {', "<|python_tag|>", "<think>"])
 
 
 @given(st.lists(PIECES, max_size=30).map("".join))

@@ -42,6 +42,8 @@ class Corpus:
     def search(self, query: str, count: int) -> list[Document]:
         """At most `count` documents that share a word with the query, the best first."""
         words = self._bm25s.tokenize([query], show_progress=False, return_ids=False)
+        if not words[0]:
+            return []
         found = self._retriever.retrieve(
             words, corpus=range(len(self._documents)), k=min(count, len(self._documents)), show_progress=False
         )

@@ -85,7 +85,7 @@ class ToolEnvironment:
         calls = self._format_of(action).read(action.text)
         if not calls:
             reward = await self.judge(without_thought(action.text).strip())
-            return StepResult(reward=reward, done=True, metrics=self._metrics(reward))
+            return StepResult(reward=reward, done=True, metrics=self.metrics(reward))
         answers = await run_calls(
             calls,
             self._tools,
@@ -95,7 +95,7 @@ class ToolEnvironment:
         )
         self.num_calls += len(answers)
         self.num_wrong_calls += sum(answer.is_wrong for answer in answers)
-        return StepResult(reward=0.0, done=False, observation=self.observation(answers), metrics=self._metrics(0.0))
+        return StepResult(reward=0.0, done=False, observation=self.observation(answers), metrics=self.metrics(0.0))
 
     async def close(self) -> None:
         """See `Environment.close`."""
@@ -105,7 +105,8 @@ class ToolEnvironment:
             self._format = MARKED if action.example_call is None else format_of_example(action.example_call)
         return self._format
 
-    def _metrics(self, reward: float) -> dict[str, float]:
+    def metrics(self, reward: float) -> dict[str, float]:
+        """Reported with every turn."""
         return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
 
 
