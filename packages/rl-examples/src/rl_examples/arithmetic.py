@@ -86,8 +86,8 @@ def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARA
     Args:
         directory: is made.
         seed: of the weights.
-        characters: all that it can read and say besides the end; `?` is among them and stands for what is unknown. Marks
-            such as `<search>` are one token each.
+        characters: all that it can read and say besides the end; `?` is among them and stands for what is unknown.
+            Marks such as `<search>` are one token each.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,9 +1,9 @@
 """GRPO over several tries: a small model adds, hears which digits are wrong, and corrects them, on two CPU cores.
 
 Asked `37+45=`, it answers `290$` (lowest digit first, as sums are computed; right is 280), is told `+-+=`, a mark for
-each digit, and tries again: `280$`. Three tries. The start is warmed up on tries that are random but for the digits that
-it was told are right. Only the end is rewarded, so all tries of an episode share its advantage: what is learned is to
-add, to keep what is right, and to change what is not.
+each digit, and tries again: `280$`. Three tries. The start is warmed up on tries half of whose digits are random, but
+for those that were told right. Only the end is rewarded, so all tries of an episode share its advantage: what is
+learned is to add, to keep what is right, and to change what is not.
 Left out, on purpose: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)
@@ -19,8 +19,9 @@ from typing import Any
 
 from rl_core.config import Config, from_mapping
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
-from rl_examples.arithmetic import NUM_HELD_OUT, ArithmeticEnvironment
+from rl_examples.arithmetic import ArithmeticEnvironment
 
+NUM_HELD_OUT = 300
 MAX_TRIES = 3
 
 _DIRECTORY = "runs/second_try_data"
@@ -47,14 +48,14 @@ recipe = Recipe(
         "trainer.bf16": False,
         "trainer.gradient_checkpointing": False,
         "trainer.num_threads": 1,
-        "trainer.max_training_steps": 60,
+        "trainer.max_training_steps": 100,
         "trainer.train_batch_size": 32,
         "trainer.policy_mini_batch_size": 32,
         "trainer.update_epochs_per_batch": 2,
         "trainer.micro_train_batch_size_per_gpu": 512,
         "trainer.micro_forward_batch_size_per_gpu": 512,
         "trainer.logprobs_chunk_size": 16384,
-        "trainer.eval_interval": 10,
+        "trainer.eval_interval": 20,
         "trainer.ckpt_interval": -1,
         "generator.max_turns": MAX_TRIES,
         "generator.max_input_length": 40,
@@ -127,7 +128,7 @@ def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One try: digits that were marked as right are kept, and half of the others are right."""
+    """One try: digits that were marked as right are kept; of the others half are right, and a few by chance."""
     answer: str = problem["answer"]
     said, heard = problem["prompt"], "-" * len(answer)
     guess = _guess(heard, answer, rng)
