@@ -1,7 +1,8 @@
-"""The environment of functions that docs/environments.md shows, played through the generator with a template's own calls."""
+"""The environment of functions of docs/environments.md, played through the generator with a template's own calls."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,10 +45,8 @@ def test_the_environment_in_the_documentation_passes_its_suite_in_at_most_thirty
         rewards: ClassVar[dict[Any, float]] = {(CALL, "It is 1.0."): 1.0, "2": 0.0, (CALL, CALL, "x"): 0.0}
 
     for check in [name for name in dir(Suite) if name.startswith("test_")]:
-        try:
+        with contextlib.suppress(pytest.skip.Exception):
             getattr(Suite(), check)()
-        except pytest.skip.Exception:
-            pass
 
 
 async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result():
