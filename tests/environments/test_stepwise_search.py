@@ -1,4 +1,4 @@
-"""Searching step by step costs no more tokens than one sequence per conversation, where the template keeps earlier turns."""
+"""Searching step by step costs the tokens of one sequence each, where the template keeps earlier turns."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Asked for somebody's number, `kro?`, it says `<answer>417</answer>`, or searches
 `<information>kro 417</information>`, and answers then; a mark such as `<search>` is one token. The numbers are in
 documents that the environment `search` finds by BM25, as it does for a model that writes sentences. Held-out names have
 documents, but are in no demonstration and no problem trained on: only who searches finds their numbers. The start is
-warmed up on demonstrations, a third of which guess; half of the searches are for somebody else.
+warmed up on demonstrations; one in four of their searches is for somebody else, and half of their answers guess.
 Left out, on purpose: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
@@ -159,14 +159,15 @@ def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed:
     rng = random.Random(seed)
     shown = [DataRow(demonstrated(rows, rng), f"demonstration {number}") for number in range(20_000)]
     played = [DataRow(row, f"problem {number}") for number, row in enumerate(rows)]
-    settings = WarmStart(target_accuracy=START_ACCURACY, temperature=1.0, updates_per_check=25)
+    # With the quick start's 3e-3, one seed in two did not learn to copy within 700 updates.
+    settings = WarmStart(target_accuracy=START_ACCURACY, temperature=1.0, lr=2e-3, updates_per_check=25)
     make_whole(directory, lambda partial: warm_start(config, shown, partial, settings, check_rows=played))
 
 
 def demonstrated(rows: Sequence[dict[str, str]], rng: random.Random) -> dict[str, Any]:
-    """One turn of the policy. Half of the conversations guess; of the searches, half are for somebody else."""
+    """One turn of the policy: a guess, a search, or the answer after one. A quarter searches for somebody else."""
     row, other = rng.choice(rows), rng.choice(rows)
-    found = rng.choice([row, other])
+    found = other if rng.random() < 0.25 else row
     search = f"<search>{found['prompt'][:-1]}</search>"
     shown = f"{row['prompt']}{search}<information>{found['prompt'][:-1]} {found['answer']}</information>"
     turns = [
