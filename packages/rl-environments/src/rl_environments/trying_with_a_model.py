@@ -23,7 +23,8 @@ def play_with(recipe: str, environment: str, overrides: Sequence[str]) -> int:
     """
     from rl_core.trainer.run import run_generation
 
-    loaded = configuration.load(recipe, [*overrides, f"environment.env_class={environment}"])
+    one_sample = "generator.n_samples_per_prompt=1"
+    loaded = configuration.load(recipe, [one_sample, *overrides, f"environment.env_class={environment}"])
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "episodes.jsonl"
         run_generation(loaded, output, limit=NUM_PROMPTS)
