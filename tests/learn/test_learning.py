@@ -210,6 +210,42 @@ CASES = (
         )
     ),
     *(
+        Case(name=f"{recipe}_seed{seed}", says=says, recipe=recipe, seed=seed, at_least=0.75, rl_seconds=480.0)
+        for recipe, says in (
+            ("calculator", "a small model that cannot multiply learns to call a calculator"),
+            ("look_up", "a small model learns to search documents before it answers"),
+            ("second_try", "a small model corrects its sums in three tries, told which digits are wrong"),
+        )
+        for seed in (0, 1)
+    ),
+    *(
+        Case(
+            name=f"{recipe}_control",
+            says=says,
+            recipe=recipe,
+            overrides=(override,),
+            below=0.5,
+            rl_seconds=480.0,
+        )
+        for recipe, says, override in (
+            (
+                "calculator",
+                "the same with a calculator that answers nonsense: must not learn",
+                "environment.env_class=broken_pocket_calculator",
+            ),
+            (
+                "look_up",
+                "the same with searches that show somebody else's number: must not learn",
+                "environment.env_class=mixed_up_look_up",
+            ),
+            (
+                "second_try",
+                "the same with rewards given to another prompt's samples: must not learn",
+                "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",
+            ),
+        )
+    ),
+    *(
         Case(
             name=name,
             says=says,

@@ -80,11 +80,18 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     unfinished.replace(path)
 
 
-def write_model(directory: Path, *, seed: int) -> None:
-    """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character."""
+def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARACTERS) -> None:
+    """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character.
+
+    Args:
+        directory: is made.
+        seed: of the weights.
+        characters: all that it can read and say besides the end; `?` is among them and stands for what is unknown.
+            Marks such as `<search>` are one token each.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(characters)
     _write(Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), tokenizer, directory, seed=seed)
 
 
@@ -135,12 +142,12 @@ def _write(model_class: Any, config: Any, tokenizer: Any, directory: Path, *, se
     tokenizer.save_pretrained(directory)
 
 
-def _tokenizer() -> Any:
+def _tokenizer(characters: Sequence[str] = CHARACTERS) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {character: index for index, character in enumerate(CHARACTERS + END)}
+    vocabulary = {character: index for index, character in enumerate([*characters, END])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("</?[a-z]+>|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="?")

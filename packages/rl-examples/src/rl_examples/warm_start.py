@@ -35,7 +35,9 @@ class WarmStart:
     """How to warm-start."""
 
     target_accuracy: float
-    """Greedy exact-match accuracy on training problems at which it ends."""
+    """Accuracy on training problems at which it ends."""
+    temperature: float = 0.0
+    """Of the answers whose accuracy counts; 0: greedy."""
     lr: float = 3e-3
     batch_size: int = 128
     max_updates: int = 1500
@@ -43,16 +45,28 @@ class WarmStart:
     rows_per_check: int = 256
 
 
-def warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
+def warm_start(
+    config: Config,
+    rows: Sequence[DataRow],
+    directory: Path,
+    settings: WarmStart,
+    *,
+    check_rows: Sequence[DataRow] | None = None,
+) -> None:
     """Trains the model at `trainer.policy.model.path` on `rows` (prompt and answer) and writes it to `directory`.
+
+    Args:
+        check_rows: problems that are played to find the accuracy; None: `rows`.
 
     Raises:
         RLError: the target was not reached within `max_updates`.
     """
-    asyncio.run(_warm_start(config, rows, directory, settings))
+    asyncio.run(_warm_start(config, rows, rows if check_rows is None else check_rows, directory, settings))
 
 
-async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, settings: WarmStart) -> None:
+async def _warm_start(
+    config: Config, rows: Sequence[DataRow], check_rows: Sequence[DataRow], directory: Path, settings: WarmStart
+) -> None:
     backend, spec = worker_spec(config, "policy", num_training_steps=None)
     optimizer = OptimizerConfig(lr=settings.lr, weight_decay=0.0, num_warmup_steps=20)
     engine, engine_told = engine_spec(config)
@@ -80,7 +94,9 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
                 await group.optim_step()
                 if update % settings.updates_per_check == 0:
                     await publish_weights(group, client, transport, update, max_bucket_bytes=2**28)
-                    accuracy = await _accuracy(config, generator, rng.sample(rows, settings.rows_per_check))
+                    accuracy = await _accuracy(
+                        config, generator, rng.sample(check_rows, settings.rows_per_check), settings
+                    )
                     progress.update(update, accuracy=accuracy, target=settings.target_accuracy)
                     if accuracy >= settings.target_accuracy:
                         await group.save_model(directory)
@@ -94,10 +110,13 @@ async def _warm_start(config: Config, rows: Sequence[DataRow], directory: Path, 
         await client.close()
 
 
-async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow]) -> float:
-    greedy = SamplingParams(max_tokens=config.generator.sampling_params.max_generate_length, temperature=0.0)
-    settings = RolloutSettings(num_samples=1, params=greedy, seed=0, drop_zero_variance=False, max_dropped_groups=0)
-    result = await evaluate(generator, rows, settings, version=0, batch_size=len(rows), timeout_s=600.0)
+async def _accuracy(config: Config, generator: Any, rows: Sequence[DataRow], settings: WarmStart) -> float:
+    sampling = config.generator.sampling_params
+    params = SamplingParams(
+        max_tokens=sampling.max_generate_length, temperature=settings.temperature, stop=tuple(sampling.stop or ())
+    )
+    played = RolloutSettings(num_samples=1, params=params, seed=0, drop_zero_variance=False, max_dropped_groups=0)
+    result = await evaluate(generator, rows, played, version=0, batch_size=len(rows), timeout_s=600.0)
     return result.metrics["eval/accuracy"]
 
 

@@ -81,8 +81,12 @@ async def play(
     respond: Respond,
     text_of: Callable[[Tokens], str],
     limits: Limits,
+    example_call: str | None = None,
 ) -> Episode:
     """Plays an episode whose first prompt is there.
+
+    Args:
+        example_call: see `Action`.
 
     Raises:
         DataError: the environment answers with something that it must not.
@@ -93,7 +97,9 @@ async def play(
     while True:
         completion = await respond(len(turns), prompt, room)
         said = text_of(completion.tokens)
-        action = Action(text=said, tokens=completion.tokens, stop_reason=completion.stop_reason)
+        action = Action(
+            text=said, tokens=completion.tokens, stop_reason=completion.stop_reason, example_call=example_call
+        )
         result = _checked(await environment.step(action))
         following, end = _what_follows(result, history, prompt, completion, len(turns) + 1, limits)
         shown = None if end else _shown(result)

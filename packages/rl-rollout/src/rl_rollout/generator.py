@@ -128,7 +128,13 @@ class EnvironmentGenerator:
             tokens, prompt_text = prompts.encode(prompt, turns.codec)
             history = start_history(turns, prompt, step_wise=self._episodes.step_wise)
             episode = await play(
-                environment, history, tokens, respond=respond, text_of=self._codec.response_text, limits=limits
+                environment,
+                history,
+                tokens,
+                respond=respond,
+                text_of=self._codec.response_text,
+                limits=limits,
+                example_call=turns.example_call if tools else None,
             )
         return self._trajectory(request, index, episode, prompt_text)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from rl_core.errors import DataError
-from rl_core.interfaces import Message
+from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
 
 _SAID = "wh4t.w4s.s4id"
@@ -53,6 +53,22 @@ class TurnTokens:
         closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
+
+    @cached_property
+    def example_call(self) -> str | None:
+        """What the template writes for `EXAMPLE_CALL`, as a response's text has it; None where it shows no calls."""
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE_CALL]}
+        try:
+            opening = self.codec.encode_text(self.codec.render([_ASKED]))
+            written = self.codec.encode_text(self.codec.render([_ASKED, calling], add_generation_prompt=False))
+        except DataError:
+            return None  # a template that refuses calls; an environment may read some in a form of its own
+        # As tokens: of two marks that both begin with `<`, text would share that letter.
+        shared = 0
+        while shared < min(len(opening), len(written)) and opening[shared] == written[shared]:
+            shared += 1
+        call = self.codec.response_text(written[shared:]).strip()
+        return call if EXAMPLE_CALL["function"]["name"] in call else None
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
         """What the template does to earlier turns when later ones follow; None if it leaves them as they were.

@@ -43,7 +43,14 @@ from rl_core.interfaces.inference import (
     StopReason,
     WeightReceivers,
 )
-from rl_core.interfaces.messages import Message, Prompt, ToolSchema, require_messages, require_tools
+from rl_core.interfaces.messages import (
+    EXAMPLE_CALL,
+    Message,
+    Prompt,
+    ToolSchema,
+    require_messages,
+    require_tools,
+)
 from rl_core.interfaces.options import Configurable, above, at_least, between
 from rl_core.interfaces.rollouts import (
     Action,
@@ -121,6 +128,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "CONTRACTS",
     "Contract",
+    "EXAMPLE_CALL",
     "Message",
     "Metrics",
     "Plan",

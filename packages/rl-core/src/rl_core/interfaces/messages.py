@@ -19,6 +19,12 @@ Prompt = str | Sequence[Message]
 ToolSchema = Mapping[str, Any]
 """A function offered to the model, as `tools=` of a chat template takes it:
 `{"type": "function", "function": {"name": …, "description": …, "parameters": <JSON schema of an object>}}`."""
+EXAMPLE_CALL: Mapping[str, Any] = {
+    "type": "function",
+    "id": "call00001",
+    "function": {"name": "look_up", "arguments": {"word": "example"}},
+}
+"""The call that a chat template is asked to write, to find out how it writes calls (`Action.example_call`)."""
 
 
 def require_messages(messages: object, what: str) -> Sequence[Message]:

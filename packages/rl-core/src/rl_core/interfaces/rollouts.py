@@ -30,6 +30,9 @@ class Action:
     """Decoded, without special tokens."""
     tokens: tuple[int, ...]
     stop_reason: StopReason
+    example_call: str | None = None
+    """What the model's chat template writes for `EXAMPLE_CALL`, as it would stand in `text`: the format of this model's
+    calls. None where the episode has no tools, or the template shows no calls."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,172 @@
+"""An environment played in the terminal: you are the policy.
+
+consumes     lines of standard input, each a response
+produces     what the environment shows, and what it gives for each response
+waits for    the next line (as long as it takes), the environment's answers (`timeout_s` each)
+unblocked by the end of the input, Ctrl-C, an environment that is done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from rl_core import plugins
+from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
+from rl_core.interfaces import Action, StepResult, require_messages, require_tools
+
+T = TypeVar("T")
+_OPTIONS = "environment.options."
+
+
+class EnvironmentRaised(RLError, RuntimeError):
+    """The environment raised something, which in a run would be its sample's failure."""
+
+
+def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
+    """The row that the command line names. Raises ConfigError, DataError."""
+    if (row is None) == (data is None):
+        raise ConfigError("give the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
+    if data is not None:
+        from rl_core.trainer.data import read_rows
+
+        rows = read_rows([data], key="--data")
+        if number > len(rows):
+            raise DataError(f"--number: got {number}, and {data} has {len(rows)} rows")
+        return dict(rows[number - 1].row)
+    try:
+        found = json.loads(str(row))
+    except ValueError as error:
+        raise DataError(f"--row: {row!r:.80} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f'--row: got {row!r:.80}; expected a JSON object, such as {{"prompt": "2+2="}}')
+    return found
+
+
+def options_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """`environment.options` of `environment.options.NAME=VALUE` words, values as in YAML. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        name = key.removeprefix(_OPTIONS)
+        if not equals or not key.startswith(_OPTIONS) or not name:
+            raise ConfigError(f"{word!r}: by hand, only {_OPTIONS}NAME=VALUE can be given; other keys go with --with")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: {value!r:.80} is not YAML: {error}") from None
+    return options
+
+
+def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], *, timeout_s: float) -> int:
+    """Plays one episode; the exit code.
+
+    Raises:
+        PluginError: no such environment. DataError: a row or an answer of it that cannot be.
+        EnvironmentRaised, DeadlineError: it raised, or did not answer.
+    """
+    factory: Any = plugins.load("rl_core.environments", name)
+    require_row: Callable[[Mapping[str, Any]], None] | None = getattr(factory, "require_row", None)
+    if require_row is not None:
+        require_row(row)
+    with asyncio.Runner() as runner:
+
+        def call(method: Callable[..., Any], *arguments: Any) -> Any:
+            return runner.run(_answer(method, arguments, timeout_s))
+
+        environment = call(factory, row, options)
+        try:
+            _show_prompt(call(environment.reset))
+            offered: Any = getattr(environment, "tools", None)
+            if offered is not None:
+                _show_tools(call(offered))
+            return _play(lambda action: call(environment.step, action))
+        finally:
+            call(environment.close)
+
+
+def _play(step: Callable[[Action], Any]) -> int:
+    total, turns = 0.0, 0
+    while True:
+        response = _read_response()
+        if response is None:
+            click.echo(f"\nended by you after {turns} turns: reward {total:g} so far")
+            return 0
+        turns += 1
+        # Without a tokenizer: one token per character, as the conformance suite has it.
+        result = step(Action(text=response, tokens=tuple(map(ord, response)), stop_reason="stop"))
+        if not isinstance(result, StepResult):
+            raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
+        total += result.reward
+        _show_result(result)
+        if result.done:
+            click.echo(f"done after {turns} turns: reward {total:g}")
+            return 0
+
+
+def _read_response() -> str | None:
+    """One line, or several where each but the last ends with a backslash; None at the end of the input."""
+    lines: list[str] = []
+    click.echo(click.style("you", bold=True) + "          ", nl=False)
+    while True:
+        line = sys.stdin.readline()
+        if not line:
+            return "\n".join(lines) if lines else None
+        line = line.rstrip("\r\n")
+        if not line.endswith("\\"):
+            return "\n".join([*lines, line])
+        lines.append(line.removesuffix("\\"))
+
+
+async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_s: float) -> Any:
+    what = getattr(method, "__name__", str(method))
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            found = method(*arguments)
+            return await _awaited(found) if inspect.isawaitable(found) else found
+    except RLError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s") from error
+        raise EnvironmentRaised(f"the environment's {what} raised {type(error).__name__}: {error}") from error
+
+
+async def _awaited(found: Awaitable[T]) -> T:
+    return await found
+
+
+def _show_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        _show("prompt", prompt)
+        return
+    for message in require_messages(prompt, "the environment's prompt"):
+        _show(message["role"], message.get("content") or json.dumps(message.get("tool_calls")))
+
+
+def _show_tools(tools: Any) -> None:
+    for offered in require_tools(tools):
+        function = offered["function"]
+        parameters = (function.get("parameters") or {}).get("properties", {})
+        _show("tool", f"{function['name']}({', '.join(parameters)}): {function.get('description', '')}")
+
+
+def _show_result(result: StepResult) -> None:
+    if result.observation is not None:
+        _show_prompt(result.observation)
+    metrics = "".join(f", {name} {value:g}" for name, value in result.metrics.items())
+    click.secho(f"{'':12} reward {result.reward:g}{metrics}", dim=True)
+
+
+def _show(who: str, text: str) -> None:
+    for number, line in enumerate(text.splitlines() or [""]):
+        click.echo(click.style(f"{who if not number else '':12} ", bold=True) + line)

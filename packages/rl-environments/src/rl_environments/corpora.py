@@ -1,0 +1,127 @@
+"""Documents of a local file, found by BM25. Needs the extra `search`.
+
+A file is read and indexed once per process, at its first search: a process that plays many episodes does it once, and
+environments in processes of their own once each. A large corpus is indexed before (`python -m rl_environments.corpora
+documents.jsonl index`): a folder is loaded as it is, memory-mapped, so that all processes share it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core.errors import ConfigError, DataError, install
+
+_one_at_a_time = threading.Lock()
+
+
+@attrs.frozen(kw_only=True)
+class Document:
+    """What a search finds."""
+
+    title: str
+    """Empty where the corpus has none."""
+    text: str
+
+
+class Corpus:
+    """Documents and their index."""
+
+    def __init__(self, retriever: Any, documents: Sequence[Any]) -> None:
+        self._bm25s = _bm25s()
+        self._retriever = retriever
+        self._documents = documents
+
+    def search(self, query: str, count: int) -> list[Document]:
+        """At most `count` documents that share a word with the query, the best first."""
+        words = self._bm25s.tokenize([query], show_progress=False, return_ids=False)
+        if not words[0]:
+            return []
+        found = self._retriever.retrieve(
+            words, corpus=range(len(self._documents)), k=min(count, len(self._documents)), show_progress=False
+        )
+        pairs = zip(found.documents[0].tolist(), found.scores[0].tolist(), strict=True)
+        return [_document(self._documents[number]) for number, score in pairs if score > 0]
+
+
+def load_corpus(path: str) -> Corpus:
+    """The corpus of a file of documents, or of a folder that `write_index` made.
+
+    Raises:
+        ConfigError: the extra is missing. DataError: no such file, or one that holds no documents.
+    """
+    with _one_at_a_time:
+        return _load(str(Path(path).expanduser().resolve()))
+
+
+@cache
+def _load(path: str) -> Corpus:
+    bm25s = _bm25s()
+    if Path(path).is_dir():
+        try:
+            retriever = bm25s.BM25.load(path, load_corpus=True, mmap=True, show_progress=False)
+        except Exception as error:
+            raise DataError(f"{path} is no index that can be read: {type(error).__name__}: {error}") from error
+        return Corpus(retriever, retriever.corpus)
+    documents = read_documents(Path(path))
+    return Corpus(_indexed(documents), documents)
+
+
+def read_documents(path: Path) -> list[dict[str, str]]:
+    """Lines of JSON with `text` and, where wanted, `title`. Raises DataError that names the line."""
+    if not path.exists():
+        raise DataError(f"environment.options.corpus: {path} does not exist; expected a .jsonl file or an index folder")
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            documents.append({"title": str(row.get("title") or ""), "text": str(row["text"])})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f'{path}:{number}: got {line!r:.80}; expected JSON like {{"title": "…", "text": "…"}}'
+            ) from None
+    if not documents:
+        raise DataError(f"{path} has no documents")
+    return documents
+
+
+def write_index(documents: Path, folder: Path) -> int:
+    """Indexes a file of documents into a new folder. Returns how many there are."""
+    if folder.exists():
+        raise DataError(f"{folder} exists already: give another folder, or remove it first")
+    read = read_documents(documents)
+    _indexed(read).save(folder, corpus=read, show_progress=False)
+    return len(read)
+
+
+def _indexed(documents: Sequence[dict[str, str]]) -> Any:
+    bm25s = _bm25s()
+    texts = [f"{each['title']} {each['text']}" for each in documents]
+    retriever = bm25s.BM25()
+    retriever.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    return retriever
+
+
+def _document(row: Any) -> Document:
+    return Document(title=row["title"], text=row["text"])
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError(f"a search needs bm25s: {install('rl-environments[search]')}") from error
+    return bm25s
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m rl_environments.corpora DOCUMENTS.jsonl INDEX_FOLDER")
+    print(write_index(Path(sys.argv[1]), Path(sys.argv[2])), "documents indexed")

@@ -1,0 +1,72 @@
+"""GSM8K in several turns: try, hear whether it was right, correct.
+
+Row:       `prompt`, `answer` or `reward_spec.ground_truth`, a number (the rows of `rl_examples.gsm8k_data`)
+Reward:    1 for the right number behind `####` in the first try, `later_reward` in a later one, else 0
+Options:   `max_tries` (3; `generator.max_turns` must be as large), `later_reward` (1.0)
+Metrics:   `accuracy` (right in any try), `first_accuracy`, `tries`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_environments.answers import number_behind_hashes, number_of_row, require_prompt
+from rl_environments.options import require_known, whole_number
+
+WRONG = "That is not the right number. Find the mistake, correct it, and end with #### and the number."
+NO_NUMBER = "There is no number behind ####. End your answer with #### and the number."
+
+
+class Gsm8kTurnsEnvironment:
+    """See the module."""
+
+    placement = "in_process"  # nothing here takes time
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        require_known(options, ("max_tries", "later_reward"), "gsm8k_turns")
+        self._prompt: Prompt = row["prompt"]
+        self._answer = number_of_row(row, "gsm8k_turns")
+        self._max_tries = whole_number(options, "max_tries", 3)
+        self._later_reward = _reward(options)
+        self._tries = 0
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        require_prompt(row, "gsm8k_turns")
+        number_of_row(row, "gsm8k_turns")
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        self._tries += 1
+        number = number_behind_hashes(action.text)
+        is_right = number == self._answer
+        metrics = {
+            "accuracy": float(is_right),
+            "first_accuracy": float(is_right and self._tries == 1),
+            "tries": float(self._tries),
+        }
+        if is_right or self._tries == self._max_tries:
+            reward = (1.0 if self._tries == 1 else self._later_reward) if is_right else 0.0
+            return StepResult(reward=reward, done=True, metrics=metrics)
+        said = NO_NUMBER if number is None else WRONG
+        # In an episode of text nothing else parts the two speakers.
+        observation = f"\n\n{said}\n\n" if isinstance(self._prompt, str) else said
+        return StepResult(reward=0.0, done=False, observation=observation, metrics=metrics)
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+
+
+def _reward(options: Mapping[str, Any]) -> float:
+    value = options.get("later_reward", 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise DataError(f"environment.options.later_reward: got {value!r}; expected a number from 0 to 1")
+    return float(value)

@@ -1,0 +1,163 @@
+"""Tasks of reasoning-gym, a hundred generators of puzzles with their checks. Needs the extra `reasoning-gym`.
+
+Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
+Row:       `prompt` (messages), and from what the puzzle is made again for its check: `task`, `seed`, `index`, and
+           `difficulty`, the task's own settings as JSON text
+Reward:    the task's score of what stands between the last `<answer>` and `</answer>`, from 0 to 1; 0 without one
+Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
+
+A task whose check is faulty is refused by name (`FAULTY_TASKS`), with what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError, DataError, install, nearest
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_environments.answers import require_prompt
+from rl_environments.options import require_known
+
+FAULTY_TASKS = {
+    "boxnet": "its check raises an error for answers that are JSON of another kind",
+    "composite": "it is a mixture that needs a list of tasks; name one of them",
+    "game_of_life_halting": "its check gives every wrong answer the score 1",
+    "list_functions": "it makes another puzzle when it is asked for the same one again",
+    "prime_factorization": "its check raises an error for answers that are no numbers",
+    "propositional_logic": "its check gives a part of the score to answers without sense",
+}
+"""Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each, and fails once one is gone."""
+ASK_FOR_MARKS = "Think first if you need to, then give the answer alone between <answer> and </answer>."
+_SIZE = 2**31 - 1
+_one_at_a_time = threading.Lock()
+
+
+class ReasoningGymEnvironment:
+    """See the module."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        require_known(options, (), "reasoning_gym")
+        self._prompt: Prompt = row["prompt"]
+        self._dataset = _dataset(row["task"], row["seed"], row.get("difficulty") or "{}")
+        with _one_at_a_time:
+            self._entry = self._dataset[row["index"]]
+        if not _is_asked(self._entry, self._prompt):
+            raise DataError(
+                f"the row's prompt does not ask what {row['task']} makes of seed {row['seed']}, index {row['index']}: "
+                "its data was made by another version of reasoning-gym; make it again"
+            )
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`. Imports nothing: whether the task exists is found when it is played."""
+        require_prompt(row, "reasoning_gym")
+        if (
+            not isinstance(row.get("task"), str)
+            or type(row.get("seed")) is not int
+            or type(row.get("index")) is not int
+        ):
+            raise DataError(
+                "a row of reasoning_gym needs task (text), seed and index (whole numbers), as `python -m "
+                f"rl_environments.reasoning_gym` writes them; the row has {', '.join(map(str, row))}"
+            )
+        _require_sound(row["task"])
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        found = re.findall(r"<answer>(.*?)</answer>", action.text, re.DOTALL)
+        score = float(self._dataset.score_answer(answer=found[-1].strip(), entry=self._entry)) if found else 0.0
+        metrics = {"accuracy": score, "is_right": float(score >= 1), "has_answer": float(bool(found))}
+        return StepResult(reward=score, done=True, metrics=metrics)
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+
+
+def rows_of(
+    task: str, count: int, *, seed: int = 0, difficulty: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of one task.
+
+    Args:
+        task: see `python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"`.
+        count: of rows.
+        seed: of the puzzles; others for held-out ones.
+        difficulty: the task's own settings.
+
+    Raises:
+        DataError: no such task or setting, or one whose check is faulty. ConfigError: the extra is missing.
+    """
+    settings = json.dumps(dict(difficulty or {}), sort_keys=True)
+    dataset = _dataset(task, seed, settings)
+    made = {"task": task, "seed": seed, "difficulty": settings, "env_class": "reasoning_gym"}
+    asked = (f"{dataset[index]['question']}\n\n{ASK_FOR_MARKS}" for index in range(count))
+    return [{"prompt": [{"role": "user", "content": text}], "index": index, **made} for index, text in enumerate(asked)]
+
+
+def _dataset(task: str, seed: int, difficulty: str) -> Any:
+    with _one_at_a_time:
+        return _made(task, seed, difficulty)
+
+
+@lru_cache(256)
+def _made(task: str, seed: int, difficulty: str) -> Any:
+    _require_sound(task)
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"reasoning-gym is not installed: {install('rl-environments[reasoning-gym]')}") from error
+    if task not in DATASETS:
+        raise DataError(f"reasoning-gym has no task {task!r}.{nearest(task, DATASETS)}")
+    settings = json.loads(difficulty)
+    try:
+        return reasoning_gym.create_dataset(task, **{"size": _SIZE, **settings, "seed": seed})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"reasoning-gym's task {task!r} does not take {settings}: {error}") from error
+
+
+def _require_sound(task: str) -> None:
+    if task in FAULTY_TASKS:
+        raise DataError(f"reasoning-gym's task {task!r} is refused: {FAULTY_TASKS[task]}")
+
+
+def _is_asked(entry: Mapping[str, Any], prompt: Prompt) -> bool:
+    said = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    return any(entry["question"] in text for text in said)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes rows of one task as a Parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    parser = argparse.ArgumentParser(prog="python -m rl_environments.reasoning_gym", description=main.__doc__)
+    parser.add_argument("task")
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of the task")
+    given = parser.parse_args(arguments)
+    try:
+        difficulty = {name: json.loads(value) for name, _, value in (each.partition("=") for each in given.set)}
+        rows = rows_of(given.task, given.count, seed=given.seed, difficulty=difficulty)
+    except (ConfigError, DataError, json.JSONDecodeError) as error:
+        parser.error(str(error))
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), given.output)
+    print(f"{len(rows)} rows of {given.task}: {given.output}")
+
+
+if __name__ == "__main__":
+    main()

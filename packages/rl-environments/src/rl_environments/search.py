@@ -1,0 +1,106 @@
+"""The loop of Search-R1 (Jin et al. 2025, arXiv 2503.09516): think, search, read, answer. Needs the extra `search`.
+
+    policy       … <search> who wrote Emma </search>
+    environment  <information> Doc 1(Title: Emma) … </information>
+    policy       … <answer> Jane Austen </answer>
+
+Row:       `prompt` that explains the marks (text or messages), `answer` (text, or a list of all that are accepted) or
+           `reward_spec.ground_truth` (the same, or Search-R1's `{"target": [...]}`)
+Reward:    1 if the answer is one of the accepted, compared as SQuAD does; else 0
+Options:   `corpus` (a .jsonl file of `title` and `text`, or an index folder: `rl_environments.corpora`), `top_k` (3),
+           `max_searches` (4), `observer` (`user`; `tool` keeps the thinking of most templates: docs/environments.md)
+Metrics:   `accuracy`, `searches`, `has_answer`
+
+Set `generator.sampling_params.stop=["</search>","</answer>"]` and `generator.max_turns` to one more than
+`max_searches`. With `generator.step_wise_trajectories` each turn may be a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_environments.answers import is_exact_match, require_prompt, right_answer
+from rl_environments.corpora import Document, load_corpus
+from rl_environments.options import require_known, text, whole_number
+
+NEITHER = (
+    "That was neither a search nor an answer. Write <search> what to look for </search>, or <answer> your answer "
+    "</answer>."
+)
+_MARKED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+
+
+class SearchEnvironment:
+    """See the module."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        require_known(options, ("corpus", "top_k", "max_searches", "observer"), "search")
+        self._prompt: Prompt = row["prompt"]
+        self._accepted = _accepted(row)
+        self._corpus = load_corpus(text(options, "corpus"))
+        self._top_k = whole_number(options, "top_k", 3)
+        self._max_searches = whole_number(options, "max_searches", 4)
+        self._observer = text(options, "observer", "user")
+        self._searches = 0
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        require_prompt(row, "search")
+        _accepted(row)
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`. A turn that does neither counts as a search, so that every episode ends."""
+        said = _MARKED.search(action.text)
+        if said and said[1] == "answer":
+            return self._done(reward=float(is_exact_match(said[2], self._accepted)), has_answer=True)
+        if self._searches == self._max_searches:
+            return self._done(reward=0.0, has_answer=False)
+        self._searches += 1
+        shown = self.information(self._corpus.search(said[2], self._top_k)) if said else self.neither()
+        # In an episode of text it is appended as it is.
+        observation = shown if isinstance(self._prompt, str) else [{"role": self._observer, "content": shown.strip()}]
+        return StepResult(reward=0.0, done=False, observation=observation, metrics=self._metrics(0.0, False))
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+
+    def information(self, documents: Sequence[Document]) -> str:
+        """What the policy is shown of a search; a subclass may write it otherwise."""
+        lines = [
+            f"Doc {number}(Title: {each.title}) {each.text}" if each.title else f"Doc {number} {each.text}"
+            for number, each in enumerate(documents, start=1)
+        ]
+        return f"\n\n<information>{chr(10).join(lines) or 'Nothing was found.'}</information>\n\n"
+
+    def neither(self) -> str:
+        """What the policy is shown after a turn without search and answer."""
+        return f"\n\n{NEITHER}\n\n"
+
+    def _done(self, *, reward: float, has_answer: bool) -> StepResult:
+        return StepResult(reward=reward, done=True, metrics=self._metrics(reward, has_answer))
+
+    def _metrics(self, accuracy: float, has_answer: bool) -> dict[str, float]:
+        return {"accuracy": accuracy, "searches": float(self._searches), "has_answer": float(has_answer)}
+
+
+def _accepted(row: Row) -> list[str]:
+    answer = right_answer(row)
+    if isinstance(answer, Mapping):
+        answer = answer.get("target")
+    accepted = [answer] if isinstance(answer, str) else list(answer) if isinstance(answer, Sequence) else []
+    if not accepted or not all(isinstance(each, str) and each for each in accepted):
+        columns = ", ".join(map(str, row))
+        raise DataError(
+            f"a row of search needs `answer` or `reward_spec.ground_truth`, text or texts; got {answer!r:.80} "
+            f"(the row has {columns})"
+        )
+    return accepted

@@ -1,0 +1,93 @@
+"""Runs environments of skyrl-gym, unchanged. Needs the extra `skyrl-gym`.
+
+Row:       SkyRL's: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; they are its
+           `extras`, with `extra_info` and `max_turns`
+Options:   `env` (the id it is registered under, e.g. `gsm8k_multi_turn`, or `package.module:Class` of your own),
+           `config` (what it takes as `env_config`: a mapping, shown as attributes), `max_turns`
+Reward:    what it says in each turn
+Metrics:   its `get_metrics()`, numbers alone, and `accuracy`: the reward of the last turn
+
+Rewards per token (a list) and `postprocessed_action` have no counterpart here: an environment that gives either is the
+failure of its sample. Set `generator.max_turns` to its own `max_turns` or more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from rl_core import plugins
+from rl_core.errors import ConfigError, DataError, install, nearest
+from rl_core.interfaces import Action, Prompt, Row, StepResult
+from rl_environments.options import require_known, text, whole_number
+
+
+class SkyrlGymEnvironment:
+    """See the module."""
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        require_known(options, ("env", "config", "max_turns"), "skyrl_gym")
+        self._prompt = row["prompt"]
+        extras: dict[str, Any] = {"extra_info": {}, **row}
+        if "max_turns" in options:
+            extras["max_turns"] = whole_number(options, "max_turns", 1)
+        self._environment = _made(text(options, "env"), _attributes(options.get("config") or {}), extras)
+        self._is_closed = False
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        prompt, _ = self._environment.init([dict(message) for message in self._prompt])
+        return prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`. Raises DataError for an output that has no counterpart here."""
+        output = self._environment.step(action.text)
+        if output.get("postprocessed_action") is not None:
+            raise DataError("its step gave a postprocessed_action; here responses stay as they were sampled")
+        reward = output["reward"]
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise DataError(f"its step gave the reward {reward!r:.80}; expected one number for the turn")
+        done = bool(output["done"])
+        observation = list(output["observations"] or [])
+        if not done and not observation:
+            raise DataError("its step is not done and shows no observation; expected a message for the next turn")
+        metrics = {name: float(value) for name, value in self._environment.get_metrics().items() if _is_number(value)}
+        return StepResult(
+            reward=float(reward),
+            done=done,
+            observation=None if done else observation,
+            metrics={"accuracy": float(reward), **metrics},
+        )
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._environment.close()
+
+
+def _made(name: str, config: Any, extras: Mapping[str, Any]) -> Any:
+    if ":" in name:
+        return plugins.import_object(name, "environment.options.env: ")(env_config=config, extras=dict(extras))
+    try:
+        import skyrl_gym
+    except ImportError as error:
+        raise ConfigError(f"skyrl-gym is not installed: {install('rl-environments[skyrl-gym]')}") from error
+    if name not in skyrl_gym.registry:
+        known = ", ".join(skyrl_gym.registry)
+        remedy = nearest(name, skyrl_gym.registry)
+        raise DataError(f"environment.options.env: skyrl-gym has no {name!r}; it has {known}.{remedy}")
+    return skyrl_gym.make(name, env_config=config, extras=dict(extras))
+
+
+def _attributes(value: Any) -> Any:
+    """As skyrl-gym's environments read their configuration: attributes, nested."""
+    if isinstance(value, Mapping):
+        return SimpleNamespace(**{key: _attributes(each) for key, each in value.items()})
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,211 @@
+"""Calls in a policy's text, in the format of its chat template.
+
+    hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                 Hermes, Qwen2.5, Qwen3
+    qwen_xml    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>    Qwen3-Coder, Qwen3.5
+    llama_json  {"name": "add", "parameters": {"a": 1}}                                       Llama 3.1 and later
+    marked      any of these, told apart by their marks: for templates that show no calls
+
+The format of a template is found by having each format read the call that the template itself writes
+(`format_of_example`). A call that is begun and cannot be read is a `BrokenCall`: the policy is told what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from rl_core.errors import DataError
+from rl_core.interfaces import EXAMPLE_CALL
+
+
+@attrs.frozen(kw_only=True)
+class Call:
+    """A call that could be read; whether it fits a function is not known yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    is_text: bool = False
+    """Every argument's value is text, whatever its type."""
+
+
+@attrs.frozen(kw_only=True)
+class BrokenCall:
+    """A call that was begun and cannot be read."""
+
+    problem: str
+    """For the policy."""
+
+
+class CallFormat(Protocol):
+    """How a family of models writes calls. An environment may bring its own."""
+
+    name: str
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """The calls in what a policy said, in order; none: it made none. Never raises."""
+        ...
+
+
+def format_of_example(example: str) -> CallFormat:
+    """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
+
+    Raises:
+        DataError: none of the known ones.
+    """
+    function = EXAMPLE_CALL["function"]
+    for known in _FORMATS.values():
+        calls = known.read(example)
+        read = [(call.name, dict(call.arguments)) for call in calls if isinstance(call, Call)]
+        if read == [(function["name"], function["arguments"])]:
+            return known
+    raise DataError(
+        f"the model's chat template writes a call as {example!r:.200}; expected one of the formats "
+        f"{', '.join(_FORMATS)}. Give the environment a `call_format` of its own that reads it"
+    )
+
+
+def format_of_name(name: str) -> CallFormat:
+    """Raises DataError for an unknown name."""
+    known = {**_FORMATS, MARKED.name: MARKED}
+    if name not in known:
+        raise DataError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
+    return known[name]
+
+
+def without_thought(text: str) -> str:
+    """What stands behind the thinking; nothing, where the thought was not ended. A call in a thought is none."""
+    behind = text.rpartition("</think>")[2]
+    return behind.partition("<think>")[0]
+
+
+class HermesCalls:
+    """JSON between `<tool_call>` and `</tool_call>`; both keys of a call are required."""
+
+    name = "hermes"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`."""
+        text = without_thought(text)
+        found: list[Call | BrokenCall] = []
+        end = 0
+        while (start := text.find("<tool_call>", end)) >= 0:
+            call, end = _json_call(text, start + len("<tool_call>"), "arguments")
+            closing = re.compile(r"\s*</tool_call>").match(text, end)
+            if isinstance(call, Call) and closing is None:
+                call = BrokenCall(problem="the call does not end with </tool_call> behind its JSON")
+            found.append(call)
+            behind = text.find("</tool_call>", end)
+            end = closing.end() if closing else behind + len("</tool_call>") if behind >= 0 else len(text)
+        return found
+
+
+class QwenXmlCalls:
+    """`<function=name>` with a `<parameter=name>` for each argument, whose values are text."""
+
+    name = "qwen_xml"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`."""
+        text = without_thought(text)
+        found: list[Call | BrokenCall] = []
+        end = 0
+        while head := _FUNCTION.search(text, end):
+            closing = text.find("</function>", head.end())
+            end = closing if closing >= 0 else len(text)
+            found.append(_xml_call(head[1].strip(), text[head.end() : end], is_closed=closing >= 0))
+        if not found and "<tool_call>" in text:
+            return [BrokenCall(problem="<tool_call> is not followed by <function=name>")]
+        return found
+
+
+class LlamaJsonCalls:
+    """The whole response is JSON, one object or several with `;` between them."""
+
+    name = "llama_json"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`. JSON without a name and parameters is an answer, not a call."""
+        text = without_thought(text).replace("<|python_tag|>", "").strip()
+        found: list[Call | BrokenCall] = []
+        start = 0
+        while text.startswith("{", start):
+            if not re.compile(r'\{\s*"(type|name)"').match(text, start):
+                break
+            call, end = _json_call(text, start, "parameters")
+            found.append(call)
+            if isinstance(call, BrokenCall):
+                break
+            start = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
+        return found
+
+
+class MarkedCalls:
+    """Any of the formats: `<function=` begins XML, `<tool_call>` else JSON, and JSON alone is Llama's."""
+
+    name = "marked"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`."""
+        behind = without_thought(text)
+        if "<function=" in behind:
+            return _FORMATS["qwen_xml"].read(text)
+        return _FORMATS["hermes" if "<tool_call>" in behind else "llama_json"].read(text)
+
+
+_FORMATS: dict[str, CallFormat] = {each.name: each for each in (HermesCalls(), QwenXmlCalls(), LlamaJsonCalls())}
+MARKED = MarkedCalls()
+
+
+def _json_call(text: str, start: int, key: str) -> tuple[Call | BrokenCall, int]:
+    """The call whose JSON begins at `start`, and where it ends."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        return BrokenCall(problem=f"the call is not JSON: {getattr(error, 'msg', error)!s:.200}"), start
+    if not isinstance(value, dict):
+        return BrokenCall(problem=f"the call is {json.dumps(value):.80}; expected an object"), end
+    arguments = value.get(key, value.get("arguments", value.get("parameters")))
+    if isinstance(arguments, str):
+        arguments = _object_or_none(arguments)
+    if not isinstance(value.get("name"), str) or not isinstance(arguments, dict):
+        expected = json.dumps({"name": "…", key: {"…": "…"}}, ensure_ascii=False)
+        return BrokenCall(problem=f"the call has the keys {', '.join(value) or 'none'}; expected {expected}"), end
+    return Call(name=value["name"], arguments=arguments), end
+
+
+def _xml_call(name: str, inside: str, *, is_closed: bool) -> Call | BrokenCall:
+    if not is_closed:
+        return BrokenCall(problem=f"the call of {name!r:.80} does not end with </function>")
+    arguments: dict[str, Any] = {}
+    rest = inside
+    for match in _PARAMETER.finditer(inside):
+        if match[1] in arguments:
+            return BrokenCall(problem=f"the call gives the argument {match[1]!r} twice")
+        arguments[match[1]] = match[2].removeprefix("\n").removesuffix("\n")
+        rest = rest.replace(match[0], "", 1)
+    if rest.strip():
+        return BrokenCall(problem=f"the call has {rest.strip()!r:.80} outside of <parameter=name>…</parameter>")
+    return Call(name=name, arguments=arguments, is_text=True)
+
+
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
+
+
+def _object_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,0 +1,155 @@
+"""Running the calls of one turn: side by side, each with a deadline, each with an answer whatever happens.
+
+A call can go wrong in every way that a policy finds: unreadable, an unknown name, arguments that do not fit, a function
+that raises or takes too long. All of these are answers that say what was wrong, so that the policy can do better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from rl_core.errors import GenerationError, nearest
+from rl_environments.tools.call_formats import BrokenCall, Call
+from rl_environments.tools.functions import ToolFunction, WrongArguments
+
+MOST_LEFT_THREADS = 200
+"""Functions that hang past their deadline stay in their threads; so many of one process are an error of the run."""
+_left_threads: set[threading.Thread] = set()
+
+
+@attrs.frozen(kw_only=True)
+class Answer:
+    """What a call is answered with."""
+
+    name: str | None
+    """The function's; None where the call could not be read."""
+    text: str
+    is_wrong: bool = False
+    """The call, not its result: see the module."""
+
+
+async def run_calls(
+    calls: Sequence[Call | BrokenCall],
+    tools: Mapping[str, ToolFunction],
+    *,
+    timeout_s: float,
+    max_calls: int,
+    max_characters: int,
+) -> list[Answer]:
+    """An answer to each call, in their order.
+
+    Args:
+        timeout_s: of each call.
+        max_calls: those beyond are not made, and their answers say so.
+        max_characters: of an answer; a longer one is cut and says so.
+
+    Raises:
+        GenerationError: too many earlier calls hang past their deadline.
+    """
+
+    async def answer(number: int, call: Call | BrokenCall) -> Answer:
+        if number >= max_calls:
+            return _wrong(call, f"at most {max_calls} calls in one turn; this one was not made")
+        return await _answer(call, tools, timeout_s)
+
+    answers = await asyncio.gather(*[answer(number, call) for number, call in enumerate(calls)])
+    return [attrs.evolve(each, text=_cut(each.text, max_characters)) for each in answers]
+
+
+async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], timeout_s: float) -> Answer:
+    if isinstance(call, BrokenCall):
+        return _wrong(call, call.problem)
+    tool = tools.get(call.name)
+    if tool is None:
+        known = ", ".join(tools)
+        return _wrong(call, f"there is no function {call.name!r:.80}; there is {known}.{nearest(call.name, tools)}")
+    try:
+        arguments = tool.checked(call.arguments, is_text=call.is_text)
+    except WrongArguments as error:
+        return _wrong(call, str(error))
+    try:
+        async with asyncio.timeout(timeout_s):
+            outcome = await _outcome(tool.function, arguments, call.name)
+    except TimeoutError:
+        # The deadline's: what the function raises itself was caught.
+        return _wrong(call, f"no answer within {timeout_s:g} s")
+    if isinstance(outcome, BaseException):
+        return _wrong(call, f"{type(outcome).__name__}: {outcome}".rstrip(": "))
+    return Answer(name=call.name, text=_as_text(outcome))
+
+
+async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
+    """What the function returned, or what it raised."""
+    if not inspect.iscoroutinefunction(function):
+        return await _in_a_thread(function, arguments, name)
+    try:
+        return await function(**arguments)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return error
+    except (Exception, SystemExit) as error:
+        return error
+
+
+async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
+    """A thread of its own, which nobody waits for: a pool's would hold up the end of the event loop if it hung."""
+    _left_threads.intersection_update([thread for thread in _left_threads if thread.is_alive()])
+    if len(_left_threads) >= MOST_LEFT_THREADS:
+        raise GenerationError(
+            f"{len(_left_threads)} calls of tools hang past their deadline, the last one before {name!r}: give the "
+            "function a deadline of its own, or run the environment with environment.placement=process"
+        )
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            outcome: Any = context.run(function, **arguments)
+        except BaseException as error:
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # the episode is over and its loop closed
+            loop.call_soon_threadsafe(_set, answered, outcome)
+
+    thread = threading.Thread(target=run, name=f"tool-{name}", daemon=True)
+    thread.start()
+    try:
+        return await answered
+    except asyncio.CancelledError:
+        _left_threads.add(thread)
+        raise
+
+
+def _set(answered: asyncio.Future[Any], outcome: Any) -> None:
+    if not answered.done():
+        answered.set_result(outcome)
+
+
+def _wrong(call: Call | BrokenCall, problem: str) -> Answer:
+    return Answer(name=call.name if isinstance(call, Call) else None, text=f"Error: {problem}", is_wrong=True)
+
+
+def _as_text(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def _cut(text: str, max_characters: int) -> str:
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
+    left = len(text) - max_characters
+    return text if left <= 0 else f"{text[:max_characters]}… ({left} more characters)"

@@ -1,0 +1,122 @@
+"""A base for environments with tools: methods marked `@tool`, and `judge` for the answer that ends the episode.
+
+    turn: the policy calls ──► its calls run side by side ──► their answers are shown (role `tool`), it goes on
+    turn: it calls nothing ──► `judge(answer)` gives the reward, the episode is done
+
+docs/environments.md#an-environment-of-functions has one in a few lines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import attrs
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Action, Prompt, Row, StepResult, ToolSchema
+from rl_environments.tools.call_formats import MARKED, CallFormat, format_of_example, format_of_name, without_thought
+from rl_environments.tools.calling import Answer, run_calls
+from rl_environments.tools.functions import ToolFunction
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MARK = "_is_tool_of_a_policy"
+
+
+def tool(function: _Function) -> _Function:
+    """Marks a method of a `ToolEnvironment`, plain or async, as one that the policy may call. Its type hints and
+    docstring are what the model is shown."""
+    setattr(function, _MARK, True)
+    return function
+
+
+class ToolEnvironment:
+    """Subclass it, mark methods `@tool`, write `judge`.
+
+    Plain methods run in threads of their own, several at a time where the policy makes several calls in one turn, so
+    they guard what they share. Metrics: `accuracy` (the reward), `calls`, `wrong_calls`.
+    """
+
+    call_format: ClassVar[CallFormat | None] = None
+    """How the policy writes calls; None: `environment.options.call_format`, else as its chat template does, else any
+    known format by its marks."""
+    shows_schemas: ClassVar[bool] = True
+    """Whether the chat template shows the functions; False for a prompt that describes them itself."""
+    call_timeout_s: ClassVar[float] = 30.0
+    """Of each call; shorter than `environment.timeout_s`, which ends the sample."""
+    max_calls_per_turn: ClassVar[int] = 16
+    max_answer_characters: ClassVar[int] = 8000
+
+    def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
+        self.row = row
+        self.options = options
+        self.num_calls = 0
+        """Calls so far, wrong ones too."""
+        self.num_wrong_calls = 0
+        name = options.get("call_format")
+        self._format = type(self).call_format or (None if name is None else format_of_name(name))
+        known = _tool_functions(type(self))
+        self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
+
+    async def judge(self, answer: str) -> float:
+        """The reward of the answer, which has no call in it and no thought before it; the row is `self.row`."""
+        raise NotImplementedError(f"{type(self).__name__} needs `async def judge(self, answer: str) -> float`")
+
+    def observation(self, answers: Sequence[Answer]) -> Prompt:
+        """What the policy is shown of the answers to its calls."""
+        if isinstance(self.row["prompt"], str):
+            return "".join(f"\n{answer.text}\n" for answer in answers)
+        named = ({} if answer.name is None else {"name": answer.name} for answer in answers)
+        return [{"role": "tool", "content": answer.text, **name} for answer, name in zip(answers, named, strict=True)]
+
+    async def reset(self) -> Prompt:
+        """See `Environment.reset`."""
+        return self.row["prompt"]
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        """See `Tools.tools`. None where the episode begins with text: no template writes it, so it names them."""
+        is_text = isinstance(self.row["prompt"], str)
+        return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        calls = self._format_of(action).read(action.text)
+        if not calls:
+            reward = await self.judge(without_thought(action.text).strip())
+            return StepResult(reward=reward, done=True, metrics=self.metrics(reward))
+        answers = await run_calls(
+            calls,
+            self._tools,
+            timeout_s=self.call_timeout_s,
+            max_calls=self.max_calls_per_turn,
+            max_characters=self.max_answer_characters,
+        )
+        self.num_calls += len(answers)
+        self.num_wrong_calls += sum(answer.is_wrong for answer in answers)
+        return StepResult(reward=0.0, done=False, observation=self.observation(answers), metrics=self.metrics(0.0))
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+
+    def _format_of(self, action: Action) -> CallFormat:
+        if self._format is None:
+            self._format = MARKED if action.example_call is None else format_of_example(action.example_call)
+        return self._format
+
+    def metrics(self, reward: float) -> dict[str, float]:
+        """Reported with every turn."""
+        return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
+
+
+@cache
+def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
+    """By name, in the order in which the class defines them, those of its bases first."""
+    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+    found = tuple(name for name in names if getattr(inspect.getattr_static(environment, name), _MARK, False))
+    if not found:
+        raise ConfigError(
+            f"{environment.__name__} offers no tool: mark the methods that the policy may call with @tool"
+        )
+    return {name: ToolFunction.of(getattr(environment, name).__get__(object())) for name in found}

@@ -1,0 +1,40 @@
+"""`rl try ENVIRONMENT`. Imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("try", short_help="Play an environment by hand, or have a recipe's model play it.")
+@click.argument("environment")
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option("--row", "row_text", help="The row to play, as JSON.")
+@click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file of rows.")
+@click.option("--number", type=click.IntRange(min=1), default=1, show_default=True, help="Which row of the file.")
+@click.option("--with", "recipe", metavar="RECIPE", help="Its model plays rows of its data; rl plugins lists recipes.")
+@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True)
+def try_environment(
+    environment: str,
+    overrides: tuple[str, ...],
+    row_text: str | None,
+    data: Path | None,
+    number: int,
+    recipe: str | None,
+    timeout_s: float,
+) -> int:
+    """Play ENVIRONMENT, the name of an installed one or package.module:Class.
+
+    By hand, you are the policy: a line of input is a response (end it with \\ to go on in the next line); Ctrl-D ends.
+    environment.options.NAME=VALUE words give it options. With --with, words change any key of the recipe.
+    """
+    if recipe is not None:
+        if row_text is not None or data is not None:
+            raise click.UsageError("--with plays the recipe's rows: give data.val_data=[FILE] for --row or --data")
+        from rl_environments.trying_with_a_model import play_with
+
+        return play_with(recipe, environment, overrides)
+    from rl_environments.by_hand import options_of, play_by_hand, row_of
+
+    return play_by_hand(environment, row_of(row_text, data, number), options_of(overrides), timeout_s=timeout_s)

@@ -1,0 +1,175 @@
+"""GRPO with a tool: a small model that cannot multiply learns to use a calculator, on two CPU cores, in minutes.
+
+Asked `37*45=`, the model answers `1665$`, or calls `<37*45>$`, is told `1665=`, and answers `1665$`. By itself it is
+right one time in thirty, with the calculator nearly always; warm-started on demonstrations of which a fifth call, it
+calls a fifth of the time. Only the right answer is rewarded, nothing says that calling is good: it finds that out.
+Left out, on purpose: a reference model and a KL term, a reward or a cost of calling.
+
+Run:      rl train calculator      (see what it plays: rl generate calculator --output episodes.jsonl)
+Control:  rl train calculator environment.env_class=broken_pocket_calculator        (the tool answers nonsense)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl_core.config import Config, from_mapping
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
+from rl_environments.tools import Answer, BrokenCall, Call, CallFormat, ToolEnvironment, tool
+
+NUM_HELD_OUT = 500
+MAX_CALLS = 1
+
+_TRAIN = "runs/calculator_data/train.parquet"
+_HELD_OUT = "runs/calculator_data/held_out.parquet"
+_START_MODEL = "runs/calculator_data/start_model_seed${trainer.seed}"
+
+recipe = Recipe(
+    summary="a small model learns to use a calculator, on two CPU cores, in a minute or two",
+    config={
+        "data.train_data": [_TRAIN],
+        "data.val_data": [_HELD_OUT],
+        "environment.env_class": "pocket_calculator",
+        "trainer.run_name": "calculator",
+        "trainer.resume_mode": "none",
+        "trainer.policy.model.path": _START_MODEL,
+        "trainer.policy.optimizer_config.lr": 1e-3,
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
+        "trainer.policy.optimizer_config.weight_decay": 0.0,
+        "trainer.policy.optimizer_config.num_warmup_steps": 5,
+        "trainer.algorithm.eps_clip_high": 0.28,
+        "trainer.seed": 0,
+        "trainer.bf16": False,
+        "trainer.gradient_checkpointing": False,
+        "trainer.num_threads": 1,
+        "trainer.max_training_steps": 40,
+        "trainer.train_batch_size": 32,
+        "trainer.policy_mini_batch_size": 32,
+        "trainer.update_epochs_per_batch": 2,
+        "trainer.micro_train_batch_size_per_gpu": 256,
+        "trainer.micro_forward_batch_size_per_gpu": 256,
+        "trainer.logprobs_chunk_size": 16384,
+        "trainer.eval_interval": 10,
+        "trainer.ckpt_interval": -1,
+        "generator.max_turns": MAX_CALLS + 1,
+        "generator.max_input_length": 40,
+        "generator.n_samples_per_prompt": 8,
+        "generator.sampling_params.max_generate_length": 9,
+        # Sampled, so that the start shows how often it calls; its likeliest answer hardly ever does.
+        "generator.eval_sampling_params.temperature": 1.0,
+    },
+    prepare="rl_examples.calculator:prepare",
+    makes=(_TRAIN, _HELD_OUT, _START_MODEL),
+)
+
+START_ACCURACY = 0.15
+
+
+class AngleCalls:
+    """`<37*45>`: all that a model of a few characters has room for. What else begins with `<` is a broken call."""
+
+    name = "angles"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`."""
+        if not text.startswith("<"):
+            return []
+        left, times, right = text[1:-1].partition("*")
+        if text.endswith(">") and times and left.isdecimal() and right.isdecimal():
+            return [Call(name="multiply", arguments={"left": int(left), "right": int(right)})]
+        return [BrokenCall(problem="expected <number*number>")]
+
+
+class PocketCalculator(ToolEnvironment):
+    """Reward 1 for exactly the row's `answer`, ended by the model itself, after at most one call. Metrics: `accuracy`,
+    the same, `calls` and `wrong_calls`."""
+
+    placement = "in_process"  # nothing here takes time
+    call_format: ClassVar[CallFormat | None] = AngleCalls()
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if not (isinstance(row.get("prompt"), str) and isinstance(row.get("answer"), str)):
+            columns = ", ".join(map(str, row))
+            raise DataError(f"a pocket_calculator row needs prompt and answer as text; the row has {columns}")
+
+    @tool
+    async def multiply(self, left: int, right: int) -> str:
+        """The product of two numbers, in four digits or more."""
+        return f"{left * right:04d}"
+
+    def observation(self, answers: Sequence[Answer]) -> Prompt:
+        """See `ToolEnvironment.observation`. The result stands where the model answers next."""
+        return "".join("?=" if answer.is_wrong else f"{answer.text}=" for answer in answers)
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        if action.stop_reason != "stop" or (self.num_calls == MAX_CALLS and action.text.startswith("<")):
+            return StepResult(reward=0.0, done=True, metrics=self.metrics(0.0))
+        return await super().step(action)
+
+    async def judge(self, answer: str) -> float:
+        """See `ToolEnvironment.judge`."""
+        return float(answer == self.row["answer"])
+
+
+class BrokenPocketCalculator(PocketCalculator):
+    """The control: its calculator answers with four digits that have nothing to do with the question."""
+
+    @tool
+    async def multiply(self, left: int, right: int) -> str:
+        """The product of two numbers, it says."""
+        return f"{random.Random(f'{left}*{right}').randrange(10_000):04d}"
+
+
+def problems() -> list[dict[str, str]]:
+    """All products of two numbers below 100, in an order fixed by one seed; the first are held out."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(0).shuffle(pairs)
+    return [
+        {"prompt": f"{a:02d}*{b:02d}=", "answer": f"{a * b:04d}", "env_class": "pocket_calculator"} for a, b in pairs
+    ]
+
+
+def prepare(config: Config) -> None:
+    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    from rl_examples.arithmetic import write_rows
+    from rl_examples.whole_models import is_to_be_made
+
+    rows = problems()
+    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_rows(Path(path), part)
+    directory = Path(_START_MODEL.replace("${trainer.seed}", str(config.trainer.seed)))
+    if config.policy_model_path == str(directory) and is_to_be_made(directory):
+        _write_start_model(directory, rows[NUM_HELD_OUT:], seed=config.trainer.seed)
+
+
+def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
+    """Learns both ways to answer from demonstrations, until its samples are right often enough to begin with."""
+    from rl_core.trainer.data import DataRow
+    from rl_examples.arithmetic import write_model
+    from rl_examples.warm_start import WarmStart, warm_start
+    from rl_examples.whole_models import make_whole
+
+    untrained = directory.with_name(directory.name + ".untrained")
+    make_whole(untrained, lambda partial: write_model(partial, seed=seed))
+    config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
+    rng = random.Random(seed)
+    shown = [DataRow(demonstrated(rng.choice(rows), rng), f"demonstration {number}") for number in range(20_000)]
+    played = [DataRow(row, f"problem {number}") for number, row in enumerate(rows)]
+    settings = WarmStart(target_accuracy=START_ACCURACY, temperature=1.0, updates_per_check=25)
+    make_whole(directory, lambda partial: warm_start(config, shown, partial, settings, check_rows=played))
+
+
+def demonstrated(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One turn of the policy: four conversations of five answer directly, the fifth calls and answers then."""
+    asked, answer = problem["prompt"], problem["answer"]
+    call = f"<{asked[:-1]}>"
+    turns = 4 * [problem] + [{**problem, "answer": call}, {**problem, "prompt": f"{asked}{call}${answer}="}]
+    return rng.choice(turns)

@@ -1,0 +1,206 @@
+"""The environments: their suites, and what each says about rows and options that it cannot play."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_core import plugins
+from rl_core.errors import DataError, RLError
+from rl_core.interfaces import Action, StepResult
+from rl_core.testing.environments import EnvironmentConformance
+from rl_environments.calculator import CalculatorEnvironment, computed
+from rl_environments.corpora import load_corpus
+from rl_environments.gsm8k_turns import NO_NUMBER, WRONG, Gsm8kTurnsEnvironment
+from rl_environments.search import SearchEnvironment
+
+ASKED = [{"role": "user", "content": "What is 37 * 45?"}]
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "37*45"}}</tool_call>'
+DOCUMENTS = [
+    {"title": "Emma", "text": "Emma is a novel by Jane Austen."},
+    {"title": "Faust", "text": "Faust is a play by Goethe."},
+    {"text": "A document without a title about whales."},
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS))
+    return path
+
+
+def play(environment: Any, *texts: str, stop_reason: Any = "stop") -> list[StepResult]:
+    async def steps() -> list[StepResult]:
+        await environment.reset()
+        return [await environment.step(Action(text=text, tokens=(), stop_reason=stop_reason)) for text in texts]
+
+    return asyncio.run(steps())
+
+
+def shown(result: StepResult) -> str:
+    assert result.observation is not None
+    return result.observation if isinstance(result.observation, str) else result.observation[0]["content"]
+
+
+class TestCalculator(EnvironmentConformance):
+    factory = CalculatorEnvironment
+    row: ClassVar[dict[str, Any]] = {"prompt": ASKED, "answer": 1665}
+    rewards: ClassVar[dict[Any, float]] = {
+        "1665": 1.0,
+        (CALL, "It is 1,665."): 1.0,
+        (CALL, CALL, "1666"): 0.0,
+        ("<tool_call>{", "1665"): 1.0,
+        "no idea": 0.0,
+    }
+
+
+class TestCalculatorInText(EnvironmentConformance):
+    factory = CalculatorEnvironment
+    row: ClassVar[dict[str, Any]] = {"prompt": "37*45?", "reward_spec": {"ground_truth": "1,665"}}
+    rewards: ClassVar[dict[Any, float]] = {"1665": 1.0, (CALL, "1665"): 1.0, (CALL, "x"): 0.0}
+
+
+class TestGsm8kTurns(EnvironmentConformance):
+    factory = Gsm8kTurnsEnvironment
+    row: ClassVar[dict[str, Any]] = {"prompt": ASKED, "reward_spec": {"ground_truth": "1665"}}
+    options: ClassVar[dict[str, Any]] = {"later_reward": 0.5}
+    rewards: ClassVar[dict[Any, float]] = {
+        "so #### 1,665": 1.0,
+        ("#### 1", "1665", "#### $1665.0"): 0.5,
+        ("#### 1", "#### 2", "#### 3"): 0.0,
+    }
+
+
+def search_suite(corpus: Path) -> type[EnvironmentConformance]:
+    class Suite(EnvironmentConformance):
+        factory = SearchEnvironment
+        row: ClassVar[dict[str, Any]] = {"prompt": "Who wrote Emma?", "answer": ["Jane Austen", "Austen"]}
+        options: ClassVar[dict[str, Any]] = {"corpus": str(corpus), "max_searches": 2}
+        rewards: ClassVar[dict[Any, float]] = {
+            "<answer>the austen.</answer>": 1.0,
+            ("<search>Emma</search>", "<answer> Jane  Austen </answer>"): 1.0,
+            ("<search>Emma</search>", "<search>Faust</search>", "<search>x</search>"): 0.0,
+            "neither": 0.0,
+            "<answer>Goethe</answer>": 0.0,
+        }
+
+    return Suite
+
+
+CHECKS = [name for name in dir(EnvironmentConformance) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_search_passes_the_suite_of_environments(corpus: Path, check: str):
+    getattr(search_suite(corpus)(), check)()
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(3 + 4) * 2", "14"),
+        ("-7 // 2", "-4"),
+        ("1/3", "0.333333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("2**64 % 10**9", "709551616"),
+        ("10/4", "2.5"),
+        ("2 ** -1", "0.5"),
+    ],
+)
+def test_the_calculator_computes_exactly(expression: str, value: str):
+    assert computed(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1+",
+        "__import__('os')",
+        "'a'*3",
+        "9**9**9",
+        "x",
+        "True",
+        "1 if 1 else 2",
+        "(" * 400,
+        "1+" * 400 + "1",
+        "1e999",
+    ],
+)
+def test_what_is_no_arithmetic_is_refused(expression: str):
+    with pytest.raises((ValueError, OverflowError)):
+        computed(expression)
+
+
+def test_division_by_zero_is_told_to_the_policy():
+    call = CALL.replace("37*45", "1/0")
+    assert "Error: ZeroDivisionError" in shown(play(CalculatorEnvironment({"prompt": ASKED, "answer": 1}, {}), call)[0])
+
+
+def test_gsm8k_says_what_was_missing():
+    environment = Gsm8kTurnsEnvironment({"prompt": ASKED, "answer": 5}, {})
+    assert [shown(result) for result in play(environment, "5", "#### 4")] == [NO_NUMBER, WRONG]
+
+
+def test_a_search_shows_the_documents_that_share_a_word(corpus: Path):
+    environment = SearchEnvironment({"prompt": "?", "answer": "x"}, {"corpus": str(corpus), "top_k": 2})
+    found, nothing = play(environment, "<think>hm</think><search>Jane Austen</search>", "<search>zebra</search>")
+    assert shown(found) == "\n\n<information>Doc 1(Title: Emma) Emma is a novel by Jane Austen.</information>\n\n"
+    assert shown(nothing) == "\n\n<information>Nothing was found.</information>\n\n"
+
+
+def test_a_corpus_that_was_indexed_before_finds_the_same(corpus: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "rl_environments.corpora", str(corpus), str(tmp_path / "index")]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    for query in ("Goethe", "whales", "nothing at all"):
+        assert load_corpus(str(tmp_path / "index")).search(query, 3) == load_corpus(str(corpus)).search(query, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("calculator", {"prompt": ASKED}, "a row of calculator needs `answer`"),
+        ("calculator", {"prompt": ASKED, "answer": "many"}, "a number; got 'many'"),
+        ("calculator", {"answer": 1}, "needs `prompt`"),
+        ("gsm8k_turns", {"prompt": ASKED, "reward_spec": {}}, "a row of gsm8k_turns needs `answer`"),
+        ("gsm8k_turns", {"prompt": "x", "answer": float("inf")}, "a number; got inf"),
+        ("search", {"prompt": "x", "answer": []}, "text or texts; got"),
+        ("search", {"prompt": "", "answer": "x"}, "needs `prompt`"),
+    ],
+)
+def test_a_row_that_cannot_be_played_is_refused_before_the_run(name: str, row: dict[str, Any], said: str):
+    with pytest.raises(DataError, match=said):
+        plugins.load("rl_core.environments", name).require_row(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("calculator", {"format": "x"}, "calculator has no such option; it has call_format"),
+        ("calculator", {"call_format": "x"}, "environment.options.call_format: got 'x'; expected one of hermes"),
+        ("gsm8k_turns", {"max_trys": 2}, "Did you mean 'max_tries'"),
+        ("gsm8k_turns", {"max_tries": 0}, "got 0; expected a whole number of at least 1"),
+        ("gsm8k_turns", {"later_reward": 2}, "got 2; expected a number from 0 to 1"),
+        ("search", {}, "environment.options.corpus: got None; expected text"),
+        ("search", {"corpus": "/nowhere.jsonl"}, "does not exist; expected a .jsonl file or an index folder"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], said: str):
+    with pytest.raises(RLError, match=said):
+        plugins.load("rl_core.environments", name)({"prompt": ASKED, "answer": "1"}, options)
+
+
+def test_a_corpus_with_a_broken_line_is_refused_by_its_place(tmp_path: Path):
+    (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
+    with pytest.raises(DataError, match=r"broken.jsonl:2: got"):
+        load_corpus(str(tmp_path / "broken.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no documents"):
+        load_corpus(str(tmp_path / "empty.jsonl"))

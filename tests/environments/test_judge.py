@@ -1,0 +1,166 @@
+"""A model as judge, behind a real HTTP server of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rl_core.errors import DataError, DeadlineError, GenerationError, RLError
+from rl_core.interfaces import Action, StepResult
+from rl_environments.judge import JudgeEnvironment
+
+ROW = {"prompt": [{"role": "user", "content": "Name a {colour}."}], "reference": "red"}
+
+
+class Judge:
+    """Answers each request as it is told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.replies: list[Callable[[], tuple[int, str]]] = []
+        self.released = threading.Event()
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                judge.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                judge.keys.append(self.headers.get("Authorization"))
+                status, content = judge.replies.pop(0)() if judge.replies else said("Score: 5")()
+                try:
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(content.encode())
+                except OSError:
+                    pass  # the environment did not wait
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def hang(self) -> tuple[int, str]:
+        self.released.wait(timeout=60)
+        return 500, ""
+
+
+def said(text: str) -> Callable[[], tuple[int, str]]:
+    return lambda: (200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}))
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    judge = Judge()
+    thread = threading.Thread(target=judge.server.serve_forever)
+    thread.start()
+    yield judge
+    judge.released.set()
+    judge.server.shutdown()
+    thread.join(timeout=60)
+    judge.server.server_close()
+
+
+def step(judge: Judge, text: str = "blue", **options: Any) -> StepResult:
+    async def play() -> StepResult:
+        environment = JudgeEnvironment(ROW, {"url": judge.url, "model": "m", **options})
+        assert await environment.reset() == ROW["prompt"]
+        result = await environment.step(Action(text=text, tokens=(), stop_reason="stop"))
+        await environment.close()
+        return result
+
+    return asyncio.run(play())
+
+
+def test_the_judges_last_score_is_the_reward(judge: Judge):
+    judge.replies = [said("Score: 9 would be too much.\n**Score:** 7")]
+    result = step(judge)
+    assert (result.reward, result.done) == (0.7, True)
+    assert result.metrics == {"accuracy": 0.7, "judge_tries": 1.0}
+
+
+def test_it_is_shown_question_reference_and_answer_without_the_thought(judge: Judge):
+    step(judge, "<think>secret</think> blue {reference}", temperature=0.5)
+    (asked,) = judge.asked
+    assert (asked["model"], asked["temperature"]) == ("m", 0.5)
+    content = asked["messages"][0]["content"]
+    assert "user: Name a {colour}." in content
+    assert "A right answer:\nred" in content
+    assert "blue {reference}" in content, "what the policy says is never filled in"
+    assert "secret" not in content
+
+
+def test_the_marks_around_an_answer_are_new_each_time(judge: Judge):
+    for _ in range(2):
+        step(judge)
+    marks = [set(re.findall(r"----- \w{16} -----", asked["messages"][0]["content"])) for asked in judge.asked]
+    assert len(marks[0]) == len(marks[1]) == 1
+    assert marks[0] != marks[1]
+
+
+def test_a_second_try_may_bring_the_score(judge: Judge):
+    judge.replies = [lambda: (503, "loading"), said("Score: 10")]
+    result = step(judge)
+    assert (result.reward, result.metrics["judge_tries"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (lambda: (500, "out of memory"), "answered 500 .*out of memory"),
+        (lambda: (200, "no json"), "expected a chat completion"),
+        (lambda: (200, '{"choices": []}'), "expected a chat completion"),
+        (said("I refuse."), "said 'I refuse.'; expected `Score: n` with n from 0 to 10"),
+        (said("Score: 11"), "expected `Score: n`"),
+    ],
+)
+def test_a_judge_that_fails_is_an_error_and_no_reward(judge: Judge, reply: Any, message: str):
+    judge.replies = [reply, reply]
+    with pytest.raises(GenerationError, match=message):
+        step(judge)
+    assert len(judge.asked) == 2
+
+
+def test_a_judge_that_does_not_answer_is_an_error_that_names_it(judge: Judge):
+    judge.replies = [judge.hang]
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=f"the judge at {judge.url} did not answer within 0.5 s"):
+        step(judge, timeout_s=0.5, tries=1)
+    assert time.monotonic() - started < 30
+
+
+def test_nobody_at_the_address_is_an_error_that_names_it():
+    closed = Judge()
+    closed.server.server_close()
+    with pytest.raises(GenerationError, match=f"the judge at {closed.url} cannot be asked"):
+        step(closed, tries=1)
+
+
+def test_the_key_comes_from_the_environment(judge: Judge, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    step(judge, key_variable="JUDGE_KEY")
+    assert judge.keys == ["Bearer abc"]
+    with pytest.raises(DataError, match="'NO_KEY' is not set"):
+        step(judge, key_variable="NO_KEY")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:8000"}, "expected the API's address"),
+        ({"model": None}, "environment.options.model: got None"),
+        ({"timeout_s": 0}, "environment.options.timeout_s: got 0"),
+        ({"modle": "x"}, "Did you mean 'model'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(judge: Judge, options: dict[str, Any], message: str):
+    with pytest.raises(RLError, match=message):
+        step(judge, **options)

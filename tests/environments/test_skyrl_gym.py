@@ -1,0 +1,93 @@
+"""skyrl-gym's environments, run unchanged, against skyrl-gym itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_core.errors import DataError, RLError
+from rl_core.interfaces import Action, StepResult
+from rl_core.testing.environments import EnvironmentConformance
+from rl_environments.skyrl_gym import SkyrlGymEnvironment
+
+ROW = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_spec": {"ground_truth": "2"}}
+
+
+class TestGsm8kOfSkyrl(EnvironmentConformance):
+    factory = SkyrlGymEnvironment
+    row: ClassVar[dict[str, Any]] = ROW
+    options: ClassVar[dict[str, Any]] = {"env": "gsm8k_multi_turn", "max_turns": 3}
+    rewards: ClassVar[dict[Any, float]] = {
+        "#### 2": 1.0,
+        ("#### 3", "#### 2"): 1.0 + 0.2 / 3,
+        ("x", "#### 3", "#### 4"): 0.4 / 3,
+        "x": 0.0,
+    }
+
+
+class Plain:
+    """An environment of a user, in skyrl-gym's form; does what its configuration says."""
+
+    closed = 0
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        self.config, self.extras = env_config, extras
+
+    def init(self, prompt: Any) -> Any:
+        return [*prompt, {"role": "user", "content": self.config.inner.text}], {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        output = {"observations": [], "reward": len(action), "done": True, "metadata": {}}
+        return {**output, **self.extras.get("output", {})}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"words": 3, "name": "left out", "broken": float("nan")}
+
+    def close(self) -> None:
+        Plain.closed += 1
+
+
+PLAIN = {"env": f"{__name__}:Plain", "config": {"inner": {"text": "hello"}}}
+
+
+def play(row: dict[str, Any], options: dict[str, Any]) -> tuple[Any, StepResult]:
+    async def steps() -> tuple[Any, StepResult]:
+        environment = SkyrlGymEnvironment(row, options)
+        try:
+            prompt = await environment.reset()
+            return prompt, await environment.step(Action(text="four", tokens=(), stop_reason="stop"))
+        finally:
+            await environment.close()
+            await environment.close()
+
+    return asyncio.run(steps())
+
+
+def test_an_environment_of_ones_own_gets_its_configuration_and_its_row():
+    before = Plain.closed
+    prompt, result = play(ROW, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+    assert prompt[-1]["content"] == "hello"
+    assert result == StepResult(reward=4.0, done=True, metrics={"accuracy": 4.0, "words": 3.0})
+    import tests.environments.test_skyrl_gym as module
+
+    assert module.Plain.closed + (0 if module.Plain is Plain else before) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"reward": [0.0, 1.0]}, "gave the reward .*; expected one number"),
+        ({"postprocessed_action": "x"}, "postprocessed_action"),
+        ({"done": False}, "shows no observation"),
+    ],
+)
+def test_what_has_no_counterpart_here_is_an_error(output: dict[str, Any], message: str):
+    with pytest.raises(RLError, match=message):
+        play({**ROW, "output": output}, {**PLAIN, "env": "tests.environments.test_skyrl_gym:Plain"})
+
+
+def test_a_name_that_skyrl_gym_does_not_know_is_refused():
+    with pytest.raises(DataError, match=r"skyrl-gym has no 'gsm8'; it has .*Did you mean 'gsm8k'"):
+        SkyrlGymEnvironment(ROW, {"env": "gsm8"})

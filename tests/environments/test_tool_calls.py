@@ -1,0 +1,158 @@
+"""Calls of one turn: they run side by side, and whatever goes wrong is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rl_core.errors import GenerationError
+from rl_environments.tools import Answer, BrokenCall, Call, ToolFunction, calling, run_calls
+
+
+def add(a: int, b: int = 1) -> int:
+    """The sum."""
+    return a + b
+
+
+def fail() -> None:
+    """Raises."""
+    raise ValueError("no\nluck")
+
+
+def leave() -> None:
+    """Wants to end the process."""
+    raise SystemExit(3)
+
+
+async def cancel() -> None:
+    """Pretends that it was cancelled."""
+    raise asyncio.CancelledError
+
+
+async def own_timeout() -> None:
+    """Has a deadline of its own, which it misses."""
+    raise TimeoutError("mine")
+
+
+async def sleep_long() -> None:
+    """Sleeps."""
+    await asyncio.sleep(600)
+
+
+def table() -> dict[str, Any]:
+    """Something that is no text."""
+    return {"ü": [1, None]}
+
+
+def surrogate() -> str:
+    """Half a character."""
+    return "a\ud800b"
+
+
+def tools(*functions: Callable[..., Any]) -> dict[str, ToolFunction]:
+    return {each.__name__: ToolFunction.of(each) for each in functions}
+
+
+def run(calls: list[Call | BrokenCall], *functions: Callable[..., Any], **limits: Any) -> list[Answer]:
+    settings: dict[str, Any] = {"timeout_s": 60.0, "max_calls": 16, "max_characters": 1000, **limits}
+    return asyncio.run(run_calls(calls, tools(*functions), **settings))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (Call(name="ad", arguments={}), "Error: there is no function 'ad'; there is add"),
+        (Call(name="add", arguments={}), "Error: argument 'a' is missing"),
+        (Call(name="add", arguments={"a": "x"}), "Error: argument 'a' is \"x\""),
+        (Call(name="add", arguments={"a": 1, "c": 1}), "Error: there is no argument 'c'"),
+        (BrokenCall(problem="the call is not JSON"), "Error: the call is not JSON"),
+        (Call(name="fail", arguments={}), "Error: ValueError: no\nluck"),
+        (Call(name="leave", arguments={}), "Error: SystemExit: 3"),
+        (Call(name="cancel", arguments={}), "Error: CancelledError"),
+        (Call(name="own_timeout", arguments={}), "Error: TimeoutError: mine"),
+    ],
+)
+def test_a_wrong_call_is_answered_with_what_was_wrong(call: Call | BrokenCall, text: str):
+    (answer,) = run([call], add, fail, leave, cancel, own_timeout)
+    assert answer.is_wrong
+    assert answer.text.startswith(text)
+
+
+def test_a_result_is_shown_as_text_or_json_and_answers_are_in_the_order_of_the_calls():
+    calls: list[Call | BrokenCall] = [Call(name="table", arguments={}), Call(name="add", arguments={"a": 1})]
+    assert run([*calls, Call(name="surrogate", arguments={})], table, add, surrogate) == [
+        Answer(name="table", text='{"ü": [1, null]}'),
+        Answer(name="add", text="2"),
+        Answer(name="surrogate", text="a?b"),
+    ]
+
+
+def test_calls_of_one_turn_run_side_by_side():
+    """Each waits for all others: one after the other, none would ever pass."""
+    barrier = threading.Barrier(3)
+
+    def meet() -> str:
+        """Waits for the others."""
+        barrier.wait(timeout=30)
+        return "met"
+
+    assert [answer.text for answer in run([Call(name="meet", arguments={})] * 3, meet)] == ["met"] * 3
+
+
+def test_a_call_that_misses_its_deadline_is_told_and_holds_up_no_other():
+    released = threading.Event()
+
+    def hang() -> str:
+        """Does not come back by itself."""
+        released.wait(timeout=60)
+        return "late"
+
+    calls: list[Call | BrokenCall] = [Call(name=name, arguments={}) for name in ("hang", "sleep_long")]
+    try:
+        started = time.monotonic()
+        hung, slept, added = run([*calls, Call(name="add", arguments={"a": 1})], hang, sleep_long, add, timeout_s=0.5)
+        assert time.monotonic() - started < 30, "the event loop waited for the thread that hangs"
+    finally:
+        released.set()
+    assert [hung.text, slept.text] == ["Error: no answer within 0.5 s"] * 2
+    assert added == Answer(name="add", text="2")
+
+
+def test_many_functions_that_hang_are_an_error_and_those_that_came_back_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calling, "MOST_LEFT_THREADS", 2)
+    calling._left_threads.clear()
+    released = threading.Event()
+
+    def hang() -> None:
+        """Does not come back by itself."""
+        released.wait(timeout=60)
+
+    hanging: list[Call | BrokenCall] = [Call(name="hang", arguments={})] * 2
+    try:
+        run(hanging, hang, timeout_s=0.1)
+        with pytest.raises(GenerationError, match=r"2 calls of tools hang past their deadline.*'add'"):
+            run([Call(name="add", arguments={"a": 1})], add)
+    finally:
+        released.set()
+    for thread in list(calling._left_threads):
+        thread.join(timeout=30)
+    assert run([Call(name="add", arguments={"a": 1})], add)[0].text == "2"
+
+
+def test_calls_beyond_the_limit_are_not_made_and_long_answers_are_cut():
+    made = []
+
+    def note() -> str:
+        """Notes."""
+        made.append(1)
+        return "x" * 30
+
+    answers = run([Call(name="note", arguments={})] * 3, note, max_calls=2, max_characters=10)
+    assert len(made) == 2
+    assert answers[0].text == "x" * 10 + "… (20 more characters)"
+    assert answers[2].text.startswith("Error: at")

@@ -1,0 +1,78 @@
+"""The environment of functions of docs/environments.md, played through the generator with a template's own calls."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import GroupRequest, SamplingParams
+from rl_core.testing.environments import EnvironmentConformance
+from rl_core.testing.scripted_engine import ScriptedClient
+from rl_environments.tools import ToolEnvironment
+from rl_rollout.chat import TokenCodec
+from rl_rollout.episode import Limits
+from rl_rollout.generator import EnvironmentGenerator, Episodes
+from tests.rollout.chat_templates import tokenizer_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+ROW = {
+    "prompt": [{"role": "user", "content": "Two apples?"}],
+    "prices": {"apple": 0.5},
+    "answer": "1.0",
+}
+CALL = '<tool_call>{"name": "price", "arguments": {"article": "apple", "count": 2}}</tool_call>'
+
+
+def shown() -> tuple[type[ToolEnvironment], str]:
+    """The class `Shop` of the page, and its text."""
+    text = next(part.split("```")[0] for part in PAGE.split("```python\n") if "class Shop" in part)
+    names: dict[str, Any] = {"__name__": "shown"}
+    exec(compile(text, "docs/environments.md", "exec"), names)
+    return names["Shop"], text
+
+
+def test_the_environment_in_the_documentation_passes_its_suite_in_at_most_thirty_lines():
+    shop, text = shown()
+    assert len(text.splitlines()) <= 30
+
+    class Suite(EnvironmentConformance):
+        factory = shop
+        row: ClassVar[dict[str, Any]] = ROW
+        rewards: ClassVar[dict[Any, float]] = {(CALL, "It is 1.0."): 1.0, "2": 0.0, (CALL, CALL, "x"): 0.0}
+
+    for check in [name for name in dir(Suite) if name.startswith("test_")]:
+        with contextlib.suppress(pytest.skip.Exception):
+            getattr(Suite(), check)()
+
+
+async def test_the_model_is_shown_the_function_calls_it_and_is_told_its_result():
+    tokenizer = tokenizer_of("tool_chatml")
+    said = iter([CALL, CALL.replace("apple", "pear"), "It is 1.0."])
+
+    def script(request: Any) -> list[int]:
+        return [*tokenizer(next(said), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    generator = EnvironmentGenerator(
+        ScriptedClient(script, end_tokens=[tokenizer.eos_token_id]),
+        TokenCodec(tokenizer, chat_template_kwargs={}),
+        Episodes(environment_of=lambda row: shown()[0], limits=Limits(max_turns=4)),
+    )
+    params = SamplingParams(max_tokens=200)
+    request = GroupRequest(group_id=0, row=ROW, row_place="", num_samples=1, params=params, seed=0, start_version=0)
+    (trajectory,) = await generator.generate(request)
+    await generator.aclose()
+    assert trajectory.failure is None
+    assert '"description": "The price of an article in euros."' in trajectory.prompt_text
+    assert [turn.observation for turn in trajectory.turns] == ["1.0", "Error: KeyError: 'pear'", None]
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"accuracy": 1.0, "calls": 2.0, "wrong_calls": 1.0})
+
+
+def test_an_environment_without_tools_is_refused():
+    class Empty(ToolEnvironment): ...
+
+    with pytest.raises(ConfigError, match="Empty offers no tool: mark the methods"):
+        Empty(ROW, {})

@@ -1,0 +1,139 @@
+"""`rl try`: an environment played by hand, as a user types it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
+from rl_core.interfaces import Action, StepResult
+from rl_environments.trying import try_environment
+
+ROW = json.dumps({"prompt": "?", "number": 3})
+HERE = Path(__file__).parents[2]
+RL = str(Path(sys.executable).with_name("rl"))
+
+
+class Odd:
+    """Raises or hangs where the row says so."""
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self._row = row
+        if row.get("raises") == "init":
+            raise ValueError("no such game")
+
+    async def reset(self) -> Any:
+        return [{"role": "user", "content": "two\nlines"}]
+
+    async def step(self, action: Action) -> Any:
+        if self._row.get("raises") == "step":
+            raise SystemExit("gone")
+        if self._row.get("raises") == "hang":
+            import asyncio
+
+            await asyncio.sleep(600)
+        if self._row.get("raises") == "wrong":
+            return 1.0
+        return StepResult(reward=float(len(action.text)), done=True)
+
+    async def close(self) -> None:
+        print("closed")
+
+
+ODD = "tests.environments.test_trying:Odd"
+
+
+def rl(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [RL, "try", *arguments]
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=240, cwd=HERE, check=False)
+
+
+def test_a_game_is_played_to_its_end():
+    played = rl("guess", "--row", ROW, said="5\n3\n")
+    assert played.returncode == 0, played.stderr
+    assert "prompt" not in played.stderr
+    assert "user         ?" in played.stdout
+    assert "user         <" in played.stdout
+    assert "accuracy 1, guesses 2" in played.stdout
+    assert played.stdout.endswith("done after 2 turns: reward 1\n")
+
+
+def test_tools_are_listed_and_a_response_may_have_several_lines():
+    row = json.dumps({"prompt": [{"role": "user", "content": "2*3?"}], "answer": 6})
+    call = '<tool_call>\\\n{"name": "calculate", "arguments": {"expression": "2*3"}}\\\n</tool_call>\n'
+    played = rl("calculator", "--row", row, said=f"{call}It is 6\n")
+    assert "tool         calculate(expression): The value of an arithmetic expression." in played.stdout
+    assert "tool         6\n" in played.stdout
+    assert played.stdout.endswith("done after 2 turns: reward 1\n")
+
+
+def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(f"{ROW}\n{ROW}\n")
+    played = rl("guess", "--data", str(tmp_path / "rows.jsonl"), "--number", "2", said="5\n")
+    assert played.returncode == 0
+    assert "ended by you after 1 turns: reward 0 so far" in played.stdout
+    assert "closed" in rl(ODD, "--row", "{}").stdout
+
+
+def test_ctrl_c_ends_the_game_without_a_traceback():
+    command = [RL, "try", ODD, "--row", "{}"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE
+    )
+    assert process.stdout is not None
+    while "lines" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)  # until it reads; earlier, the signal ends it just the same
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "closed" in out
+    assert "Traceback" not in err
+    assert "interrupted" in err
+
+
+def test_a_mistake_is_one_message_and_an_exit_code():
+    played = rl("gues", "--row", ROW)
+    assert played.returncode == 2
+    assert "Did you mean 'guess'" in played.stderr
+    assert "Traceback" not in played.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["guess"], ConfigError, "give the row to play"),
+        (["guess", "--row", "{"], DataError, "is not JSON"),
+        (["guess", "--row", "[1]"], DataError, "expected a JSON object"),
+        (["guess", "--row", '{"prompt": "?", "number": 12}'], DataError, "a number from 0 to 9; got number=12"),
+        (["guess", "--row", ROW, "trainer.seed=1"], ConfigError, "only environment.options.NAME=VALUE"),
+        (["guess", "--row", ROW, "environment.options.x=["], ConfigError, "is not YAML"),
+        (
+            ["calculator", "--row", '{"prompt": "?", "answer": 1}', "environment.options.x=1"],
+            RLError,
+            "no such option",
+        ),
+        (["guess", "--with", "guess", "--row", ROW], click.UsageError, "--with plays the recipe's rows"),
+        ([ODD, "--row", '{"raises": "init"}'], RLError, "the environment's Odd raised ValueError: no such game"),
+        ([ODD, "--row", '{"raises": "step"}'], RLError, "the environment's step raised SystemExit: gone"),
+        ([ODD, "--row", '{"raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
+        ([ODD, "--row", '{"raises": "hang"}', "--timeout-s", "0.5"], DeadlineError, "step did not answer within 0.5 s"),
+    ],
+)
+def test_what_cannot_be_played_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], kind: type[Exception], message: str
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    with pytest.raises(kind) as raised:
+        try_environment.main(arguments, standalone_mode=False)
+    assert message in str(getattr(raised.value, "message", raised.value))
