@@ -76,8 +76,8 @@ def attack():
     except OSError:
         return count
 """
-    # Itself counts as well, and so may what the slot's last user has left to the kernel to bury.
-    assert await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=10)) in (7, 8, 9)
+    # Itself counts as well, and so do processes of the slot's last user that the kernel has not buried yet.
+    assert 1 <= await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=10)) <= 9
 
 
 async def test_a_fork_bomb_whose_children_fork_too_is_over_with_its_test(sandbox):
