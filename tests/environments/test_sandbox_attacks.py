@@ -103,7 +103,7 @@ def attack():
     except (RuntimeError, MemoryError):
         return count
 """
-    assert await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=5)) in (2, 3, 4)
+    assert 1 <= await answer_of(sandbox, program, limits=attrs.evolve(LIMITS, processes=5)) <= 4
 
 
 async def test_ten_gigabytes_are_a_memory_error(sandbox):
