@@ -294,6 +294,41 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
         assert max(compared) <= case.max_logprob_diff
 
 
+def rl(directory: Path, *arguments: str) -> str:
+    """What the command prints on its standard output."""
+    command = [str(Path(sys.executable).with_name("rl")), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=directory, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def played(directory: Path, model: str) -> float:
+    """Greedy accuracy of an addition model on the held-out problems."""
+    printed = rl(directory, "eval", "quickstart", f"trainer.policy.model.path={model}")
+    return float(re.search(r"^eval/accuracy +([0-9.]+)$", printed, flags=re.MULTILINE)[1])  # pyright: ignore
+
+
+def test_supervised_fine_tuning_learns_to_add(directory: Path):
+    rl(directory, "train", "sft", "trainer.run_dir=sft")
+    assert played(directory, "sft/model") >= 0.9
+
+
+def test_distillation_closes_most_of_the_gap_to_the_teacher(directory: Path):
+    rl(directory, "train", "distill", "trainer.run_dir=distill")
+    summary = json.loads((directory / "distill" / "summary.json").read_text())
+    curve = [
+        (row["step"], row["eval/accuracy"])
+        for row in read_rows(directory / "distill" / "metrics.jsonl")
+        if "eval/accuracy" in row
+    ]
+    says = "a student of 52k parameters learns from the log-probs of a teacher of 150k (`distill`)"
+    record(Result.of_run("distill", says, (), summary, curve, recipe="distill"))
+    teacher = played(directory, "runs/arithmetic/teacher_seed0")
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    assert before <= 0.35, "the start is too good to show learning"
+    assert teacher >= 0.9
+    assert after - before >= 0.8 * (teacher - before)
+
+
 def test_the_loop_in_one_file_learns(directory: Path):
     """As a user runs it; its accuracies are read from what it prints."""
     command = [sys.executable, "-m", "rl_examples.one_file"]
