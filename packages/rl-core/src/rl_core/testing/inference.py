@@ -46,6 +46,7 @@ _WAIT_S = 120.0
 _PROMPTLY_S = 5.0
 _MAX_POSITIONS = 256
 _LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+_TRIES = 3
 
 
 @attrs.define(eq=False)
@@ -377,6 +378,14 @@ class InferenceClientConformance:
         self.test_new_weights_are_served_and_named(bench)
 
     def test_a_request_that_lives_through_an_update_names_the_weights_of_each_token(self, bench: Bench) -> None:
+        # On a busy machine a request may end before the pause arrives, which says nothing about updates: asked again.
+        lived = []
+        while len(lived) < _TRIES and not (lived and all(lived[-1])):
+            lived.append(self._lives_through_an_update(bench))
+        assert all(lived[-1]), f"which of two long requests got tokens after an update, in each try: {lived}"
+
+    def _lives_through_an_update(self, bench: Bench) -> list[bool]:
+        """Two requests, met by an update; which of them got tokens under the new weights."""
         version, tensors = bench.version + 1, bench.perturbed(bench.version + 90)
         requests = [bench.request(text, _LONG, seed=i) for i, text in enumerate(("a longer prompt than", "these"))]
 
@@ -393,10 +402,10 @@ class InferenceClientConformance:
         for request, completion, old_R in zip(requests, completions, old, strict=True):
             versions_R = torch.tensor(completion.policy_versions)
             assert set(completion.policy_versions) <= {before, version}
-            assert completion.policy_versions[-1] == version
             assert versions_R.diff().ge(0).all(), "once under new weights, a request stays there"
             own_R = torch.where(versions_R == version, bench.own_logprobs_R(request, completion), old_R)
             self._require_close(completion.logprobs, own_R)
+        return [completion.policy_versions[-1] == version for completion in completions]
 
     def test_an_incomplete_version_is_refused_as_a_whole(self, bench: Bench) -> None:
         tensors = bench.perturbed(7)
