@@ -176,14 +176,14 @@ def test_a_corpus_that_was_indexed_before_finds_the_same(corpus: Path, tmp_path:
     ],
 )
 def test_a_row_that_cannot_be_played_is_refused_before_the_run(name: str, row: dict[str, Any], said: str):
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(RLError, match=said):
         plugins.load("rl_core.environments", name).require_row(row)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("calculator", {"format": "x"}, "calculator has no such option; it has call_format"),
+        ("calculator", {"format": "x"}, "not an option of the environment 'calculator' .call_format."),
         ("calculator", {"call_format": "x"}, "environment.options.call_format: got 'x'; expected one of hermes"),
         ("gsm8k_turns", {"max_trys": 2}, "Did you mean 'max_tries'"),
         ("gsm8k_turns", {"max_tries": 0}, "got 0; expected a whole number of at least 1"),

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_message_and_an_exit_code():
         (
             ["calculator", "--row", '{"prompt": "?", "answer": 1}', "environment.options.x=1"],
             RLError,
-            "no such option",
+            "not an option of the environment",
         ),
         (["guess", "--with", "guess", "--row", ROW], click.UsageError, "--with plays the recipe's rows"),
         ([ODD, "--row", '{"raises": "init"}'], RLError, "the environment's Odd raised ValueError: no such game"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_core.interfaces import Row
 from rl_environments.answers import last_number, number_of_row, require_prompt
-from rl_environments.options import require_known
+from rl_environments.options import own_options
 from rl_environments.tools import ToolEnvironment, tool
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -37,7 +37,7 @@ class CalculatorEnvironment(ToolEnvironment):
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, ("call_format",), "calculator")
+        options = own_options(options, "calculator", ["call_format"])
         super().__init__(row, options)
         self._answer = number_of_row(row, "calculator")
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import number_behind_hashes, number_of_row, require_prompt
-from rl_environments.options import require_known, whole_number
+from rl_environments.options import own_options, whole_number
 
 WRONG = "That is not the right number. Find the mistake, correct it, and end with #### and the number."
 NO_NUMBER = "There is no number behind ####. End your answer with #### and the number."
@@ -26,7 +26,7 @@ class Gsm8kTurnsEnvironment:
     placement = "in_process"  # nothing here takes time
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, ("max_tries", "later_reward"), "gsm8k_turns")
+        options = own_options(options, "gsm8k_turns", ["max_tries", "later_reward"])
         self._prompt: Prompt = row["prompt"]
         self._answer = number_of_row(row, "gsm8k_turns")
         self._max_tries = whole_number(options, "max_tries", 3)
@@ -68,5 +68,5 @@ class Gsm8kTurnsEnvironment:
 def _reward(options: Mapping[str, Any]) -> float:
     value = options.get("later_reward", 1.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise DataError(f"environment.options.later_reward: got {value!r}; expected a number from 0 to 1")
+        raise ConfigError(f"environment.options.later_reward: got {value!r}; expected a number from 0 to 1")
     return float(value)

@@ -27,7 +27,7 @@ from typing import Any
 from rl_core.errors import DataError, DeadlineError, GenerationError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import require_prompt
-from rl_environments.options import require_known, seconds, text, whole_number
+from rl_environments.options import own_options, seconds, text, whole_number
 from rl_environments.tools.call_formats import without_thought
 
 INSTRUCTIONS = """\
@@ -64,7 +64,7 @@ class JudgeEnvironment:
     placement = "thread"
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, _OPTIONS, "judge")
+        options = own_options(options, "judge", _OPTIONS)
         self._row = row
         self._url = _checked_url(text(options, "url"))
         self._timeout_s = seconds(options, "timeout_s", 60.0)

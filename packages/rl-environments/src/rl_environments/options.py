@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -12,11 +12,31 @@ from rl_core.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
-def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
-    """The environment's options.
+def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """The options of one environment.
 
     A run with several environments gives all of them the same options. Where these have a section of the environment's
-    name, that is read alone; else all keys are the environment's, and one that it does not know is an error.
+    name, that is read alone; else all keys are the environment's.
+
+    Raises:
+        ConfigError: an option that this environment does not have.
+    """
+    section = options.get(name)
+    has_section = isinstance(section, Mapping)
+    given: Mapping[str, Any] = section if has_section else options
+    place = f"environment.options.{name}" if has_section else "environment.options"
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{place}.{key}: not an option of the environment {name!r} ({', '.join(known) or 'it has none'})."
+                f"{nearest(str(key), known)} In a run with several environments write "
+                f"environment.options.{name}.<option>"
+            )
+    return given
+
+
+def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
+    """The options of one environment as a record of its own; see `own_options`.
 
     Args:
         record: an attrs class; its validators begin their messages with the field's name.
@@ -24,19 +44,11 @@ def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: an unknown key or a value that does not fit; it begins with the whole key.
     """
-    own = options.get(name)
-    place = f"environment.options.{name}" if isinstance(own, Mapping) else "environment.options"
-    given: Mapping[str, Any] = own if isinstance(own, Mapping) else options
-    known = [field.name for field in attrs.fields(record)]
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{place}.{key}: not an option of the environment {name!r} ({', '.join(known)}).{nearest(key, known)} "
-                f"In a run with several environments write environment.options.{name}.<option>"
-            )
+    given = own_options(options, name, [field.name for field in attrs.fields(record)])
     try:
         return record(**given)
     except ConfigError as error:
+        place = "environment.options" if given is options else f"environment.options.{name}"
         raise ConfigError(f"{place}.{error}") from error
 
 
@@ -59,16 +71,6 @@ def is_number(kind: type[int] | type[float]) -> Any:
             raise ConfigError(f"{field.name}: got {value!r}; expected {'an integer' if kind is int else 'a number'}")
 
     return require
-
-
-def require_known(options: Mapping[str, Any], known: tuple[str, ...], environment: str) -> None:
-    """Raises ConfigError for an option that this environment does not have."""
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"environment.options.{name}: {environment} has no such option; it has {', '.join(known) or 'none'}."
-                f"{nearest(str(name), known)}"
-            )
 
 
 def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from rl_core.errors import ConfigError, DataError, install, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import require_prompt
-from rl_environments.options import require_known
+from rl_environments.options import own_options
 
 FAULTY_TASKS = {
     "boxnet": "its check raises an error for answers that are JSON of another kind",
@@ -43,7 +43,7 @@ class ReasoningGymEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, (), "reasoning_gym")
+        own_options(options, "reasoning_gym", [])
         self._prompt: Prompt = row["prompt"]
         self._dataset = _dataset(row["task"], row["seed"], row.get("difficulty") or "{}")
         with _one_at_a_time:

@@ -25,7 +25,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_environments.answers import is_exact_match, require_prompt, right_answer
 from rl_environments.corpora import Document, load_corpus
-from rl_environments.options import require_known, text, whole_number
+from rl_environments.options import own_options, text, whole_number
 
 NEITHER = (
     "That was neither a search nor an answer. Write <search> what to look for </search>, or <answer> your answer "
@@ -38,7 +38,7 @@ class SearchEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, ("corpus", "top_k", "max_searches", "observer"), "search")
+        options = own_options(options, "search", ["corpus", "top_k", "max_searches", "observer"])
         self._prompt: Prompt = row["prompt"]
         self._accepted = _accepted(row)
         self._corpus = load_corpus(text(options, "corpus"))

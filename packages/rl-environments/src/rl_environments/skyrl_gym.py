@@ -21,14 +21,14 @@ from typing import Any
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, install, nearest
 from rl_core.interfaces import Action, Prompt, Row, StepResult
-from rl_environments.options import require_known, text, whole_number
+from rl_environments.options import own_options, text, whole_number
 
 
 class SkyrlGymEnvironment:
     """See the module."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
-        require_known(options, ("env", "config", "max_turns"), "skyrl_gym")
+        options = own_options(options, "skyrl_gym", ["env", "config", "max_turns"])
         self._prompt = row["prompt"]
         extras: dict[str, Any] = {"extra_info": {}, **row}
         if "max_turns" in options:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError
 from rl_core.interfaces import EXAMPLE_CALL
 
 
@@ -54,7 +54,7 @@ def format_of_example(example: str) -> CallFormat:
     """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
 
     Raises:
-        DataError: none of the known ones.
+        ConfigError: none of the known ones.
     """
     function = EXAMPLE_CALL["function"]
     for known in _FORMATS.values():
@@ -62,17 +62,17 @@ def format_of_example(example: str) -> CallFormat:
         read = [(call.name, dict(call.arguments)) for call in calls if isinstance(call, Call)]
         if read == [(function["name"], function["arguments"])]:
             return known
-    raise DataError(
+    raise ConfigError(
         f"the model's chat template writes a call as {example!r:.200}; expected one of the formats "
         f"{', '.join(_FORMATS)}. Give the environment a `call_format` of its own that reads it"
     )
 
 
 def format_of_name(name: str) -> CallFormat:
-    """Raises DataError for an unknown name."""
+    """Raises ConfigError for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
     if name not in known:
-        raise DataError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
+        raise ConfigError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
     return known[name]
 
 
