@@ -12,7 +12,7 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError
 from rl_core.interfaces import EXAMPLE_CALL
 from rl_environments.tools import BrokenCall, Call, format_of_example, format_of_name
 from rl_rollout.chat import TokenCodec
@@ -175,7 +175,7 @@ def test_a_template_that_shows_no_calls_gives_no_example():
 
 def test_an_example_in_no_known_format_is_refused_and_told():
     function = json.dumps(EXAMPLE_CALL["function"])
-    with pytest.raises(DataError, match=r"writes a call as .*hermes, qwen_xml, llama_json.*call_format"):
+    with pytest.raises(ConfigError, match=r"writes a call as .*hermes, qwen_xml, llama_json.*call_format"):
         format_of_example(f"[TOOL_CALLS] {function}")
-    with pytest.raises(DataError, match="got 'mistral'; expected one of hermes, qwen_xml, llama_json, marked"):
+    with pytest.raises(ConfigError, match="got 'mistral'; expected one of hermes, qwen_xml, llama_json, marked"):
         format_of_name("mistral")
