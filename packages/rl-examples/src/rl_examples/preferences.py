@@ -48,7 +48,7 @@ recipe = Recipe(
     makes=(_TRAIN, _HELD_OUT, _START),
 )
 
-_START_STEPS = 150
+START_STEPS = 150
 
 
 def prepare(config: Config) -> None:
@@ -61,7 +61,7 @@ def prepare(config: Config) -> None:
             write_rows(Path(path), part)
     start = Path(_START.replace("${trainer.seed}", str(config.trainer.seed)))
     if config.policy_model_path == str(start):
-        make_fine_tuned(start, write_model, steps=_START_STEPS, seed=config.trainer.seed)
+        make_fine_tuned(start, write_model, steps=START_STEPS, seed=config.trainer.seed)
 
 
 def pairs() -> list[dict[str, str]]:

@@ -1,0 +1,57 @@
+"""The recipes that train on answers, pairs and a teacher: a few steps of each, from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.config import Config, load
+from rl_core.trainer.run import run_training
+from rl_examples import distill, preferences
+
+FEW = ("trainer.max_training_steps=2", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(distill, "TEACHER_STEPS", 2)
+    monkeypatch.setattr(distill, "STUDENT_STEPS", 2)
+    monkeypatch.setattr(preferences, "START_STEPS", 2)
+
+
+def train(recipe: str, *overrides: str) -> dict[str, float]:
+    """The last row of metrics."""
+    loaded = load(recipe, [*FEW, *overrides])
+    assert isinstance(loaded.config, Config)
+    run_training(loaded)
+    return json.loads((loaded.config.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "measured"),
+    [
+        ("sft", (), "eval/perplexity"),
+        ("preferences", (), "eval/pair_accuracy"),
+        (
+            "preferences",
+            ("trainer.algorithm.policy_loss_type=reward_model", "generator.scored_at_end=true"),
+            "eval/pair_accuracy",
+        ),
+        ("distill", ("generator.n_samples_per_prompt=2",), "eval/accuracy"),
+    ],
+)
+def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...], measured: str):
+    row = train(recipe, *overrides)
+    assert row["step"] == 2
+    assert measured in row
+    assert "policy/loss" in row
+
+
+def test_what_was_made_once_is_used_again():
+    train("preferences")
+    made = Path("runs/arithmetic/preferences_start_seed0/model.safetensors").stat().st_mtime_ns
+    train("preferences")
+    assert Path("runs/arithmetic/preferences_start_seed0/model.safetensors").stat().st_mtime_ns == made
