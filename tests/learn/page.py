@@ -12,6 +12,7 @@ from typing import Any, Self
 import attrs
 
 DOCS = Path(__file__).parents[2] / "docs"
+_PANELS_PER_ROW = 5
 _HEAD = """\
 # What learns, measured
 
@@ -28,7 +29,7 @@ of several turns: which of the ten numbers are found greedily, all of them train
 `calculator_…`, `look_up_…` and `second_try_…` are recipes of those names, with tools or several tries: the mean reward
 of sampled episodes of held-out problems.
 
-![Held-out accuracy against the step, one curve per case](learning.png)
+![Held-out accuracy against the step, a panel per case](learning.png)
 
 | case | what it shows | before | after | steps | RL time | measured |
 |---|---|---|---|---|---|---|
@@ -114,23 +115,26 @@ def _quoted(override: str) -> str:
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:
-    from cycler import cycler
-    from matplotlib import colormaps
+    """A panel per case, all on one scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 4.2), dpi=110, layout="constrained")
+    num_rows = -(-len(results) // _PANELS_PER_ROW)
+    figure = Figure(figsize=(10.0, 1.5 * num_rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=colormaps["tab10"].colors))
-    for result in results:
-        axes.plot(*zip(*result.curve, strict=True), lw=1.5, marker="o", ms=3, label=result.case)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out accuracy")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    panels = figure.subplots(num_rows, _PANELS_PER_ROW, sharey=True, squeeze=False).flat
+    for result, axes in zip(results, panels, strict=False):
+        axes.plot(*zip(*result.curve, strict=True), lw=1.5, marker="o", ms=2.5)
+        axes.set_title(result.case, fontsize="small")
+        axes.set_ylim(0, 1.02)
+        axes.set_xlim(left=0)
+        axes.tick_params(labelsize="x-small")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    for axes in panels:  # those that no case was left for
+        axes.set_axis_off()
+    figure.supxlabel("step", fontsize="small")
+    figure.supylabel("held-out accuracy or reward", fontsize="small")
     figure.savefig(path, metadata={"Software": None})
 
 
