@@ -14,7 +14,7 @@ from rl_core.plugins import installed
 from rl_core.rank_kit.objectives import objective_from_spec
 
 LOSSES = [plugin.name for plugin in installed("rl_core.policy_losses") if plugin.distribution.startswith("rl-core ")]
-REFUSING = {"cross_entropy", "decoupled_ppo", "dppo", "rollout_is", "value_clip"}
+REFUSING = {"dpo", "reward_model", "cross_entropy", "decoupled_ppo", "dppo", "rollout_is", "value_clip"}
 """They correct by themselves, or have no advantages."""
 
 

@@ -41,6 +41,7 @@ def mini_batch(lengths, seed=0):
         "old_entropies": noise().abs(),
         "values": noise(),
         "returns": noise(),
+        "rewards": noise(),
         "loss_mask": torch.rand(num_tokens, generator=generator) < 0.7,
         "loss_weights": torch.rand(num_tokens, generator=generator, dtype=torch.float64),
     }
@@ -50,6 +51,11 @@ def mini_batch(lengths, seed=0):
         "predicted_values_T": noise(),
     }
     return columns, current, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def in_pairs(lengths):
+    """Which prompt each sequence answers: two of them each."""
+    return {"group_id": torch.arange(len(lengths)) // 2}
 
 
 def with_gradient(current):
@@ -114,12 +120,14 @@ def test_settings_choose_among_optional_columns(anchor, other):
 @given(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=6), seed=st.integers(0, 2**20))
 def test_micro_batches_add_up_to_the_mini_batch(name, lengths, seed):
     """Loss, gradient and metrics of every registered loss, whatever the split; masked tokens hold NaN throughout."""
-    terms = {} if name == "value_clip" else {"kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.2}
+    terms = (
+        {} if name in ("value_clip", "reward_model") else {"kl_coef": 0.3, "kl_estimator": "k3+", "entropy_coef": 0.2}
+    )
     objective = objective_from_spec(LossSpec(name=name, **terms))
     columns, current, sequence_T = mini_batch(lengths, seed)
     poison = {n: torch.where(columns["loss_mask"], v, math.nan) for n, v in columns.items() if v.is_floating_point()}
     columns = {**columns, **poison}
-    columns |= objective.prepare(columns, sequence_T, seed=1)
+    columns |= objective.prepare(columns | in_pairs(lengths), sequence_T, seed=1)
     loss, metrics, gradients = run(objective, columns, current, sequence_T)
     cut = seed % (len(lengths) - 1) + 1
     total, parts = torch.zeros((), dtype=torch.float64), []
@@ -175,7 +183,7 @@ def test_an_empty_micro_batch_is_zero(name):
     """A rank with fewer sequences than micro-batches runs empty ones."""
     objective = objective_from_spec(LossSpec(name=name))
     columns, current, sequence_T = mini_batch([5])
-    columns |= objective.prepare(columns, sequence_T, seed=0)
+    columns |= objective.prepare(columns | in_pairs([5]), sequence_T, seed=0)
     empty, empty_current = ({n: v[:0] for n, v in table.items()} for table in (columns, current))
     assert run(objective, empty, empty_current, sequence_T[:0])[0].item() == 0.0
 

@@ -60,7 +60,7 @@ async def test_a_prompt_that_is_too_long_is_named_with_both_numbers(tmp_path):
     )
     message = (
         r"^rows:9: the prompt has 9 tokens; max_position_embeddings of .*model \(40\) less "
-        r"generator\.sampling_params\.max_generate_length \(32\) leaves 8 for a prompt\. Shorten the prompt, or leave"
+        r"generator\.sampling_params\.max_generate_length \(32\) leaves 8 for a prompt\. Shorten it, or leave"
     )
     with pytest.raises(DataError, match=message):
         await kept(config, TRAINING)

@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_core.algorithms.reductions import (
     REDUCTIONS,
     prompt_mean,
+    prompt_token_sum,
     seq_mean_token_sum_norm,
     sequence_mean,
     token_mean,
@@ -54,6 +55,11 @@ def test_the_sequence_sum_over_a_constant_by_hand():
     torch.testing.assert_close(seq_mean_token_sum_norm(MASK, SEQUENCE, max_seq_len=10), expected)
 
 
+def test_the_token_sum_of_prompts_by_hand():
+    expected = torch.tensor([0, 1 / 2, 1 / 2, 1 / 2, 0, 0, 1 / 2])
+    torch.testing.assert_close(prompt_token_sum(MASK, SEQUENCE, GROUPS), expected)
+
+
 def slow_loss(name: str, losses: list[float], stream: Stream, groups: list[int]) -> float:
     """The reduction as the papers write it: means of means over whoever trains a token."""
     by_sequence: dict[int, list[float]] = {}
@@ -75,6 +81,8 @@ def slow_loss(name: str, losses: list[float], stream: Stream, groups: list[int])
     by_prompt: dict[int, list[float]] = {}
     for sequence, values in by_sequence.items():
         by_prompt.setdefault(groups[sequence], []).extend(values)
+    if name == "prompt_token_sum":
+        return mean([math.fsum(values) for values in by_prompt.values()])
     return mean([mean(values) for values in by_prompt.values()])
 
 
@@ -94,7 +102,7 @@ def test_weights_are_zero_where_masked_and_those_of_means_sum_to_one(name: str, 
     assert weights_T.dtype == torch.float32
     assert not weights_T[~stream.mask_T].any()
     assert bool((weights_T[stream.mask_T] > 0).all())
-    if name != "seq_mean_token_sum_norm":
+    if name not in ("seq_mean_token_sum_norm", "prompt_token_sum"):
         torch.testing.assert_close(float(weights_T.sum()), float(stream.mask_T.any()), **ROUNDED)
 
 
@@ -117,7 +125,8 @@ def test_parts_of_a_mini_batch_add_up_and_weights_made_per_part_would_not(name: 
     at = sum(stream.lengths[: round(cut * len(stream.lengths))])
     parts = (weights_T[:at] * losses_T[:at]).sum() + (weights_T[at:] * losses_T[at:]).sum()
     torch.testing.assert_close(parts, (weights_T * losses_T).sum())
-    if stream.mask_T[:at].any() and stream.mask_T[at:].any():
+    # Of sums per prompt, parts that hold all prompts have the same weights as the whole.
+    if name != "prompt_token_sum" and stream.mask_T[:at].any() and stream.mask_T[at:].any():
         per_part_T = torch.cat(
             [
                 weights_of(name, stream.mask_T[part], stream.sequence_T[part], group_N)

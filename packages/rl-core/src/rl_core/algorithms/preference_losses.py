@@ -61,7 +61,7 @@ def dpo_columns(
         loss_P = -(1.0 - label_smoothing) * logsigmoid(scaled_P) - label_smoothing * logsigmoid(-scaled_P)
         slope_P = dpo_beta * (label_smoothing * scaled_P.sigmoid() - (1.0 - label_smoothing) * (-scaled_P).sigmoid())
     rewards_P = (pairs.preferred(dpo_beta * scores_S), pairs.other(dpo_beta * scores_S))
-    return pairs.columns(loss_P, slope_P, unit_S, rewards_P)
+    return pairs.columns(loss_P, slope_P, unit_S, rewards_P, old_logprobs_T.dtype)
 
 
 @pairwise
@@ -121,6 +121,7 @@ def reward_model_columns(
         -(-margin_P).sigmoid(),
         torch.ones_like(scores_S),
         (pairs.preferred(scores_S), pairs.other(scores_S)),
+        values_T.dtype,
     )
     return made | {"x_pair_slope": masked(made["x_pair_slope"], last_T)}
 
@@ -226,7 +227,7 @@ class _Pairs(NamedTuple):
         return last_T
 
     def columns(
-        self, loss_P: Tensor, slope_P: Tensor, unit_S: Tensor, rewards_P: tuple[Tensor, Tensor]
+        self, loss_P: Tensor, slope_P: Tensor, unit_S: Tensor, rewards_P: tuple[Tensor, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """What a token needs: its slope, and its part of the pair's loss and of the metrics.
 
@@ -243,4 +244,4 @@ class _Pairs(NamedTuple):
             "x_pair_share": share_P,
         }
         made_S = {name: values_P[self.pair_S] for name, values_P in per_pair.items()} | {"x_pair_slope": slope_S}
-        return {name: masked(values_S[self.sequence_T].float(), self.mask_T) for name, values_S in made_S.items()}
+        return {name: masked(values_S[self.sequence_T].to(dtype), self.mask_T) for name, values_S in made_S.items()}

@@ -28,7 +28,7 @@ from rl_core.config.named_plugins import GROUPS, names_at
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import engine_spec, generator_spec, needs_engine
 from rl_core.config.tree import Config
-from rl_core.config.value_checks import gather_playing_values, undivided_batch
+from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
 from rl_core.interfaces import CheckingTransport, LossSpec, NodeCheckingTransport, RouteFollowing
 
@@ -109,8 +109,8 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
             _gather_critic(config, mistakes)
         if has_loss:
             _warn_of_unread_params(config, chosen)
-            if not mistakes.about("trainer.placement"):
-                mistakes.passes(_check_reference, config)
+            if not mistakes.about("trainer.placement") and needs_reference(config):
+                mistakes.add(*reference_apart(config))
     _gather_refusals(config, mistakes)
 
 
@@ -266,17 +266,6 @@ def _require_pairs(config: Config) -> None:
             f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
             f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the pairs' slopes once per "
             "batch, which is right for one optimizer step; give both sizes the same number, and one epoch"
-        )
-
-
-def _check_reference(config: Config) -> None:
-    placement = config.trainer.placement
-    policy, reference = placement.policy_shape, placement.ref_shape
-    if placement.colocate_policy_ref and policy != reference and needs_reference(config):
-        raise ConfigError(
-            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
-            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
-            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
         )
 
 

@@ -269,6 +269,24 @@ def _lora(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _placement(config: Config) -> Iterator[ConfigError]:
+    algorithm = config.trainer.algorithm
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        yield from reference_apart(config)
+
+
+def reference_apart(config: Config) -> Iterator[ConfigError]:
+    """The error of a reference that is to share the policy's devices and has another number of ranks."""
+    placement = config.trainer.placement
+    policy, reference = placement.policy_shape, placement.ref_shape
+    if placement.colocate_policy_ref and policy != reference:
+        yield ConfigError(
+            "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
+            f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
+            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
+        )
+
+
 def _mini_batches(config: Config) -> Iterator[ConfigError]:
     yield from undivided_batch(config, "trainer.policy_mini_batch_size")
 
@@ -375,6 +393,7 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _optimizers: (),
     _sampling: (),
     _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
+    _placement: ("trainer.placement",),
     _mini_batches: ("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
     _token_budget: (
         "trainer.max_prompt_length",

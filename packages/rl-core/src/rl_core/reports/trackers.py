@@ -45,7 +45,8 @@ class ConsoleTracker:
         self._num_failed = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        labels = _SHOWN if {"reward/mean", "eval/reward"} & metrics.keys() else _SHOWN_OF_DATA
+        is_sampled = "eval/loss" not in metrics and not ("policy/loss" in metrics and "reward/mean" not in metrics)
+        labels = _SHOWN if is_sampled else _SHOWN_OF_DATA
         shown = {label: metrics[name] for name, label in labels.items() if name in metrics}
         self._num_failed += int(sum(metrics.get(name, 0.0) for name in ("rollout/failed", "eval/failed")))
         if self._num_failed:

@@ -31,7 +31,7 @@ class UpdateSettings:
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
     """None: the estimator reads no values."""
-    scores_policy: bool
+    scores_policy: bool = True
     """Something reads what the policy gives a batch before it is trained on it."""
     estimator: Estimator | None
     """None: the loss reads no advantages."""
