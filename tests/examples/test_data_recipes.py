@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.config import Config, load
 from rl_core.trainer.run import run_training
-from rl_examples import distill, preferences
+from rl_examples import distill, preferences, sft_grpo
 
 FEW = ("trainer.max_training_steps=2", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16")
 
@@ -20,6 +20,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill, "TEACHER_STEPS", 2)
     monkeypatch.setattr(distill, "STUDENT_STEPS", 2)
     monkeypatch.setattr(preferences, "START_STEPS", 2)
+    monkeypatch.setattr(sft_grpo, "START_STEPS", 2)
 
 
 def train(recipe: str, *overrides: str) -> dict[str, float]:
@@ -40,6 +41,7 @@ def train(recipe: str, *overrides: str) -> dict[str, float]:
             ("trainer.algorithm.policy_loss_type=reward_model", "generator.scored_at_end=true"),
             "eval/pair_accuracy",
         ),
+        ("sft_grpo", ("generator.n_samples_per_prompt=2",), "eval/accuracy"),
         ("distill", ("generator.n_samples_per_prompt=2",), "eval/accuracy"),
     ],
 )

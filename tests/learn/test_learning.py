@@ -59,6 +59,12 @@ CASES = (
         for seed in (0, 1, 2)
     ),
     Case(
+        name="sft_grpo",
+        says="supervised fine-tuning, then GRPO",
+        recipe="sft_grpo",
+        at_least=0.85,
+    ),
+    Case(
         name="control",
         says="rewards given to another prompt's samples: must not learn",
         overrides=("trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",),

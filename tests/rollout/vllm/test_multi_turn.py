@@ -14,7 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, SamplingParams, StepResult, Trajectory
+from rl_core.interfaces import (
+    Completion,
+    EnvironmentFactory,
+    GenerateRequest,
+    GroupRequest,
+    SamplingParams,
+    StepResult,
+    Trajectory,
+)
 from rl_core.testing.scripted_engine import Exchange
 from rl_core.trainer.collate import collate
 from rl_rollout.chat import TokenCodec
@@ -22,6 +30,7 @@ from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
 from rl_rollout.transports.files import files
 from rl_rollout.vllm.client import RemoteInferenceClient
+from tests.environments.test_exact_tokens import Echo
 from tests.rollout.vllm.servers import RunningServer, connect, publish
 
 pytestmark = pytest.mark.slow
@@ -69,7 +78,18 @@ class Watched:
         return (completion,)
 
 
-async def play(running: RunningServer, model: Any, *, num_episodes: int, step_wise: bool) -> tuple[Any, Any]:
+async def play(
+    running: RunningServer,
+    model: Any,
+    *,
+    num_episodes: int,
+    step_wise: bool,
+    environment: EnvironmentFactory = Chatters,
+    max_turns: int = 8,
+    asks_again: bool = False,
+) -> tuple[list[Trajectory], list[Exchange]]:
+    """The episodes, and what went over the client; or, `asks_again`, what the server answers to each request when it is
+    asked once more: it keeps finished answers, and computes none a second time."""
     client = await connect(running)
     try:
         version = (await client.health()).version + 1
@@ -78,12 +98,12 @@ async def play(running: RunningServer, model: Any, *, num_episodes: int, step_wi
         generator = EnvironmentGenerator(
             watched,  # pyright: ignore[reportArgumentType]
             TokenCodec(AutoTokenizer.from_pretrained(running.model_path), chat_template_kwargs={}),
-            Episodes(environment_of=lambda row: Chatters, limits=Limits(max_turns=8), step_wise=step_wise),
+            Episodes(environment_of=lambda row: environment, limits=Limits(max_turns=max_turns), step_wise=step_wise),
         )
         requests = [
             GroupRequest(
                 group_id=number,
-                row={"seed": number},
+                row={"seed": number, "prompt": f"Say {number}."},
                 row_place=f"rows:{number}",
                 num_samples=2,
                 params=SamplingParams(max_tokens=16, stop=("7", "z")),
@@ -93,6 +113,10 @@ async def play(running: RunningServer, model: Any, *, num_episodes: int, step_wi
             for number in range(num_episodes // 2)
         ]
         groups = await asyncio.gather(*map(generator.generate, requests))
+        exchanges = watched.exchanges
+        if asks_again:
+            asked = await asyncio.gather(*(client.generate(each.request) for each in exchanges))
+            exchanges = [Exchange(each.request, kept) for each, (kept,) in zip(exchanges, asked, strict=True)]
     finally:
         await client.close()
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -102,7 +126,7 @@ async def play(running: RunningServer, model: Any, *, num_episodes: int, step_wi
         for t in trajectories
         for step in t.steps
     )
-    return trajectories, watched.exchanges
+    return trajectories, exchanges
 
 
 def require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
@@ -153,6 +177,18 @@ async def test_dozens_of_conversations_are_exactly_what_the_server_had(dense_ser
             sampled_T = torch.tensor(step.sampled[1:])
             difference_T = (own_T - torch.tensor(step.rollout_logprobs[1:]).double())[sampled_T].abs()
             assert float(difference_T.max()) < TOLERANCE
+
+
+async def test_two_hundred_episodes_with_tools_are_what_the_server_kept(dense_server: RunningServer):
+    model, tools = load(dense_server), {"environment": Echo, "max_turns": 3, "asks_again": True}
+    trajectories, kept = await play(dense_server, model, num_episodes=200, step_wise=False, **tools)
+    require_the_engines_tokens(trajectories, kept)
+    assert len({len(trajectory.turns) for trajectory in trajectories}) > 2
+    assert sum(trajectory.metrics["wrong_calls"] for trajectory in trajectories) > 50
+    # A record that has another token somewhere is seen.
+    changed = attrs.evolve(kept[7].completion, tokens=(3, *kept[7].completion.tokens[1:]))
+    with pytest.raises((AssertionError, KeyError)):
+        require_the_engines_tokens(trajectories, [*kept[:7], Exchange(kept[7].request, changed), *kept[8:]])
 
 
 async def test_routed_experts_of_several_turns_are_the_routers_own_choices(moe_server: RunningServer):
