@@ -27,7 +27,7 @@ recipe = Recipe(
     makes=(TRAIN, HELD_OUT, _START),
 )
 
-START_STEPS = 300
+START_STEPS = 350
 
 
 def prepare(config: Config) -> None:

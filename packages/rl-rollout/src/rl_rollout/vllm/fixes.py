@@ -1,4 +1,4 @@
-"""What vLLM gets wrong about loading weights again, about seeds on CPUs and about adapters, repaired.
+"""What vLLM gets wrong about loading weights again, about seeds and AMX on CPUs and about adapters, repaired.
 
 Imported in every worker, before it loads its model. Each fix names version and fault, says when it can go, and fails
 loudly where vLLM no longer has what it wraps.
@@ -7,9 +7,12 @@ loudly where vLLM no longer has what it wraps.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from rl_core.errors import WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 _MARK = "_rl_fixed"
 
@@ -19,6 +22,7 @@ def apply() -> None:
     repack_moe_experts_on_cpu()
     rewind_generators_on_cpu()
     keep_adapters_off_vocabularies()
+    request_amx()
 
 
 def repack_moe_experts_on_cpu() -> None:
@@ -144,6 +148,23 @@ def keep_adapters_off_vocabularies() -> None:
 
     setattr(supported_modules, _MARK, True)
     setattr(model_manager, name, supported_modules)
+
+
+def request_amx() -> None:
+    """vllm 0.30.0, v1/attention/backends/cpu_attn.py: a bfloat16 model on a CPU with AMX ends its worker with SIGILL.
+
+    Linux gives a process the tile registers on request (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's own kernels never
+    request them; they work only where a oneDNN kernel that needs them ran before, which depends on the model's sizes.
+    Shown by tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine. Can go
+    when that passes without, on a CPU with AMX.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        logger.warning(
+            "this CPU has AMX, but the operating system does not let this process use it: an engine with "
+            "generator.inference_engine.model_dtype=bfloat16 ends at its first request; use float32"
+        )
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
