@@ -61,6 +61,8 @@ class TestDeepSpeed(BackendConformance):
         further(ONE, options=zero(1)),
         further(FOUR),
         further(FOUR, options=zero(1)),
+        further(TWO[3], spec={"share_prefixes": True}),
+        further(TWO[2], spec={"share_prefixes": True}, options=zero(2, others=ULYSSES)),
         further(ROUTED),
     )
     resumes = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from rl_core.errors import ConfigError
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
-from rl_core.rank_kit.scoring.attention import PackedSequences, packed_attention
+from rl_core.rank_kit.scoring.attention import packed_attention
+from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=12)
@@ -34,7 +36,7 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(lengths: list[int
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(1, heads, sum(lengths), 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    packed = PackedSequences.of_lengths(torch.tensor(lengths), CPU)
+    packed = PackedSequences.of_lengths(np.array(lengths), CPU)
     fast, _ = packed_attention(nn.Module(), *inputs, None, scaling=0.3, sliding_window=window, packed_sequences=packed)
     slow = slow_attention(*inputs, lengths, 0.3, window)
     upstream = torch.randn(slow.shape, generator=generator, dtype=torch.float64)
@@ -47,7 +49,7 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(lengths: list[int
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=200))
 def test_every_token_has_a_cell_of_its_own_and_padding_is_bounded(lengths: list[int]):
-    packed = PackedSequences.of_lengths(torch.tensor(lengths), CPU)
+    packed = PackedSequences.of_lengths(np.array(lengths), CPU)
     cell_T = torch.arange(sum(lengths)) if packed.cell_T is None else packed.cell_T
     assert cell_T.unique().numel() == sum(lengths)
     assert int(cell_T.max()) < packed.num_cells == sum(rows * width for rows, width in packed.rectangles)
@@ -56,14 +58,14 @@ def test_every_token_has_a_cell_of_its_own_and_padding_is_bounded(lengths: list[
 
 
 def test_the_tokens_of_a_sequence_are_a_row_of_its_rectangle():
-    packed = PackedSequences.of_lengths(torch.tensor([2, 40, 3, 39]), CPU)
+    packed = PackedSequences.of_lengths(np.array([2, 40, 3, 39]), CPU)
     assert packed.rectangles == ((2, 3), (2, 40))
     assert packed.cell_T is not None
     assert packed.cell_T.tolist() == [0, 1, *range(6, 46), 3, 4, 5, *range(46, 85)]
 
 
 def test_sequences_of_one_length_need_no_copy():
-    assert PackedSequences.of_lengths(torch.tensor([50, 50, 50]), CPU).cell_T is None
+    assert PackedSequences.of_lengths(np.array([50, 50, 50]), CPU).cell_T is None
 
 
 def test_scatter_and_gather_are_each_others_gradient():
@@ -77,7 +79,7 @@ def test_scatter_and_gather_are_each_others_gradient():
 @pytest.mark.parametrize("others", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
 def test_a_term_that_is_not_implemented_is_refused(others):
     tensor = torch.zeros(1, 1, 3, 8)
-    packed = PackedSequences.of_lengths(torch.tensor([3]), CPU)
+    packed = PackedSequences.of_lengths(np.array([3]), CPU)
     with pytest.raises(ConfigError, match="use_sample_packing=false"):
         packed_attention(nn.Module(), tensor, tensor, tensor, None, packed_sequences=packed, **others)
 

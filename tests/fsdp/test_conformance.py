@@ -20,6 +20,7 @@ FULL = Variant(world_size=2, checkpoint=UNTIED)
 REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1), parity_only=True)
 ULYSSES = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(sequence_parallel_size=2))
 FOUR = Variant(world_size=4, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=2), parity_only=True)
+SHARED = {"share_prefixes": True}
 ONE = Variant(checkpoint=UNTIED, parity_only=True)
 
 
@@ -74,6 +75,10 @@ class TestFsdp(BackendConformance):
         *mixtures(ULYSSES),
         FOUR,
         further(FOUR, options=FsdpOptions()),
+        attrs.evolve(FULL, spec=SHARED | RECOMPUTED, parity_only=True),
+        attrs.evolve(ULYSSES, spec=SHARED, parity_only=True),
+        further(ONE, spec=SHARED),
+        further(FOUR, spec=SHARED),
         attrs.evolve(FOUR, options=FsdpOptions(fsdp_size=2, sequence_parallel_size=2)),
         further(FOUR, options=FsdpOptions(sequence_parallel_size=4)),
         attrs.evolve(ROUTED, parity_only=True),
@@ -81,6 +86,7 @@ class TestFsdp(BackendConformance):
         *experts(2),
         further(experts(2, fsdp_size=1)[FORCED]),
         experts(2, sequence_parallel_size=2)[FORCED],
+        attrs.evolve(experts(2)[FORCED], spec=SHARED),
         further(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
@@ -97,6 +103,7 @@ class TestFsdp1(BackendConformance):
         further(FULL, options=FsdpOptions(reshard_after_forward=False)),
         attrs.evolve(ULYSSES, parity_only=True),
         further(FOUR),
+        further(FULL, spec=SHARED),
         experts(2)[FORCED],
     )
     resumes = ((FULL, ONE), (FULL, further(FOUR)), (ONE, FULL))

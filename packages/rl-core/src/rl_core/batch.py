@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.columns import FIELDS, PREPARED, Field
+from rl_core.columns import FIELDS, PREPARED, ROUTE_COLUMNS, Field
 from rl_core.errors import DataError, ShapeError, nearest
 
 
@@ -259,6 +259,11 @@ def field_of(name: str) -> Field:
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
     """The dtypes that a column may have, the preferred one first."""
     return tuple(getattr(torch, dtype) for dtype in field_of(name).dtypes)
+
+
+def read_of_tokens(batch: Batch) -> list[np.ndarray]:
+    """What a model reads of a token besides its place, [T, …] each: equal for tokens that it treats alike."""
+    return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:

@@ -40,6 +40,10 @@ class DeepSpeedBackend:
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
 
+    def shares_prefixes(self, options: DeepSpeedOptions) -> bool:
+        """See `PrefixSharing`."""
+        return True
+
     def follows_routes(self, options: DeepSpeedOptions) -> bool:
         """See `RouteFollowing`."""
         return options.moe_enable_routing_replay

@@ -51,6 +51,10 @@ class FsdpBackend:
         if spec.options.moe_enable_routing_replay and spec.role == "critic":
             raise ConfigError(f"{replay_key('critic')}: routes are the policy's; a critic chooses experts by itself")
 
+    def shares_prefixes(self, options: FsdpOptions) -> bool:
+        """See `PrefixSharing`."""
+        return True
+
     def follows_routes(self, options: FsdpOptions) -> bool:
         """See `RouteFollowing`."""
         return options.moe_enable_routing_replay

@@ -307,6 +307,10 @@ class TrainerConfig:
     """Tokens of a micro-batch; above 0 it replaces both counts."""
     use_sample_packing: bool = True
     """A micro-batch is one packed stream; else a padded rectangle. Also written `remove_microbatch_padding`."""
+    share_prefixes: bool | Literal["auto"] = "auto"
+    """What the sequences of a packed micro-batch begin with alike (a group's prompt, an episode's earlier turns) is
+    computed once, and limits count what is computed; the result stays. `auto`: where the backend can and
+    `use_sample_packing` is on."""
     gradient_checkpointing: bool = True
     """Recompute activations in backward: less memory, about a third more computation."""
     bf16: bool = True

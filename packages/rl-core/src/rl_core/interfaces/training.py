@@ -130,6 +130,9 @@ class WorkerSpec:
     """Recompute activations in backward."""
     use_sample_packing: bool
     """A micro-batch is one packed stream; else a padded rectangle."""
+    share_prefixes: bool = False
+    """What sequences of a packed micro-batch have in common at their beginning is computed once. Only asked of a
+    backend that is `PrefixSharing`."""
     logprobs_chunk_size: int
     """Tokens whose float32 logits exist at a time."""
     total_optimizer_steps: int | None
@@ -488,6 +491,15 @@ class ModelProving(Protocol):
         Args:
             spec: names a small model in float32; its options are the run's, sizes of a mesh included.
         """
+        ...
+
+
+@runtime_checkable
+class PrefixSharing(Protocol):
+    """A backend whose workers compute once what sequences have in common (`WorkerSpec.share_prefixes`)."""
+
+    def shares_prefixes(self, options: Any) -> bool:
+        """Whether they can with these options."""
         ...
 
 

@@ -20,6 +20,7 @@ def plan_micro_batches(
     multiple: int = 1,
     sequence_multiple: int = 1,
     costs_N: npt.ArrayLike | None = None,
+    counts_N: npt.ArrayLike | None = None,
     partition: Partition | None = None,
 ) -> list[list[IntArray]]:
     """Splits sequences over data-parallel ranks and each rank's share into micro-batches, from lengths alone.
@@ -40,6 +41,8 @@ def plan_micro_batches(
             `multiple` micro-batches.
         multiple: `Mesh.micro_batch_multiple`.
         sequence_multiple: `Mesh.sequence_multiple`.
+        counts_N: sequences that stand together as one item and are never parted, each counted against `max_sequences`
+            and none above it; None: an item is a sequence.
         costs_N: what to balance over the ranks; None: the padded lengths. See `flop_cost`.
         partition: None: `equal_count_partition` where `max_sequences` is given, since the rank with most sequences then
             sets the number of micro-batches; else `greedy_partition`.
@@ -63,9 +66,11 @@ def plan_micro_batches(
     if costs_N.shape != lengths_N.shape:
         raise ShapeError(f"costs_N has shape {costs_N.shape} for {len(lengths_N)} sequences")
     if partition is None:
-        partition = greedy_partition if max_sequences is None else equal_count_partition
+        counts_sequences = max_sequences is not None and counts_N is None
+        partition = equal_count_partition if counts_sequences else greedy_partition
     ranks = part_members(partition(costs_N, num_data_ranks), num_data_ranks)
-    return _pack_ranks(ranks, lengths_N, max_tokens, max_sequences, multiple)
+    counts_N = np.ones_like(lengths_N) if counts_N is None else np.asarray(counts_N, np.int64)
+    return _pack_ranks(ranks, lengths_N, counts_N, max_tokens, max_sequences, multiple)
 
 
 def padded_lengths(lengths_N: npt.ArrayLike, multiple: int) -> IntArray:
@@ -93,19 +98,25 @@ def _require_within_budget(lengths_N: IntArray, max_tokens: int | None, sequence
 
 
 def _pack_ranks(
-    ranks: list[IntArray], lengths_N: IntArray, max_tokens: int | None, max_sequences: int | None, multiple: int
+    ranks: list[IntArray],
+    lengths_N: IntArray,
+    counts_N: IntArray,
+    max_tokens: int | None,
+    max_sequences: int | None,
+    multiple: int,
 ) -> list[list[IntArray]]:
     budget = max_tokens or int(lengths_N.sum()) + 1
-    slots = max_sequences or len(lengths_N) + 1
-    fewest = max(max(-(-int(lengths_N[r].sum()) // budget), -(-len(r) // slots)) for r in ranks)
-    count = max(1, -(-fewest // multiple)) * multiple
+    slots = max_sequences or int(counts_N.sum()) + 1
+    fewest = max(max(-(-int(lengths_N[r].sum()) // budget), -(-int(counts_N[r].sum()) // slots)) for r in ranks)
+    num_bins = max(1, -(-fewest // multiple)) * multiple
     packed: list[list[list[int]]] = []
     while len(packed) < len(ranks):
-        lengths = lengths_N[ranks[len(packed)]].tolist()
-        bins = _spread(lengths, count, budget, slots) or _first_fit(lengths, count, budget, slots)
+        rank = ranks[len(packed)]
+        lengths, counts = lengths_N[rank].tolist(), counts_N[rank].tolist()
+        bins = _spread(lengths, counts, num_bins, budget, slots) or _first_fit(lengths, counts, num_bins, budget, slots)
         if bins is None:
             # Ranks packed so far were packed into fewer micro-batches.
-            count, packed = count + multiple, []
+            num_bins, packed = num_bins + multiple, []
         else:
             packed.append(bins)
     return [
@@ -119,29 +130,33 @@ def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArra
     return [np.sort(micro_batches[m]) for m in np.argsort([-t for t in tokens], kind="stable")]
 
 
-def _spread(lengths: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
+def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
     """Largest first, each to the bin with the fewest tokens: balanced, but may fail where a packing exists."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
+    room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         # A bin without free slots has left the heap, so the least filled of the others decides.
-        if not heap or heap[0][0] + lengths[i] > budget:
+        if not heap or heap[0][0] + lengths[i] > budget or room[heap[0][1]] < counts[i]:
             return None
         tokens, b = heapq.heappop(heap)
         bins[b].append(i)
-        if len(bins[b]) < slots:
+        room[b] -= counts[i]
+        if room[b]:
             heapq.heappush(heap, (tokens + lengths[i], b))
     return bins
 
 
-def _first_fit(lengths: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
+def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
     """Largest first, each to the first bin with room: tight (11/9 of the fewest bins), not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    tokens = [0] * num_bins
+    tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        b = next((b for b in range(num_bins) if tokens[b] + lengths[i] <= budget and len(bins[b]) < slots), None)
+        fits = (b for b in range(num_bins) if tokens[b] + lengths[i] <= budget and room[b] >= counts[i])
+        b = next(fits, None)
         if b is None:
             return None
         bins[b].append(i)
         tokens[b] += lengths[i]
+        room[b] -= counts[i]
     return bins

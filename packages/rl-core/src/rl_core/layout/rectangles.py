@@ -15,14 +15,20 @@ _GROWTH = 1.25
 """Longer ones share it within this ratio of lengths, which bounds a rectangle's padding to 25 % of its tokens."""
 
 
-def rectangle_rows(lengths_N: IntArray) -> tuple[IntArray, IntArray]:
+def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tuple[IntArray, IntArray]:
     """Puts sequences of these lengths (at least 1 each) into rectangles.
+
+    Args:
+        lengths_N: tokens of each sequence.
+        alike_N: sequences share a rectangle only where this number is the same; None: it is for all.
 
     Returns:
         int64 [N] twice: each sequence's rectangle, counted from the one with the shortest sequences, and its row there.
     """
-    size_class_N = np.ceil(np.log(np.maximum(lengths_N, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
-    _, rectangle_N, rows = np.unique(size_class_N, return_inverse=True, return_counts=True)
+    class_N = np.ceil(np.log(np.maximum(lengths_N, _SHORT) / _SHORT) / np.log(_GROWTH) - 1e-9).astype(np.int64)
+    if alike_N is not None:
+        class_N = class_N * (int(alike_N.max(initial=0)) + 1) + alike_N
+    _, rectangle_N, rows = np.unique(class_N, return_inverse=True, return_counts=True)
     row_N = np.empty_like(rectangle_N)
     order = np.argsort(rectangle_N, kind="stable")
     row_N[order] = np.arange(len(lengths_N)) - np.repeat(np.cumsum(rows) - rows, rows)

@@ -97,7 +97,7 @@ def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
             "lay the micro-batch out with sequence_multiple=mesh.sequence_multiple"
         )
     first, second = boundaries[:-1] + rank * chunks, boundaries[:-1] + (2 * size - 1 - rank) * chunks
-    return _ranges(np.stack([first, second], 1).ravel(), np.repeat(chunks, 2))
+    return index_runs(np.stack([first, second], 1).ravel(), np.repeat(chunks, 2))
 
 
 def even_slice(num_positions: int, rank: int, size: int) -> slice:
@@ -156,6 +156,12 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
     return inverse
 
 
+def index_runs(starts: IntArray, counts: IntArray) -> IntArray:
+    """start, start+1, …, start+count−1 of each pair, one after the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
 def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tuple[IntArray, IntArray]:
     offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences, np.int64)
     wrong = np.flatnonzero((sequences < 0) | (sequences >= len(offsets) - 1))
@@ -166,7 +172,7 @@ def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tup
 
 def _layout(starts: IntArray, lengths: IntArray, widths: IntArray) -> Layout:
     boundaries = np.concatenate([[0], np.cumsum(widths)])
-    position = _ranges(np.zeros_like(widths), widths)
+    position = index_runs(np.zeros_like(widths), widths)
     token = position + np.repeat(starts, widths)
     length = np.repeat(lengths, widths)
     return Layout(
@@ -175,12 +181,6 @@ def _layout(starts: IntArray, lengths: IntArray, widths: IntArray) -> Layout:
         position=position,
         boundaries=boundaries,
     )
-
-
-def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """start, start+1, …, start+count−1 of each pair, one after the other."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
 
 
 def _require_rank(rank: int, size: int, what: str) -> None:

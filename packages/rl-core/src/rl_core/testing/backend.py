@@ -518,9 +518,11 @@ class BackendConformance:
             if "trainer.bf16" not in str(error):
                 raise
             pytest.skip(f"the backend computes in float32 alone, and says so: {error}")
-        key = repr((sorted(case.variant.checkpoint.items()), case.variant.forced_routes))
+        variant = case.variant
+        batches = {"forced_routes": variant.forced_routes, "shared_beginnings": variant.shares_prefixes}
+        key = repr((sorted(variant.checkpoint.items()), batches))
         if key not in _baselines:
-            _baselines[key] = Baseline.of(spec, partial(make_batches, forced_routes=case.variant.forced_routes))
+            _baselines[key] = Baseline.of(spec, partial(make_batches, **batches))
         group, baseline = case.start(spec), _baselines[key]
         found = course(group, baseline.batches, LIMITS, group.weights)
         own, plain = map(attrs.asdict, baseline.errors(found))

@@ -94,7 +94,7 @@ class Errors:
     """RMS difference over the RMS of what the steps changed."""
 
 
-def make_batches(reference: ReferenceWorker, *, forced_routes: bool) -> list[Batch]:
+def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
     """What courses are run on: all that a mean needs to be steady.
 
     Old log-probs are the reference's own, and every token weighs the same: near the edge of a clipped ratio rounding
@@ -106,7 +106,7 @@ def make_batches(reference: ReferenceWorker, *, forced_routes: bool) -> list[Bat
     num_batches = NUM_BATCHES_OF_ROUTERS if chooses else NUM_BATCHES
     batches = []
     for seed in range(1, num_batches + 1):
-        batch = make_batch(reference, forced_routes=forced_routes, seed=seed)
+        batch = make_batch(reference, forced_routes=forced_routes, shared_beginnings=shared_beginnings, seed=seed)
         if forced_routes:
             batch = batch.with_columns(**_routes_of_every_token(reference, batch))
         mask_T = batch["loss_mask"]

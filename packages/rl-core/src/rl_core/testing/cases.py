@@ -27,6 +27,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, adam_betas=(0.9, 0.95), weight_decay=0.1, m
 LIMITS = MicroBatchLimits(max_tokens=70)
 """Of the batch's 209 tokens: three micro-batches or more on one rank, two on each of two."""
 LENGTHS = (23, 61, 1, 40, 9, 33, 2, 40)
+BEGINNINGS = {3: (1, 20), 6: (1, 1), 7: (3, 31)}
+"""Sequence → another one, and how many of its first tokens it begins with where beginnings are shared."""
 STEPS = ((5, 0, 3), (1, 6), (4, 2, 7))
 """Sequences of three optimizer steps. The second has fewer than four ranks: the others take part with nothing."""
 
@@ -59,6 +61,11 @@ class Variant:
     def __hash__(self) -> int:
         """pytest groups checks by variants that it can compare."""
         return hash(str(self))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Sequences of the batch begin alike, and the worker is to compute that once."""
+        return bool(self.spec.get("share_prefixes"))
 
     @property
     def is_tied(self) -> bool:
@@ -197,7 +204,7 @@ def open_case(
         backend=backend,
         spec=spec,
         world_size=variant.world_size,
-        batch=make_batch(reference, forced_routes=variant.forced_routes),
+        batch=make_batch(reference, forced_routes=variant.forced_routes, shared_beginnings=variant.shares_prefixes),
         reference=reference,
         directory=directory / "files",
         variant=variant,
@@ -213,7 +220,9 @@ def open_case(
             case.kept.close()
 
 
-def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False, seed: int = 1) -> Batch:
+def make_batch(
+    reference: ReferenceWorker, *, forced_routes: bool = False, shared_beginnings: bool = False, seed: int = 1
+) -> Batch:
     """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
 
     Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
@@ -222,6 +231,7 @@ def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False, seed:
     Args:
         reference: scores the tokens.
         forced_routes: adds `make_routes`, under which they are scored.
+        shared_beginnings: some begin as others do (`BEGINNINGS`), routes included.
         seed: of tokens, noise and advantages.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -233,6 +243,10 @@ def make_batch(reference: ReferenceWorker, *, forced_routes: bool = False, seed:
         mask_T = sampled_T & (i != 4)
         tokens_T = torch.randint(vocabulary, (length,), generator=generator)
         routes = make_routes(reference, length, seed=i) if forced_routes else {}
+        if shared_beginnings and i in BEGINNINGS:
+            other, shared = BEGINNINGS[i]
+            for name, values_T in {"tokens": tokens_T, **routes}.items():
+                values_T[:shared] = sequences[other][name][:shared]
         forced = (routes["routed_experts"], routes["routed"]) if routes else None
         with torch.no_grad():
             logprobs_T, _ = reference.score(tokens_T, TEMPERATURE, forced)

@@ -315,7 +315,13 @@ class RankGroup:
             LocalRank(backend, spec) if in_process else ProcessRanks(backend, spec, self.mesh, timeout_s)
         )
         self._group = _ShuffledGroup(
-            self.ranks, self.mesh, (1, world_size), SharedDevices(), Tenant(self.ranks), backend=backend
+            self.ranks,
+            self.mesh,
+            (1, world_size),
+            SharedDevices(),
+            Tenant(self.ranks),
+            backend=backend,
+            share_prefixes=spec.share_prefixes,
         )
 
     def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from rl_core.config import (
     needs_reference,
     objective_of,
 )
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.function_settings import positional_parameters
-from rl_core.interfaces import Backend, LossSpec, ModelConfig, Role, WorkerSpec
+from rl_core.interfaces import Backend, LossSpec, ModelConfig, PrefixSharing, Role, WorkerSpec
 from rl_core.trainer.batch_advantages import Estimator, load_estimator
 from rl_core.trainer.loop import LoopSettings
 from rl_core.trainer.model_update import ModelUpdateSettings
@@ -81,12 +81,28 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
         bf16=trainer.bf16,
         gradient_checkpointing=trainer.gradient_checkpointing,
         use_sample_packing=trainer.use_sample_packing,
+        share_prefixes=_shares_prefixes(config, backend, section.options(backend.config_section)),
         logprobs_chunk_size=trainer.logprobs_chunk_size,
         total_optimizer_steps=_num_optimizer_steps(config, role, num_training_steps),
         seed=trainer.seed,
         num_threads=trainer.num_threads,
     )
     return backend, spec
+
+
+def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
+    """Raises ConfigError where sharing is asked for and impossible."""
+    asked = config.trainer.share_prefixes
+    if asked is False:
+        return False
+    reason = None
+    if not config.trainer.use_sample_packing:
+        reason = "the rows of a padded micro-batch are computed apart: set trainer.use_sample_packing=true"
+    elif not (isinstance(backend, PrefixSharing) and backend.shares_prefixes(options)):
+        reason = f"the backend {backend.name!r} computes every sequence apart"
+    if asked is True and reason is not None:
+        raise ConfigError(f"trainer.share_prefixes: {reason}, or leave it at auto")
+    return reason is None
 
 
 def _num_optimizer_steps(config: Config, role: Role, num_training_steps: int | None) -> int | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch
+from rl_core.batch import Batch, read_of_tokens
 from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import ConfigError
 from rl_core.interfaces import (
@@ -35,6 +35,7 @@ from rl_core.interfaces import (
 )
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.packing import plan_micro_batches
+from rl_core.layout.prefixes import families, prefix_forest
 from rl_core.rank_kit.model_proof import require_proof
 from rl_core.rank_kit.weight_buckets import merge_manifests
 from rl_core.workers.devices import SharedDevices, Tenant
@@ -63,10 +64,12 @@ class WorkerGroup:
         *,
         adapter: Mapping[str, Any] | None = None,
         backend: Backend | None = None,
+        share_prefixes: bool = False,
     ):
         self.adapter = adapter
         """Of a model whose adapter is sent alone: see `Rendezvous.adapter`."""
         self._backend = backend
+        self._share_prefixes = share_prefixes
         self._ranks = ranks
         self._shape = shape
         self._devices = devices
@@ -140,7 +143,9 @@ class WorkerGroup:
         devices.add(tenant)
         lora = spec.model.lora
         adapter = lora.peft_config() if lora.is_sent_alone else None
-        return cls(ranks, mesh, shape, devices, tenant, adapter=adapter, backend=backend)
+        return cls(
+            ranks, mesh, shape, devices, tenant, adapter=adapter, backend=backend, share_prefixes=spec.share_prefixes
+        )
 
     async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
         """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]; and the routes that
@@ -267,7 +272,11 @@ class WorkerGroup:
                 yield parts[self.mesh.data_rank(rank)], result
 
     def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
-        lengths_N = batch.lengths.numpy()
+        lengths_N, members, counts_N = batch.lengths.numpy(), None, None
+        shortest = int(lengths_N.argmin())
+        if self._share_prefixes:
+            members, lengths_N = _families(batch, limits, num_data_ranks=self.mesh.data)
+            counts_N = [len(family) for family in members]
         plans = plan_micro_batches(
             lengths_N,
             num_data_ranks=self.mesh.data,
@@ -275,8 +284,26 @@ class WorkerGroup:
             max_sequences=limits.max_sequences,
             multiple=self.mesh.micro_batch_multiple,
             sequence_multiple=self.mesh.sequence_multiple,
+            counts_N=counts_N,
         )
-        return [_part(plan, shortest=int(lengths_N.argmin())) for plan in plans]
+        if members is not None:
+            plans = [[np.sort(np.concatenate([_NONE, *(members[i] for i in m)])) for m in plan] for plan in plans]
+        return [_part(plan, shortest=shortest) for plan in plans]
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _families(batch: Batch, limits: MicroBatchLimits, *, num_data_ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Sequences that share what they begin with, and the tokens that are computed for them."""
+    offsets = batch.offsets.numpy()
+    return families(
+        prefix_forest(offsets, *read_of_tokens(batch)),
+        offsets,
+        max_tokens=limits.max_tokens,
+        max_sequences=limits.max_sequences,
+        num_data_ranks=num_data_ranks,
+    )
 
 
 def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) -> dict[str, Tensor]:

@@ -10,54 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rl_core.errors import ConfigError
-from rl_core.layout.rectangles import rectangle_cells, rectangle_rows
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
-from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
+from rl_core.rank_kit.scoring.packed_sequences import PackedSequences, SharedPrefixes
+from rl_core.rank_kit.scoring.shared_attention import shared_attention
 from rl_core.rank_kit.scoring.ulysses import heads_for_tokens, tokens_for_heads
 
 PACKED_ATTENTION = "rl_core_packed"
-
-
-@attrs.frozen(eq=False)
-class PackedSequences:
-    """Where the sequences of a packed stream lie, and the rectangles they are attended in; one per micro-batch."""
-
-    offsets: Tensor
-    """int32 [N+1] on the stream's device."""
-    max_length: int
-    rectangles: tuple[tuple[int, int], ...]
-    """(rows, width) of each; their cells are numbered one rectangle after the other."""
-    num_cells: int
-    cell_T: Tensor | None
-    """int64 [T], the cell of each token; None where cell t is token t."""
-    ulysses: UlyssesGroup | None = None
-    """Where it is given, the model's tensors hold this rank's slice of every row only."""
-
-    @classmethod
-    def of_lengths(
-        cls, lengths_N: Tensor, device: torch.device, *, ulysses: UlyssesGroup | None = None
-    ) -> PackedSequences:
-        """Groups sequences by length (int64 [N], on the CPU)."""
-        lengths = lengths_N.numpy()
-        rectangles, cell_T = rectangle_cells(lengths, *rectangle_rows(lengths))
-        num_cells = sum(rows * width for rows, width in rectangles)
-        is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())
-        return cls(
-            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device),
-            max_length=int(lengths.max()),
-            rectangles=rectangles,
-            num_cells=num_cells,
-            cell_T=None if is_identity else torch.from_numpy(cell_T).to(device),
-            ulysses=ulysses,
-        )
 
 
 def packed_attention(
@@ -102,16 +66,47 @@ def packed_attention(
     if ulysses is not None:
         query, key, value = (heads_for_tokens(tensor, ulysses) for tensor in (query, key, value))
     query_THD, key_TKD, value_TKD = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if sliding_window is not None and sliding_window >= packed_sequences.max_length:
-        sliding_window = None
-    attend = (
-        _varlen_attention if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _rectangle_attention
-    )
-    output_THD = attend(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)
+    output_THD = _attention(query_THD, key_TKD, value_TKD, packed_sequences, scaling, sliding_window)
     output_BLHD = output_THD.unflatten(0, (num_rows, -1))
     if ulysses is not None:
         output_BLHD = tokens_for_heads(output_BLHD.transpose(1, 2), ulysses).transpose(1, 2)
     return output_BLHD, None
+
+
+def _attention(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    shared = packed.shared
+    longest = packed.max_length if shared is None else shared.sequences.max_length
+    if window is not None and window >= longest:
+        window = None
+    if shared is not None:
+        output_THD = shared_attention(query_THD, key_TKD, value_TKD, shared, scaling) if window is None else None
+        if output_THD is not None:
+            return output_THD
+        return _attention_per_sequence(query_THD, key_TKD, value_TKD, shared, scaling, window)
+    is_half = query_THD.dtype in (torch.bfloat16, torch.float16)
+    attend = _varlen_attention if query_THD.is_cuda and is_half else _rectangle_attention
+    return attend(query_THD, key_TKD, value_TKD, packed, scaling, window)
+
+
+def _attention_per_sequence(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    shared: SharedPrefixes,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """For windows and head sizes that no kernel shares: attention alone is computed for every sequence apart."""
+    query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
+    output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
+    return gather_rows(output_THD, shared.token_C)
 
 
 def _rectangle_attention(

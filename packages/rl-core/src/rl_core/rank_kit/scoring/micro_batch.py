@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_core.batch import Batch
-from rl_core.layout.slices import even_slice, inverse_index, packed_layout, padded_layout
+from rl_core.batch import Batch, read_of_tokens
+from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
+from rl_core.layout.slices import even_slice, inverse_index, padded_layout
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
-from rl_core.rank_kit.scoring.attention import PackedSequences
+from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
 from rl_core.rank_kit.scoring.ulysses import sum_over_ranks
 
@@ -33,11 +34,16 @@ class ModelInput:
     """None: every token goes where the model's routers send it."""
     slice: UlyssesSlice | None
     """None: all scores of the micro-batch are made here."""
+    score_S: Tensor | None = None
+    """int64, for each token to score the place of its score among those that are made, where sequences share what they
+    begin with and a score is made once; None: its own place."""
 
     def scored_by(self, scorer: nn.Module, *, temperature: float) -> tuple[Tensor, ...]:
         """The scores of the whole micro-batch, also where this rank makes a slice of them."""
         scores = scorer(self, temperature=temperature)
-        return scores if self.slice is None else tuple(self.slice.whole(values_S) for values_S in scores)
+        if self.slice is not None:
+            scores = tuple(self.slice.whole(values_S) for values_S in scores)
+        return scores if self.score_S is None else tuple(values_S.index_select(0, self.score_S) for values_S in scores)
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +82,7 @@ def model_input(
     index_S: Tensor,
     *,
     use_sample_packing: bool,
+    share_prefixes: bool,
     device: torch.device,
     ulysses: UlyssesGroup | None = None,
 ) -> ModelInput:
@@ -85,39 +92,54 @@ def model_input(
         batch: the micro-batch.
         index_S: stream indices of the tokens to score.
         use_sample_packing: one stream for all sequences; else one row for each.
+        share_prefixes: what sequences share at their beginning stands in that stream once.
         device: where the model is.
         ulysses: the ranks that share it; each holds an even part of the cells of every row.
     """
-    multiple, sequences = ulysses.size if ulysses else 1, np.arange(batch.num_sequences)
+    multiple, score_S = ulysses.size if ulysses else 1, None
     if use_sample_packing:
-        layout = packed_layout(batch.offsets, sequences, total_multiple=multiple)
-        num_rows, lengths = 1, np.diff(layout.boundaries)
+        offsets = batch.offsets.numpy()
+        forest = prefix_forest(offsets, *read_of_tokens(batch)) if share_prefixes else separate_sequences(offsets)
+        cells = input_cells(forest, offsets, total_multiple=multiple)
+        index_BL = torch.from_numpy(cells.index_C).view(1, -1)
+        positions_BL = torch.from_numpy(cells.position_C).view(1, -1)
+        cell_T = torch.from_numpy(cells.cell_T)
+        packed = PackedSequences.of_nodes(cells, device, ulysses=ulysses)
+        if packed.shared is not None:
+            index_S, score_S = _first_of_each(index_S, torch.from_numpy(forest.cell_T))
     else:
-        layout = padded_layout(batch.offsets, sequences, width_multiple=multiple)
-        num_rows, lengths = batch.num_sequences, np.diff(layout.boundaries)
-    index_BL = torch.from_numpy(layout.index).view(num_rows, -1)
+        layout = padded_layout(batch.offsets, np.arange(batch.num_sequences), width_multiple=multiple)
+        index_BL = torch.from_numpy(layout.index).view(batch.num_sequences, -1)
+        positions_BL = torch.from_numpy(layout.position).view(batch.num_sequences, -1)
+        cell_T = torch.from_numpy(inverse_index([layout.index], batch.num_tokens))
+        rows = np.diff(layout.boundaries)
+        packed = PackedSequences.of_lengths(rows, device, ulysses=ulysses) if ulysses is not None else None
     tokens_BL = torch.where(index_BL >= 0, batch["tokens"][index_BL.clamp(min=0)], 0)
-    positions_BL = torch.from_numpy(layout.position).view(num_rows, -1)
-    source_S = torch.from_numpy(inverse_index([layout.index], batch.num_tokens))[index_S - 1]
-    target_S, slice_ = batch["tokens"][index_S], None
+    source_S, target_S, slice_ = cell_T[index_S - 1], batch["tokens"][index_S], None
     if ulysses is not None:
         columns = even_slice(index_BL.shape[1], ulysses.rank, ulysses.size)
         row_S, column_S = source_S // index_BL.shape[1], source_S % index_BL.shape[1]
         own_S = ((column_S >= columns.start) & (column_S < columns.stop)).nonzero().squeeze(1)
         source_S = (row_S * (columns.stop - columns.start) + column_S - columns.start)[own_S]
+        slice_ = UlyssesSlice(own_S.to(device), len(index_S), ulysses)
         index_BL, target_S = index_BL[:, columns], target_S[own_S]
         tokens_BL, positions_BL = tokens_BL[:, columns], positions_BL[:, columns]
-        slice_ = UlyssesSlice(own_S.to(device), len(index_S), ulysses)
-    has_bounds = use_sample_packing or ulysses is not None
     return ModelInput(
         tokens_BL=tokens_BL.to(device),
-        positions_BL=positions_BL.to(device) if has_bounds else None,
-        packed=PackedSequences.of_lengths(torch.from_numpy(lengths), device, ulysses=ulysses) if has_bounds else None,
+        positions_BL=None if packed is None else positions_BL.to(device),
+        packed=packed,
         source_S=source_S.to(device),
         target_S=target_S.to(device),
         routes=_routes(batch, index_BL.flatten(), device) if "routed_experts" in batch else None,
         slice=slice_,
+        score_S=None if score_S is None else score_S.to(device),
     )
+
+
+def _first_of_each(index_S: Tensor, cell_T: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each cell among those of `index_S`, and for each of `index_S` the place of its cell's there."""
+    cells, score_S = torch.unique(cell_T[index_S], return_inverse=True)
+    return torch.empty_like(cells).index_copy_(0, score_S, index_S), score_S
 
 
 def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype: torch.dtype) -> Tensor:
@@ -127,7 +149,10 @@ def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype:
         packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
     with autocast(model, compute_dtype):
         hidden_BLH = model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
-    return gather_rows(hidden_BLH.flatten(0, 1), inputs.source_S).to(compute_dtype)
+    hidden_CH, source_S = hidden_BLH.flatten(0, 1), inputs.source_S
+    # A shared token may predict several.
+    states_SH = gather_rows(hidden_CH, source_S) if inputs.score_S is None else hidden_CH.index_select(0, source_S)
+    return states_SH.to(compute_dtype)
 
 
 def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:

@@ -64,6 +64,8 @@ def rehearse(
     Raises:
         ConfigError: the model cannot be built or sharded.
     """
+    # The batch stands for the fullest one, in which no two sequences have anything in common.
+    spec = attrs.evolve(spec, share_prefixes=False)
     fake_mode = _FakeDevice(allow_non_fake_inputs=True)
     with _rank_alone(mesh.world_size):
         ranks = RankMesh.join(RankInfo(world_size=mesh.world_size), _DEVICE, mesh)

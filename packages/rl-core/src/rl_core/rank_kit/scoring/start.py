@@ -46,13 +46,13 @@ def start_shards(
     if ranks.ulysses is not None:
         num_heads, group = scorer.model.config.get_text_config().num_attention_heads, ranks.ulysses
         agree(lambda: require_heads(num_heads, group, f"{where}.{section}"))
-    inputs = partial(two_sequences, scorer.model, use_sample_packing=spec.use_sample_packing)
+    inputs = partial(two_sequences, scorer.model, spec)
     with torch.no_grad():
-        expected_S = from_first(lambda: scorer(inputs(device=torch.device("cpu")), temperature=1.0)[0])
+        expected_S = from_first(lambda: inputs(torch.device("cpu")).scored_by(scorer, temperature=1.0)[0])
         if ranks.ulysses is not None:
             scorer.model.set_attn_implementation(PACKED_ATTENTION)
         shards = shard(scorer)
-        own = inputs(device=ranks.device, ulysses=ranks.ulysses)
+        own = inputs(ranks.device, ulysses=ranks.ulysses)
         found_S = own.scored_by(shards.module, temperature=1.0)[0].cpu()
         shards.let_go()
     require_close(

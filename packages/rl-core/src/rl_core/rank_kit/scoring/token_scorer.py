@@ -134,16 +134,16 @@ def load_scorer(
         scorer = ValueScorer(model, compute_dtype=compute_dtype)
         if not is_empty:
             load_head(scorer, path, where)
-            _require_same_states(model, compute_dtype, use_sample_packing=spec.use_sample_packing, where=where)
+            _require_same_states(model, spec, compute_dtype, where)
     else:
         scorer = TokenScorer(model, chunk_tokens=spec.logprobs_chunk_size, compute_dtype=compute_dtype)
         if not is_empty:
             _require_linear_output(model, where)
-            _require_same_scores(scorer, use_sample_packing=spec.use_sample_packing, where=where)
+            _require_same_scores(scorer, spec, where)
         if routes_key is not None:
             scorer.choices = ExpertChoices.of(model, where=routes_key)
             if not is_empty:
-                inputs = two_sequences(model, use_sample_packing=spec.use_sample_packing, device=device)
+                inputs = two_sequences(model, spec, device)
                 require_followed_routes(model, scorer.choices, inputs, compute_dtype, routes_key)
     if spec.gradient_checkpointing and is_trained:
         _recompute_layers(model, where)
@@ -181,42 +181,40 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def _require_same_scores(scorer: TokenScorer, *, use_sample_packing: bool, where: str) -> None:
+def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
     """Proves that the scorer agrees with the model's own logits of each sequence alone.
 
     It finds, besides what `_require_agreement` names, output layers that are more than a matrix.
     """
     _require_agreement(
         scorer.model,
+        spec,
         scorer.compute_dtype,
-        lambda inputs: scorer(inputs, temperature=1.0)[0],
+        lambda inputs: inputs.scored_by(scorer, temperature=1.0)[0],
         partial(_own_logprobs, scorer.model),
-        use_sample_packing=use_sample_packing,
-        where=where,
+        where,
     )
 
 
-def _require_same_states(
-    model: PreTrainedModel, compute_dtype: torch.dtype, *, use_sample_packing: bool, where: str
-) -> None:
+def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
     """Proves that the hidden states, which values are made of, are those of each sequence alone."""
-    _require_agreement(
-        model,
-        compute_dtype,
-        lambda inputs: predicting_states(model, inputs, compute_dtype),
-        lambda tokens_T: model(tokens_T[None].to(model.device), use_cache=False).last_hidden_state[0, :-1],
-        use_sample_packing=use_sample_packing,
-        where=where,
-    )
+
+    def as_trained(inputs: ModelInput) -> Tensor:
+        states_SH = predicting_states(model, inputs, compute_dtype)
+        return states_SH if inputs.score_S is None else states_SH[inputs.score_S]
+
+    def alone(tokens_T: Tensor) -> Tensor:
+        return model(tokens_T[None].to(model.device), use_cache=False).last_hidden_state[0, :-1]
+
+    _require_agreement(model, spec, compute_dtype, as_trained, alone, where)
 
 
 def _require_agreement(
     model: PreTrainedModel,
+    spec: WorkerSpec,
     compute_dtype: torch.dtype,
     as_trained: Callable[[ModelInput], Tensor],
     alone: Callable[[Tensor], Tensor],
-    *,
-    use_sample_packing: bool,
     where: str,
 ) -> None:
     """Compares what training computes of two short sequences with what the model's own code makes of each alone.
@@ -224,12 +222,18 @@ def _require_agreement(
     It finds layers that look across packed sequences (state-space, convolution) and attention that takes no bounds.
     Leaves the model with the attention that training needs.
     """
-    name, sequences = type(model).__name__, _two_token_sequences(model)
-    inputs = two_sequences(model, use_sample_packing=use_sample_packing, device=model.device)
-    remedy = "set trainer.use_sample_packing=false" if use_sample_packing else "this backend cannot train it"
+    name, sequences = type(model).__name__, _two_token_sequences(model, spec)
+    inputs = two_sequences(model, spec, model.device)
+    remedy = "this backend cannot train it"
+    if spec.use_sample_packing:
+        remedy = "set trainer.use_sample_packing=false" + (
+            ", or trainer.share_prefixes=false where it differs because of shared prompts"
+            if spec.share_prefixes
+            else ""
+        )
     with torch.no_grad(), autocast(model, compute_dtype):
         expected = torch.cat([alone(tokens_T) for tokens_T in sequences])
-        if use_sample_packing:
+        if spec.use_sample_packing:
             model.set_attn_implementation(PACKED_ATTENTION)
         try:
             found = as_trained(inputs)
@@ -249,18 +253,25 @@ def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, m
         raise ConfigError(f"{message} by {error:.1e} (relative), expected below {limit:g}; {remedy}")
 
 
-def _two_token_sequences(model: PreTrainedModel) -> list[Tensor]:
+def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tensor]:
+    """Of 7 and 5 tokens; where prefixes are shared, after 20 that both begin with."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (7, 5)]
+    start_T, *ends = (torch.randint(model.config.vocab_size, (n,), generator=generator) for n in (20, 7, 5))
+    return [torch.cat([start_T, end_T]) if spec.share_prefixes else end_T for end_T in ends]
 
 
 def two_sequences(
-    model: PreTrainedModel, *, use_sample_packing: bool, device: torch.device, ulysses: UlyssesGroup | None = None
+    model: PreTrainedModel, spec: WorkerSpec, device: torch.device, *, ulysses: UlyssesGroup | None = None
 ) -> ModelInput:
-    """Twelve tokens, the same on every rank, to try a model on."""
-    batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in _two_token_sequences(model)])
+    """A few tokens, the same on every rank, to try a model on."""
+    batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in _two_token_sequences(model, spec)])
     return model_input(
-        batch, predicted_tokens(batch), use_sample_packing=use_sample_packing, device=device, ulysses=ulysses
+        batch,
+        predicted_tokens(batch),
+        use_sample_packing=spec.use_sample_packing,
+        share_prefixes=spec.share_prefixes,
+        device=device,
+        ulysses=ulysses,
     )
 
 

@@ -239,6 +239,7 @@ class ScoringWorker:
             micro_batch,
             index_S,
             use_sample_packing=self.spec.use_sample_packing,
+            share_prefixes=self.spec.share_prefixes,
             device=self.device,
             ulysses=None if self.ranks is None else self.ranks.ulysses,
         )

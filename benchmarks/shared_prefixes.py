@@ -1,0 +1,171 @@
+"""A group's prompt computed once against once per sample, in one run.
+
+A 20M-parameter Qwen3 in float32, 16 samples of a prompt of 2,048 tokens with 256 trained tokens each, all in one
+micro-batch; forward and backward of the Worker. Each side runs in a process of its own, whose peak memory is compared;
+the rounds of the two take turns, and processor seconds are compared, which other jobs disturb less.
+
+The ratio of floating-point operations is the most that sharing can gain: matrix products of the layers per computed
+token, the output layer per trained token, and attention per pair of a query and a key that it sees.
+
+Run: python benchmarks/shared_prefixes.py [--samples 16] [--prompt 2048] [--answer 256] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.batch import Batch
+from rl_core.interfaces import LossSpec, ModelConfig, OptimizerConfig, RankInfo, WorkerSpec
+from rl_core.layout.prefixes import input_cells, prefix_blocks, prefix_forest, separate_sequences
+from rl_core.testing.models import make_checkpoint
+
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+}
+
+
+def main() -> None:
+    """Prints seconds, and ratios of time, operations and memory."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--answer", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    sizes = (args.samples, args.prompt, args.answer)
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(make_checkpoint(Path(directory) / "model", **MODEL))
+        sides = {name: Side(path, sizes, share_prefixes=name == "shared") for name in ("shared", "apart")}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(args.rounds):
+            for name, side in sides.items():
+                seconds[name].append(side.step())
+        peaks = {name: side.peak_bytes() for name, side in sides.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    time_ratio = medians["apart"] / medians["shared"]
+    flop_ratio = operations(sizes, share_prefixes=False) / operations(sizes, share_prefixes=True)
+    for name in sides:
+        print(f"{name:8} {medians[name]:7.2f} processor seconds, at most {peaks[name] / 2**20:6.0f} MiB")
+    print(f"time of apart over shared    {time_ratio:.2f}")
+    print(f"operations, the same         {flop_ratio:.2f}: {time_ratio / flop_ratio:.2f} of it is reached")
+    print(f"memory of shared over apart  {peaks['shared'] / peaks['apart']:.2f}")
+
+
+class Side:
+    """A worker in a process of its own."""
+
+    def __init__(self, path: str, sizes: tuple[int, int, int], *, share_prefixes: bool):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, path, sizes, share_prefixes), daemon=True)
+        self._process.start()
+        self.step()  # warms up
+
+    def step(self) -> float:
+        """Processor seconds of one forward and backward."""
+        return self._ask("step")
+
+    def peak_bytes(self) -> float:
+        """Above what the process held before its first step; it ends with this."""
+        peak = self._ask("peak")
+        self._process.join()
+        return peak
+
+    def _ask(self, what: str) -> float:
+        self._connection.send(what)
+        return self._connection.recv()
+
+
+def _serve(connection: Connection, path: str, sizes: tuple[int, int, int], share_prefixes: bool) -> None:
+    from rl_fsdp import FsdpOptions, FsdpWorker
+
+    torch.set_num_threads(1)
+    spec = WorkerSpec(
+        role="policy",
+        model=ModelConfig(path=path),
+        optimizer=OptimizerConfig(lr=1e-4),
+        options=FsdpOptions(),
+        bf16=False,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        share_prefixes=share_prefixes,
+        logprobs_chunk_size=1024,
+        total_optimizer_steps=None,
+        seed=0,
+    )
+    worker, batch = FsdpWorker(spec, RankInfo()), group_of_samples(*sizes)
+    plan, loss = [list(range(batch.num_sequences))], LossSpec(name="ppo_clip")
+    before = _most_bytes()
+    while True:
+        if connection.recv() == "peak":
+            connection.send(_most_bytes() - before)
+            return
+        began = time.process_time()
+        worker.forward_backward(batch, plan, loss, temperature=1.0)
+        connection.send(time.process_time() - began)
+
+
+def _most_bytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def group_of_samples(num_samples: int, prompt: int, answer: int) -> Batch:
+    """Random tokens and advantages."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = MODEL["vocab_size"]
+    prompt_T = torch.randint(vocabulary, (prompt,), generator=generator)
+    mask_T = torch.arange(prompt + answer) >= prompt
+    columns: dict[str, Any] = {
+        "sampled": mask_T,
+        "loss_mask": mask_T,
+        "old_logprobs": torch.full((prompt + answer,), -9.0),
+        "loss_weights": mask_T / (answer * num_samples),
+    }
+    return Batch.from_sequences(
+        [
+            {
+                "tokens": torch.cat([prompt_T, torch.randint(vocabulary, (answer,), generator=generator)]),
+                "advantages": torch.full((prompt + answer,), 1.0 - 2.0 * (i % 2)),
+                **columns,
+            }
+            for i in range(num_samples)
+        ]
+    )
+
+
+def operations(sizes: tuple[int, int, int], *, share_prefixes: bool) -> float:
+    """Multiply-adds of a forward pass; backward has twice as many on either side."""
+    batch = group_of_samples(*sizes)
+    offsets, tokens_T = batch.offsets.numpy(), batch["tokens"].numpy()
+    forest = prefix_forest(offsets, tokens_T) if share_prefixes else separate_sequences(offsets)
+    cells = input_cells(forest, offsets)
+    blocks = prefix_blocks(cells.length_M, cells.parent_M)
+    pairs = float((cells.length_M * (cells.length_M + 1) / 2).sum())
+    pairs += float((blocks.query_length_B * blocks.key_length_B).sum())
+    hidden, heads = MODEL["hidden_size"], MODEL["num_attention_heads"] * MODEL["head_dim"]
+    key_heads = MODEL["num_key_value_heads"] * MODEL["head_dim"]
+    per_token = hidden * (2 * heads + 2 * key_heads + 3 * MODEL["intermediate_size"])
+    layers = MODEL["num_hidden_layers"] * (per_token * len(cells.index_C) + 2 * heads * pairs)
+    return layers + hidden * MODEL["vocab_size"] * int(batch["loss_mask"].sum())
+
+
+if __name__ == "__main__":
+    main()

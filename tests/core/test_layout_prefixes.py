@@ -1,0 +1,150 @@
+"""What sequences begin with alike, against sets of prefixes written out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rl_core.layout.packing import plan_micro_batches
+from rl_core.layout.prefixes import (
+    PrefixForest,
+    families,
+    input_cells,
+    prefix_blocks,
+    prefix_forest,
+    separate_sequences,
+)
+
+Sequences = list[list[int]]
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
+"""Few different tokens: most sequences begin as others do, some are others' beginnings, some are equal."""
+
+
+def stream_of(sequences: Sequences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets and tokens."""
+    return np.cumsum([0, *map(len, sequences)]), np.array([token for tokens in sequences for token in tokens])
+
+
+def forest_of(sequences: Sequences, least_saved: int = 1) -> PrefixForest:
+    offsets, tokens_T = stream_of(sequences)
+    return prefix_forest(offsets, tokens_T, least_saved=least_saved)
+
+
+def prefixes_of(sequences: Sequences) -> list[tuple[int, ...]]:
+    """Of each token of the stream, the tokens up to it."""
+    return [tuple(tokens[: t + 1]) for tokens in sequences for t in range(len(tokens))]
+
+
+@settings(max_examples=300)
+@given(sequences=SEQUENCES, least_saved=st.sampled_from([1, 3, 16]))
+def test_tokens_share_a_cell_only_with_the_same_tokens_before_them(sequences: Sequences, least_saved: int):
+    forest = forest_of(sequences, least_saved)
+    prefixes_of_cell: dict[int, set[tuple[int, ...]]] = {}
+    for cell, prefix in zip(forest.cell_T.tolist(), prefixes_of(sequences), strict=True):
+        prefixes_of_cell.setdefault(cell, set()).add(prefix)
+    assert sorted(prefixes_of_cell) == list(range(forest.num_cells))
+    assert all(len(prefixes) == 1 for prefixes in prefixes_of_cell.values())
+    if least_saved == 1:
+        assert forest.num_cells == len(set(prefixes_of(sequences)))
+
+
+@settings(max_examples=300)
+@given(sequences=SEQUENCES, least_saved=st.sampled_from([1, 3]), multiple=st.sampled_from([1, 4]))
+def test_a_model_is_given_every_token_that_precedes_one_and_sees_those_before_it(
+    sequences: Sequences, least_saved: int, multiple: int
+):
+    offsets, tokens_T = stream_of(sequences)
+    forest = forest_of(sequences, least_saved)
+    cells = input_cells(forest, offsets, total_multiple=multiple)
+    is_last_T = np.isin(np.arange(len(tokens_T)), offsets[1:] - 1)
+    needed = set(forest.cell_T[~is_last_T].tolist())
+    assert (cells.index_C >= 0).sum() == max(1, len(needed))
+    assert len(cells.index_C) % multiple == 0
+    assert (cells.cell_T[~is_last_T] >= 0).all()
+    assert cells.length_M.sum() == len(cells.index_C)
+    seen = seen_cells(cells.length_M, cells.parent_M)
+    for prefix, cell in zip(prefixes_of(sequences), cells.cell_T.tolist(), strict=True):
+        if cell >= 0:
+            assert tuple(tokens_T[cells.index_C[seen[cell]]].tolist()) == prefix
+            assert cells.position_C[cell] == len(prefix) - 1
+
+
+def seen_cells(length_M: NDArray[np.int64], parent_M: NDArray[np.int64]) -> list[list[int]]:
+    """Of each cell, what it sees: by the blocks before its node, and its node up to itself."""
+    blocks = prefix_blocks(length_M, parent_M)
+    query_ends, key_ends = np.cumsum(blocks.query_length_B), np.cumsum(blocks.key_length_B)
+    before: dict[int, list[int]] = {}
+    for i in range(len(query_ends)):
+        keys = blocks.key_K[key_ends[i] - blocks.key_length_B[i] : key_ends[i]].tolist()
+        for query in blocks.query_Q[query_ends[i] - blocks.query_length_B[i] : query_ends[i]].tolist():
+            assert query not in before, "in one block only"
+            before[query] = keys
+    starts = np.repeat(np.cumsum(length_M) - length_M, length_M)
+    return [[*before.get(cell, []), *range(start, cell + 1)] for cell, start in enumerate(starts.tolist())]
+
+
+def test_what_else_a_model_reads_of_a_token_keeps_tokens_apart():
+    offsets, tokens_T = stream_of([[1, 2, 3], [1, 2, 4]])
+    routes_TLK = np.zeros((6, 2, 1), np.uint8)
+    assert prefix_forest(offsets, tokens_T, routes_TLK, least_saved=1).num_cells == 4
+    routes_TLK[4, 1] = 1
+    assert prefix_forest(offsets, tokens_T, routes_TLK, least_saved=1).num_cells == 5
+
+
+def test_sharing_few_tokens_is_not_worth_it():
+    sequences = [[1, 2, 3, 4], [1, 2, 3, 5], [6, 7]]
+    assert forest_of(sequences, least_saved=4).num_cells == separate_sequences([0, 4, 8, 10]).num_cells == 10
+    assert forest_of(sequences, least_saved=3).num_cells == 7
+
+
+LONG = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=60), min_size=1, max_size=30)
+
+
+@settings(max_examples=200)
+@given(sequences=LONG, slack=st.integers(0, 60), slots=st.sampled_from([None, 1, 4]), ranks=st.sampled_from([1, 2, 5]))
+def test_families_are_planned_within_the_limits_of_what_is_computed(
+    sequences: Sequences, slack: int, slots: int | None, ranks: int
+):
+    offsets, _ = stream_of(sequences)
+    forest, budget = forest_of(sequences), max(map(len, sequences)) + slack
+    members, tokens = families(forest, offsets, max_tokens=budget, max_sequences=slots, num_data_ranks=ranks)
+    assert sorted(np.concatenate(members).tolist()) == list(range(len(sequences)))
+    for family, computed in zip(members, tokens.tolist(), strict=True):
+        assert computed == len(set(forest.cell_T[cells_of(offsets, family)].tolist())) <= budget
+        assert len(family) <= (slots or len(sequences))
+    counts = [len(family) for family in members]
+    plan = plan_micro_batches(tokens, num_data_ranks=ranks, max_tokens=budget, max_sequences=slots, counts_N=counts)
+    for micro_batch in (m for rank in plan for m in rank):
+        assert tokens[micro_batch].sum() <= budget
+        assert sum(counts[i] for i in micro_batch) <= (slots or len(sequences))
+    assert sorted(int(i) for rank in plan for m in rank for i in m) == list(range(len(members)))
+
+
+def cells_of(offsets: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in family])
+
+
+@pytest.mark.parametrize(("num_groups", "most_tokens"), [(1, 600), (4, 1800), (5, 2900), (64, 16 * 1800)])
+def test_groups_do_not_leave_ranks_idle(num_groups: int, most_tokens: int):
+    """Of 16 answers of 100 tokens to a prompt of 200, over four ranks. One group is cut into four, and five are cut so
+    that no rank has two; four and 64 are left whole."""
+    sequences = [[*([group] * 200), *range(1000 + i, 1100 + i)] for group in range(num_groups) for i in range(16)]
+    offsets, tokens_T = stream_of(sequences)
+    forest = prefix_forest(offsets, tokens_T)
+    assert forest.num_cells == num_groups * 1800
+    members, tokens = families(forest, offsets, num_data_ranks=4)
+    plan = plan_micro_batches(tokens, num_data_ranks=4)
+    assert max(sum(int(tokens[m].sum()) for m in rank) for rank in plan) <= most_tokens
+    assert all(len({sequences[i][0] for i in family}) == 1 for family in members)
+
+
+def test_the_forest_of_a_chain_of_turns_is_the_last_of_them():
+    turns = [list(range(n)) for n in (20, 40, 60, 80)]
+    forest = forest_of(turns)
+    assert forest.num_cells == 80
+    assert [(a, b) for a, b in pairwise(forest.parent_M.tolist())] == [(-1, 0), (0, 1), (1, 2)]

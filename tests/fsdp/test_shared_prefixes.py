@@ -1,0 +1,142 @@
+"""What is shared is computed once and gives the same: attention over forests, and models trained on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from rl_core.batch import Batch
+from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
+from rl_core.rank_kit.scoring import shared_attention
+from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION, packed_attention
+from rl_core.rank_kit.scoring.micro_batch import model_input, predicted_tokens
+from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
+from rl_core.rank_kit.scoring.token_scorer import TokenScorer
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[list[int]]:
+    """Sequences that begin as an earlier one does, as far as it goes or only some tokens."""
+    sequences: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 10))):
+        start: list[int] = []
+        if sequences and draw(st.booleans()):
+            other = draw(st.sampled_from(sequences))
+            start = other[: draw(st.integers(0, len(other)))]
+        sequences.append([*start, *draw(st.lists(st.integers(0, 49), min_size=0 if start else 1, max_size=50))])
+    return sequences
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences=forests(), kv_heads=st.sampled_from([1, 2, 4]), window=st.sampled_from([None, 1, 7, 1000]))
+def test_attention_over_a_forest_is_attention_in_each_sequence(
+    sequences: list[list[int]], kv_heads: int, window: int | None
+):
+    offsets = np.cumsum([0, *map(len, sequences)])
+    tokens_T = np.array([token for tokens in sequences for token in tokens])
+    cells = input_cells(prefix_forest(offsets, tokens_T, least_saved=1), offsets, total_multiple=3)
+    apart = input_cells(separate_sequences(offsets), offsets)
+    generator = torch.Generator().manual_seed(len(tokens_T))
+    shapes = [(1, heads, len(cells.index_C), 8) for heads in (4, kv_heads, kv_heads)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    # Where both have a token: the last one of all sequences is in neither, unless nothing else is left.
+    row_S = torch.from_numpy(cells.cell_T[apart.index_C[cells.cell_T[apart.index_C] >= 0]])
+
+    def attend(tensors: list[Tensor], packed: PackedSequences) -> Tensor:
+        output, _ = packed_attention(
+            nn.Module(), *tensors, None, scaling=0.3, sliding_window=window, packed_sequences=packed
+        )
+        return output[0]
+
+    shared_SHD = attend(inputs, PackedSequences.of_nodes(cells, CPU))[row_S]
+    separate_SHD = attend([tensor[:, :, row_S] for tensor in inputs], PackedSequences.of_nodes(apart, CPU))
+    torch.testing.assert_close(shared_SHD, separate_SHD, rtol=0, atol=1e-13)
+    upstream = torch.randn(shared_SHD.shape, generator=generator, dtype=torch.float64)
+    for found, expected in zip(
+        torch.autograd.grad(shared_SHD, inputs, upstream),
+        torch.autograd.grad(separate_SHD, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def samples_of_prompts(generator: torch.Generator) -> Batch:
+    """Three prompts with six responses each, one of which goes on from another, and two that are there twice."""
+    sequences: list[Tensor] = []
+    for length in (40, 7, 33):
+        prompt = torch.randint(50, (length,), generator=generator)
+        for sample in range(6):
+            num_tokens = int(torch.randint(1, 30, (1,), generator=generator))
+            start = sequences[-1] if sample == 3 else prompt
+            sequences.append(torch.cat([start, torch.randint(50, (num_tokens,), generator=generator)]))
+    sequences += [sequences[0], sequences[7][:9]]
+    return Batch.from_sequences([{"tokens": tokens} for tokens in sequences])
+
+
+def scored(model: PreTrainedModel, batch: Batch, *, share_prefixes: bool) -> tuple[list[Tensor], int]:
+    """Log-probs, entropies and the gradient of a weighted sum of both; and how many tokens the model was given."""
+    model.zero_grad()
+    scorer = TokenScorer(model, chunk_tokens=64, compute_dtype=torch.float32)
+    index_S = predicted_tokens(batch)
+    inputs = model_input(batch, index_S, use_sample_packing=True, share_prefixes=share_prefixes, device=CPU)
+    scores = inputs.scored_by(scorer, temperature=0.8)
+    weights = torch.randn(2, len(index_S), generator=torch.Generator().manual_seed(3))
+    sum((w * s).sum() for w, s in zip(weights, scores, strict=True)).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return [*(score.detach() for score in scores), gradient], inputs.tokens_BL.numel()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(window: int | None):
+    torch.manual_seed(0)
+    is_windowed = window is not None
+    model = (
+        MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
+        if is_windowed
+        else LlamaForCausalLM(LlamaConfig(**SIZES))
+    )
+    model.set_attn_implementation(PACKED_ATTENTION)
+    batch = samples_of_prompts(torch.Generator().manual_seed(1))
+    apart, num_apart = scored(model, batch, share_prefixes=False)
+    shared, num_shared = scored(model, batch, share_prefixes=True)
+    assert num_apart == batch.num_tokens - batch.num_sequences, "a last token is never an input"
+    assert num_shared < 0.5 * num_apart
+    for found, expected in zip(shared, apart, strict=True):
+        # float32 sums of a few hundred tokens in another order.
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_merging_the_parts_wrongly_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: each part as if it were the whole softmax."""
+    monkeypatch.setattr(shared_attention.torch, "logaddexp", lambda own, before: own)
+    with pytest.raises(AssertionError):
+        test_a_model_gives_the_same_scores_and_gradient_from_fewer_tokens(None)
+
+
+def test_routes_keep_equal_tokens_apart():
+    batch = Batch.from_sequences([{"tokens": [*range(20), i]} for i in range(2)])
+    routes_TLK = torch.zeros((42, 1, 1), dtype=torch.uint8)
+    batch = batch.with_columns(routed_experts=routes_TLK, routed=torch.ones(42, dtype=torch.bool))
+
+    def num_cells(batch: Batch) -> int:
+        inputs = model_input(batch, predicted_tokens(batch), use_sample_packing=True, share_prefixes=True, device=CPU)
+        return inputs.tokens_BL.numel()
+
+    assert num_cells(batch) == 20
+    routes_TLK[21 + 10] = 1
+    assert num_cells(batch) == 40
