@@ -318,9 +318,16 @@ class RankGroup:
             self.ranks, self.mesh, (1, world_size), SharedDevices(), Tenant(self.ranks), backend=backend
         )
 
-    def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        *,
+        temperature: float,
+        returns: Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
         """See `WorkerGroup.forward`."""
-        return asyncio.run(self._group.forward(batch, limits, temperature=temperature))
+        return asyncio.run(self._group.forward(batch, limits, temperature=temperature, returns=returns))
 
     def forward_backward(
         self,

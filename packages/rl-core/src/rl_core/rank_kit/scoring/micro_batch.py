@@ -34,9 +34,15 @@ class ModelInput:
     slice: UlyssesSlice | None
     """None: all scores of the micro-batch are made here."""
 
-    def scored_by(self, scorer: nn.Module, *, temperature: float) -> tuple[Tensor, ...]:
-        """The scores of the whole micro-batch, also where this rank makes a slice of them."""
-        scores = scorer(self, temperature=temperature)
+    def scored_by(self, scorer: nn.Module, *, temperature: float, **options: bool) -> tuple[Tensor, ...]:
+        """The scores of the whole micro-batch, also where this rank makes a slice of them.
+
+        Args:
+            scorer: the model.
+            temperature: divides the logits.
+            options: the scorer's own.
+        """
+        scores = scorer(self, temperature=temperature, **options)
         return scores if self.slice is None else tuple(self.slice.whole(values_S) for values_S in scores)
 
 
