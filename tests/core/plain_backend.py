@@ -34,7 +34,7 @@ class PlainBackend:
 
     worker_class: Callable[[WorkerSpec, RankInfo], Worker]
     name: str = "plain"
-    contract_version: int = 2
+    contract_version: int = 3
     config_section: str = "plain_config"
     options_class: type = NoOptions
 
@@ -175,9 +175,9 @@ class Dies(PlainWorker):
 class RoutedWorker(PlainWorker):
     """Insists on routes that fit its model."""
 
-    def forward(self, batch, plan, *, temperature):
+    def forward(self, batch, plan, *, temperature, returns=None):
         self.require_fitting(batch)
-        return super().forward(batch, plan, temperature=temperature)
+        return super().forward(batch, plan, temperature=temperature, returns=returns)
 
     def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
         self.require_fitting(batch)

@@ -34,6 +34,7 @@ from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.serving import ServedEngines, ServingSettings
+from rl_core.trainer.update import rollout_agreement
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
 from tests.core.virtual_time import run_virtually
@@ -300,10 +301,13 @@ class ScriptedUpdate:
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
         return batch, {}
 
-    async def train(self, batch: Batch, step: int) -> Metrics:
+    async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         self._log(f"train {step}")
         await asyncio.sleep(self._script.train_s)
-        return {"policy/loss": (1.0, 1.0)}
+        return batch, {"policy/loss": (1.0, 1.0)}
+
+    def agreement(self, batch: Batch, version: int) -> Metrics:
+        return rollout_agreement(batch, version)
 
 
 class ScriptedTransport:

@@ -153,6 +153,19 @@ class ReturnsScoresOfAllTokens(PlainWorker):
         return {**result, **self.forward(batch, plan, temperature=temperature)} if returns else result
 
 
+class TakesOtherLogprobsForItsOwn(PlainWorker):
+    def forward_backward(self, batch, plan, loss, *, temperature, returns=()):
+        if loss.old_is_current:
+            loss = attrs.evolve(loss, old_is_current=False)
+            batch = batch.with_columns(old_logprobs=torch.full((batch.num_tokens,), -4.0))
+        return super().forward_backward(batch, plan, loss, temperature=temperature, returns=returns)
+
+
+class GivesMoreScoresThanItIsAskedFor(PlainWorker):
+    def forward(self, batch, plan, *, temperature, returns=None):
+        return super().forward(batch, plan, temperature=temperature)
+
+
 class ReportsTheClippedNorm(PlainWorker):
     def optim_step(self, update=None):
         step = super().optim_step(update)
@@ -379,6 +392,8 @@ FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     *((with_update(**change), ONE, OTHERWISE) for change in IGNORED),
     (KeepsTheOtherStepsSettings, ONE, OTHERWISE),
     (ReturnsScoresOfAllTokens, ONE, "test_a_training_pass_returns_the_scores_that_it_is_asked_for"),
+    (TakesOtherLogprobsForItsOwn, ONE, "test_a_pass_takes_its_own_logprobs_as_the_old_ones"),
+    (GivesMoreScoresThanItIsAskedFor, ONE, "test_scoring_gives_the_scores_that_it_is_asked_for"),
     (StepsOnNan, ONE, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (plain.SkipsAlone, TWO, "test_a_gradient_that_is_not_finite_skips_step_and_schedule"),
     (with_optimizer(max_grad_norm=0.0), ONE, "test_three_optimizer_steps"),

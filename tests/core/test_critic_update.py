@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,15 @@ class FakeGroup:
     def shares_devices_with(self, other: FakeGroup) -> bool:
         return self.shares
 
-    async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, torch.Tensor]:
+    async def forward(
+        self, batch: Batch, limits: MicroBatchLimits, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
         if self.value is not None:
             return {"values": torch.where(batch["sampled"], self.value, 0.0)}
         return {"logprobs": -batch["sampled"].float(), "entropies": torch.ones(batch.num_tokens)}
 
     async def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
+        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float, returns: Sequence[str]
     ) -> dict[str, tuple[float, float]]:
         self.trained.append((batch, loss))
         self.events.append(f"{self.name} starts")
@@ -131,7 +134,7 @@ async def test_the_critic_has_its_own_mini_batches_weights_and_columns():
     _, policy, critic = make_groups()
     update = ppo(policy, critic)
     batch, _ = update.prepare(await update.score(make_batch()))
-    metrics = await update.train(batch, step=1)
+    _, metrics = await update.train(batch, step=1)
     assert [batch.num_sequences for batch, _ in policy.trained] == [4]
     assert [batch.num_sequences for batch, _ in critic.trained] == [2, 2]
     assert [float(batch["loss_weights"].sum()) for batch, _ in critic.trained] == pytest.approx([1.0, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -26,7 +27,7 @@ from rl_core.trainer.batch_advantages import (
     with_loss_weights,
     with_off_policy_correction,
 )
-from rl_core.trainer.model_update import ModelUpdateSettings, mini_batches
+from rl_core.trainer.model_update import ModelUpdateSettings, mini_batch_sequences
 from rl_core.trainer.models import Models
 from rl_core.trainer.update import BatchUpdate, UpdateSettings, rollout_agreement
 from rl_core.workers import MicroBatchLimits
@@ -60,18 +61,26 @@ class FakeGroup:
         self.logprob = logprob
         self.grad_norms = grad_norms or []
         self.trained: list[Batch] = []
+        self.losses: list[LossSpec] = []
+        self.scored: list[Batch] = []
 
-    async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, torch.Tensor]:
-        return {
-            "logprobs": torch.where(batch["sampled"], self.logprob, 0.0),
-            "entropies": torch.ones(batch.num_tokens),
-        }
+    async def forward(
+        self, batch: Batch, limits: MicroBatchLimits, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        self.scored.append(batch)
+        scores = {"logprobs": self._logprobs(batch), "entropies": torch.ones(batch.num_tokens)}
+        return {name: values_T for name, values_T in scores.items() if returns is None or name in returns}
 
     async def forward_backward(
-        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float
-    ) -> dict[str, tuple[float, float]]:
+        self, batch: Batch, limits: MicroBatchLimits, loss: LossSpec, *, temperature: float, returns: Sequence[str]
+    ) -> dict[str, Any]:
         self.trained.append(batch)
-        return {"loss": (2.0, 1.0), "entropy": (3.0, 6.0)}
+        self.losses.append(loss)
+        return {"loss": (2.0, 1.0), "entropy": (3.0, 6.0), **{name: self._logprobs(batch) for name in returns}}
+
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
+        """The prompt's one token, 5, has none."""
+        return torch.where(batch["tokens"] > 5, self.logprob, 0.0)
 
     async def optim_step(self) -> OptimizerStep:
         norm = self.grad_norms.pop(0) if self.grad_norms else 1.0
@@ -154,8 +163,7 @@ def test_greedy_scores_are_the_baseline_of_all_steps_of_a_trajectory():
 
 def test_mini_batches_are_whole_groups_in_the_order_of_the_batch():
     batch = make_batch([0.0] * 6, [9, 9, 4, 9, 1, 4])
-    parts = mini_batches(batch, groups_per_mini_batch=2)
-    assert [part["trajectory_id"].tolist() for part in parts] == [[0, 1, 2, 3, 5], [4]]
+    assert [part.tolist() for part in mini_batch_sequences(batch, 2)] == [[0, 1, 2, 3, 5], [4]]
 
 
 def test_a_truncation_scales_the_advantage_and_a_mask_clears_the_loss():
@@ -231,7 +239,7 @@ async def test_each_mini_batch_is_weighted_over_itself_and_carries_only_what_the
     group = FakeGroup()
     update = update_with(group)
     batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
-    metrics = await update.train(batch, step=1)
+    _, metrics = await update.train(batch, step=1)
     assert [float(part["loss_weights"].sum()) for part in group.trained] == pytest.approx([1.0, 1.0])
     assert set(group.trained[0]) == {"tokens", "loss_mask", "loss_weights", "old_logprobs", "advantages"}
     assert metrics["policy/loss"] == (4.0, 2.0)
@@ -242,7 +250,7 @@ async def test_skipped_steps_in_a_row_stop_the_run_and_a_good_one_resets_the_cou
     nan = float("nan")
     update = update_with(FakeGroup(grad_norms=[nan, 1.0, nan, nan]))
     batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
-    metrics = await update.train(batch, step=1)
+    _, metrics = await update.train(batch, step=1)
     assert metrics["policy/skipped_steps"] == (1.0, 2.0)
     assert metrics["policy/grad_norm"] == (1.0, 1.0)
     with pytest.raises(NonFiniteError, match="step 2: 2 optimizer steps of the policy in a row"):

@@ -21,7 +21,7 @@ class DeepSpeedBackend:
     """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one, with ZeRO."""
 
     name: str = "deepspeed"
-    contract_version: int = 2
+    contract_version: int = 3
     config_section: str = "deepspeed_config"
     options_class: type = DeepSpeedOptions
 

@@ -21,7 +21,7 @@ class FsdpBackend:
     """Trains any Hugging Face causal language model, whole or by adapters, and a critic made of one."""
 
     name: str = "fsdp"
-    contract_version: int = 2
+    contract_version: int = 3
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False

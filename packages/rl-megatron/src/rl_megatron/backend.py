@@ -28,7 +28,7 @@ class MegatronBackend:
     """Trains the causal language models that Megatron-Bridge converts, and a critic made of one."""
 
     name: str = "megatron"
-    contract_version: int = 2
+    contract_version: int = 3
     config_section: str = "megatron_config"
     options_class: type = MegatronOptions
 
@@ -47,6 +47,11 @@ class MegatronBackend:
         """See `RouteFollowing`."""
         replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
         return bool(replays) and options.moe_routing_replay_source == "rollout"
+
+    def records_routes(self, options: MegatronOptions) -> bool:
+        """See `RouteRecording`."""
+        replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
+        return bool(replays) and options.moe_routing_replay_source == "scoring"
 
     def needs_own_process(self) -> bool:
         """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes

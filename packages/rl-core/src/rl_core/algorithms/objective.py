@@ -57,6 +57,9 @@ class Objective:
     """Weight of the entropy bonus; 0 leaves it out."""
     off_policy_sequence_mask: float | None = None
     """`delta` of `off_policy_mask.off_policy_sequence_mask`, which takes tokens out of the loss; None leaves it out."""
+    old_is_current: bool = False
+    """A call reads the current log-probs, detached, as `old_logprobs`: right where the weights are still those of the
+    start of the update. The column is then not read; what `prepare` reads is."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -101,16 +104,21 @@ class Objective:
         terms = ["ref_logprobs"] if self.kl_coef else []
         terms += ["old_logprobs"] if self.kl_coef and self.kl_estimator == UNBIASED else []
         terms += [] if self.off_policy_sequence_mask is None else ["rollout_logprobs", "advantages"]
-        return tuple(
-            dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in (*CURRENT, "sequence"))
-        )
+        made = (*CURRENT, "sequence", *(("old_logprobs",) if self.old_is_current else ()))
+        return tuple(dict.fromkeys(n for n in ["loss_mask", "loss_weights", *read, *terms] if n not in made))
+
+    @cached_property
+    def compares_with_old(self) -> bool:
+        """A call reads the log-probs under the policy at the start of the update."""
+        in_kl = bool(self.kl_coef) and self.kl_estimator == UNBIASED
+        return in_kl or "old_logprobs_T" in self._required_parameters
 
     @cached_property
     def reads(self) -> frozenset[str]:
         """Which of CURRENT a call must be given."""
         read = {column_of(name) for name in self._required_parameters} & set(CURRENT)
         terms = {
-            "logprobs": self.kl_coef or self.off_policy_sequence_mask is not None,
+            "logprobs": self.kl_coef or self.off_policy_sequence_mask is not None or self._takes_own,
             "entropies": self.entropy_coef,
         }
         return frozenset(read | {name for name, coef in terms.items() if coef})
@@ -190,6 +198,8 @@ class Objective:
         _require(self.name, "column", self.call_columns, columns)
         mask_T = columns["loss_mask"]
         read = {**{name: columns[name] for name in columns if name in self._columns_read}, **given}
+        if self._takes_own:
+            read["old_logprobs"] = given["logprobs"].detach()
         require_tokens(mask_T, sequence_T=sequence_T, **read)
         read = _clean(read, mask_T)
         result = self.function(**_bound(self._call_parameters, {**read, "sequence": sequence_T}), **self.params)
@@ -263,6 +273,8 @@ class Objective:
             columns |= {**self._prepared(columns, sequence_T, seed=0), **(changed or {})}
             self(columns, sequence_T=sequence_T, **current)
             read = {**columns, "sequence": sequence_T, **{name[:-2]: value_T for name, value_T in current.items()}}
+            if self._takes_own:
+                read["old_logprobs"] = read["logprobs"].detach()
             return self.function(**_bound(self._call_parameters, read), **self.params).loss_T.detach()
         except RLError:
             raise
@@ -270,6 +282,10 @@ class Objective:
             raise PluginError(
                 f"{self.name} failed on {len(sequence_T)} tokens: {type(error).__name__}: {error}"
             ) from error
+
+    @property
+    def _takes_own(self) -> bool:
+        return self.old_is_current and self.compares_with_old
 
     @property
     def _prepare_function(self) -> Callable[..., dict[str, Tensor]] | None:

@@ -11,22 +11,34 @@ from rl_core import config as configuration
 from rl_core import plugins
 from rl_core.cli import commands
 from rl_core.config.checks import check_function_params
-from rl_core.errors import PluginError
+from rl_core.errors import PluginError, RLError
 from rl_core.interfaces import Recipe
 
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
-    """Every key with its value and its source, or the file. Raises what the checks of its functions' settings raise."""
+    """Every key with its value and its source, and what follows from several of them; or the file. Raises what the
+    checks of its functions' settings raise."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)
         return
-    rows = (
+    rows = [
         (origin.key, json.dumps(origin.value, ensure_ascii=False), origin.source)
         for origin in configuration.origins(loaded)
-    )
-    for line in columns(rows):
+    ]
+    for line in columns([*rows, _scoring(loaded.config)]):
         click.echo(line)
+
+
+def _scoring(config: configuration.Config) -> tuple[str, str, str]:
+    """The row of what is scored before training; no key, it follows from several."""
+    from rl_core.trainer.settings import update_settings  # imports torch
+
+    try:
+        scoring = update_settings(config).scoring
+    except RLError as error:
+        return "scoring_pass", "null", f"not known: {error}"
+    return "scoring_pass", json.dumps(scoring.extent), f"derived: {scoring.reason}"
 
 
 def show_plugins(group_of_commands: click.Group) -> None:

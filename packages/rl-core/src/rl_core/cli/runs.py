@@ -43,6 +43,7 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 def describe(loaded: configuration.Loaded) -> int:
     """A dry run: all checks, and what the run would be."""
     from rl_core.trainer.preflight import preflight
+    from rl_core.trainer.settings import update_settings
 
     left_to_prove = preflight(loaded)
     config = loaded.config
@@ -53,6 +54,7 @@ def describe(loaded: configuration.Loaded) -> int:
     click.echo(f"engine     {generator.inference_engine.backend} ({config.engine_dtype})")
     click.echo(f"algorithm  {trainer.algorithm.advantage_estimator}, {trainer.algorithm.policy_loss_type} loss")
     click.echo(f"step       {trainer.train_batch_size} prompts × {generator.n_samples_per_prompt} samples")
+    click.echo(f"scoring    {update_settings(config).scoring}")
     click.echo(f"steps      {_planned_steps(loaded)}")
     click.echo(f"run        {config.run_dir}")
     for sentence in left_to_prove:

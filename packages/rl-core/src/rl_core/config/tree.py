@@ -380,6 +380,9 @@ class TrainerConfig:
     1: it goes on as long as steps have groups."""
     log_sample_logprobs: bool = False
     """Write their per-token log-probs of engine and trainer too."""
+    entropy_interval: int = 10
+    """`policy/entropy` is computed in step 1 and in every so many steps; 0: never. A loss that reads entropies computes
+    them in every step."""
     generation_timeout_s: float = 1800.0
     """Longest wait for a training batch or an evaluation to be generated."""
     worker_timeout_s: float = 3600.0

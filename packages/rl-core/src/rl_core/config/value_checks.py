@@ -60,6 +60,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.max_prompt_length": (1, None),
     "trainer.eval_batch_size": (1, None),
     "trainer.num_logged_samples": (0, None),
+    "trainer.entropy_interval": (0, None),
     "trainer.max_failure_rate": (0, 1),
     "environment.num_workers": (1, None),
     "trainer.seed": (0, None),

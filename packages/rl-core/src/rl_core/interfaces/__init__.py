@@ -2,9 +2,9 @@
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`Inspectable`; of backends `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`; of engines `EnginePlanner`,
-`Sleepable`, `Scoring`, `WeightReceivers`, `Recovering`, `AdapterServing`; of environments `Tools`, `Placement`,
-`Snapshotable`; of trackers `PhaseAware`; of any with keys of its own `Configurable`.
+`Inspectable`; of backends `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines
+`EnginePlanner`, `Sleepable`, `Scoring`, `WeightReceivers`, `Recovering`, `AdapterServing`; of environments `Tools`,
+`Placement`, `Snapshotable`; of trackers `PhaseAware`; of any with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -108,6 +108,7 @@ from rl_core.interfaces.training import (
     Rehearser,
     Role,
     RouteFollowing,
+    RouteRecording,
     Worker,
     WorkerSpec,
 )
@@ -163,6 +164,7 @@ __all__ = [
     "Backend",
     "RouteFollowing",
     "PrefixSharing",
+    "RouteRecording",
     "ModelProving",
     "WeightBucket",
     "TensorRecord",

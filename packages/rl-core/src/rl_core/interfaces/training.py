@@ -173,6 +173,11 @@ class LossSpec:
     off_policy_sequence_mask: float | None = None
     """Tokens of negative advantage in sequences that the policy has left by more than so many nats per token since they
     were sampled have no `loss[t]`; None: all have."""
+    old_is_current: bool = False
+    """`old_logprobs` are the pass's own log-probs, detached, and no column of the batch: the weights have not changed
+    since the update began. Version 3."""
+    measures_entropy: bool = True
+    """The metric `entropy` is wanted; False: entropies are computed only where the loss reads them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -224,11 +229,23 @@ class Worker(Protocol):
     """One rank of one model. All calls come from one thread, one at a time; every rank of a group gets the same
     calls."""
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
         """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
         the CPU. A backend that replays the routes of its own scoring pass adds `routed_experts` and `routed`.
 
         Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
+
+        Args:
+            batch: the rank's part.
+            plan: its micro-batches.
+            temperature: divides the logits.
+            returns: the scores that are wanted, of those that the model has; None: all. Left out by a caller that wants
+                all. Version 3.
+
+        Raises:
+            ConfigError: `returns` names a score that this model does not have.
         """
         ...
 
@@ -500,6 +517,15 @@ class PrefixSharing(Protocol):
 
     def shares_prefixes(self, options: Any) -> bool:
         """Whether they can with these options."""
+        ...
+
+
+@runtime_checkable
+class RouteRecording(Protocol):
+    """A backend that can send the policy's tokens to the experts that its own scoring pass chose."""
+
+    def records_routes(self, options: Any) -> bool:
+        """Whether these options of the policy ask for it: a scoring pass over every batch is needed then."""
         ...
 
 

@@ -30,7 +30,7 @@ class Contract:
 
 
 CONTRACTS: Mapping[str, Contract] = {
-    "rl_core.backends": Contract(current=2),
+    "rl_core.backends": Contract(current=3),
     "rl_core.inference": Contract(current=2),
     "rl_core.weight_transports": Contract(current=1),
     "rl_core.generators": Contract(current=2, unstated=1),

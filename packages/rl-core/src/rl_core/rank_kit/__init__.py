@@ -47,7 +47,13 @@ if TYPE_CHECKING:
     )
     from rl_core.rank_kit.model_proof import code_digest, config_at_hand, require_proof, version_of, written_config
     from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
-    from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+    from rl_core.rank_kit.objectives import (
+        batch_loss,
+        needs_entropies,
+        objective_from_spec,
+        require_scores,
+        total_metrics,
+    )
     from rl_core.rank_kit.optimizer_steps import StepSettings, step_settings
     from rl_core.rank_kit.perturbation import Perturbation, Piece
     from rl_core.rank_kit.process_group import (
@@ -94,6 +100,7 @@ _MODULES = {
     "COLLECTIVE_TIMEOUT": "process_group",
     "objective_from_spec": "objectives",
     "batch_loss": "objectives",
+    "needs_entropies": "objectives",
     "require_scores": "objectives",
     "total_metrics": "objectives",
     "StepSettings": "optimizer_steps",
@@ -166,6 +173,7 @@ __all__ = [
     "COLLECTIVE_TIMEOUT",
     "objective_from_spec",
     "batch_loss",
+    "needs_entropies",
     "require_scores",
     "total_metrics",
     "StepSettings",

@@ -37,6 +37,7 @@ def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
         kl_estimator=spec.kl_estimator,
         entropy_coef=spec.entropy_coef,
         off_policy_sequence_mask=spec.off_policy_sequence_mask,
+        old_is_current=spec.old_is_current,
     )
     objective.try_out()
     return objective
@@ -50,7 +51,8 @@ def batch_loss(
     Args:
         objective: the loss.
         batch: with the columns that the objective reads, on any device.
-        scores: of the current model with gradient, each [T]: `logprobs` and `entropies`, or a critic's `values`.
+        scores: of the current model with gradient, each [T]: `logprobs`, `entropies` where `needs_entropies` says so,
+            or a critic's `values`.
         device: where the scores are.
     """
     return objective(
@@ -58,6 +60,11 @@ def batch_loss(
         sequence_T=batch.sequence_index.to(device),
         **{_CURRENT[name]: values_T for name, values_T in scores.items()},
     )
+
+
+def needs_entropies(objective: Objective, spec: LossSpec, returns: Sequence[str]) -> bool:
+    """Whether a training pass computes entropies: the loss reads them, or they are measured or returned."""
+    return "entropies" in objective.reads or spec.measures_entropy or "entropies" in returns
 
 
 def total_metrics(parts: Iterable[Any]) -> Metrics:

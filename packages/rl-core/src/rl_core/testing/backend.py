@@ -349,6 +349,33 @@ class BackendConformance:
         with pytest.raises(ConfigError, match="'heights'"):
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=("heights",))
 
+    def test_a_pass_takes_its_own_logprobs_as_the_old_ones(self, case: Case) -> None:
+        """The same gradient as with a column of these log-probs; the ratio is 1, and its gradient is not 0."""
+        self._require_version(3)
+        group, own = case.start(), attrs.evolve(LOSS, old_is_current=True)
+        without = case.batch.without_columns("old_logprobs")
+        found = group.forward_backward(without, ONE_MICRO_BATCH, own, temperature=TEMPERATURE, returns=("logprobs",))
+        once = group.gradients()
+        expected_T = expected_scores(case.reference, case.batch)["logprobs"]
+        backward(case.reference, case.batch.with_columns(old_logprobs=expected_T), LOSS)
+        self.require_same_gradients(case, once, case.reference.gradients())
+        given = without.with_columns(old_logprobs=found["logprobs"])
+        group.forward_backward(given, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
+        twice = {name: 2.0 * gradient for name, gradient in once.items()}
+        # A number added to itself is exact: only sums in another order could differ.
+        difference = largest_difference(group.gradients(), twice)
+        limit = 1e-6 * max(float(gradient.abs().max()) for gradient in twice.values())
+        assert difference <= limit, f"with the same log-probs given the gradient differs by {difference:.1e}"
+
+    def test_scoring_gives_the_scores_that_it_is_asked_for(self, case: Case) -> None:
+        self._require_version(3)
+        group = case.start()
+        found = group.forward(case.batch, LIMITS, temperature=TEMPERATURE, returns=("logprobs",))
+        assert set(found) == {"logprobs"}, f"asked for log-probs, forward returned {sorted(found)}"
+        expected = expected_scores(case.reference, case.batch)["logprobs"]
+        require_close(found["logprobs"], expected, self.tolerances.logprob, "log-probs alone")
+        case.keep(group)
+
     def test_micro_batches_and_calls_only_add_up(self, case: Case) -> None:
         whole, parts = case.start(), case.start()
         whole.forward_backward(case.batch, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)

@@ -324,9 +324,16 @@ class RankGroup:
             share_prefixes=spec.share_prefixes,
         )
 
-    def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        *,
+        temperature: float,
+        returns: Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
         """See `WorkerGroup.forward`."""
-        return asyncio.run(self._group.forward(batch, limits, temperature=temperature))
+        return asyncio.run(self._group.forward(batch, limits, temperature=temperature, returns=returns))
 
     def forward_backward(
         self,

@@ -56,15 +56,18 @@ class ReferenceWorker:
                 self.model.parameters(), lr=config.lr, betas=config.adam_betas, weight_decay=config.weight_decay
             )
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
         """One sequence after the other."""
+        require_scores(returns or (), ("logprobs", "entropies"), self.spec.role)
         scores = {"logprobs": torch.zeros(batch.num_tokens), "entropies": torch.zeros(batch.num_tokens)}
         with torch.no_grad():
             for tokens in self._sequences(batch, plan):
                 scores["logprobs"][tokens], scores["entropies"][tokens] = self.score(
                     batch["tokens"][tokens], temperature, _routes(batch, tokens)
                 )
-        return scores
+        return {name: values_T for name, values_T in scores.items() if returns is None or name in returns}
 
     def score(
         self, tokens_T: Tensor, temperature: float, routes: tuple[Tensor, Tensor] | None = None
@@ -93,6 +96,8 @@ class ReferenceWorker:
                 for values_T in self.score(batch["tokens"][tokens], temperature, _routes(batch, tokens))
             )
             columns = {name: batch[name][tokens][mask_T] for name in batch if batch[name].shape[0] == batch.num_tokens}
+            if loss.old_is_current:
+                columns["old_logprobs"] = logprobs_T.detach()
             weighted_sum = (columns["loss_weights"] * token_loss(loss, logprobs_T, entropies_T, columns)).sum()
             weighted_sum.backward()
             total += weighted_sum.item()

@@ -39,7 +39,7 @@ from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.serving import Engines
 from rl_core.trainer.step_metrics import data_metrics, divided, rollout_metrics
 from rl_core.trainer.timing import PhaseTimes
-from rl_core.trainer.update import BatchUpdate, rollout_agreement
+from rl_core.trainer.update import BatchUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -214,14 +214,14 @@ class TrainingLoop:
                 await self._engines.to_models()
                 batch = await self._update.score(batch)
             samples = self._engines.is_sampled_from
-            agreement = rollout_agreement(batch, version=self.steps_done) if samples else {}
             batch = self._selection.masked(batch, trajectories)
             self._is_whole_version = False
             batch, prepared = self._update.prepare(batch)
             self._reporter.phase("train")
             with self._times.phase("train"):
-                trained = await self._update.train(batch, step)
+                batch, trained = await self._update.train(batch, step)
             self._is_whole_version, self.steps_done = True, step
+            agreement = self._update.agreement(batch, version=step - 1) if samples else {}
             await self._buffer.trained()
             counts, failed = self._rollouts.lap()
             metrics = divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.columns import INPUT_COLUMNS
@@ -31,6 +32,9 @@ class ModelUpdateSettings:
     groups_per_mini_batch: int
     epochs: int
     temperature: float
+    entropy_interval: int = 0
+    """The metric `entropy` is computed in step 1 and in every step that this divides; 0: only where the loss reads
+    entropies."""
     limits: MicroBatchLimits
     max_nonfinite_steps: int
     seed: int
@@ -39,27 +43,55 @@ class ModelUpdateSettings:
 class ModelUpdate:
     """Turns batches into optimizer steps of one model; holds what moves between them: the skipped steps in a row."""
 
-    def __init__(self, settings: ModelUpdateSettings, group: WorkerGroup, *, nonfinite_steps: int = 0):
+    def __init__(
+        self,
+        settings: ModelUpdateSettings,
+        group: WorkerGroup,
+        *,
+        first_is_own: bool = False,
+        keeps_first: bool = False,
+        nonfinite_steps: int = 0,
+    ):
+        """
+        Args:
+            settings: how it is trained.
+            group: the model's ranks.
+            first_is_own, keeps_first: see `ScoringPass`.
+            nonfinite_steps: skipped steps in a row, so far.
+        """
         self._settings = settings
         self._group = group
         self._objective = objective_from_spec(settings.loss)
+        self._first_is_own = first_is_own
+        self._keeps_first = keeps_first
         self.nonfinite_steps = nonfinite_steps
 
-    async def train(self, batch: Batch, step: int) -> Metrics:
-        """One optimizer step per mini-batch and epoch."""
+    async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        """One optimizer step per mini-batch and epoch; the batch with what the first one gave back, and metrics."""
         settings = self._settings
+        interval = settings.entropy_interval
+        measures_entropy = interval > 0 and (step == 1 or step % interval == 0)
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):
-            for number, mini_batch in enumerate(mini_batches(batch, settings.groups_per_mini_batch)):
-                mini_batch = with_loss_weights(mini_batch, settings.reduction, settings.reduction_params)
-                mini_batch = self._for_workers(mini_batch, seed_of(settings.seed, step, epoch, number))
-                parts.append(
-                    await self._group.forward_backward(
-                        mini_batch, settings.limits, settings.loss, temperature=settings.temperature
-                    )
+            for number, sequences_M in enumerate(mini_batch_sequences(batch, settings.groups_per_mini_batch)):
+                is_first = epoch == number == 0
+                loss = attrs.evolve(
+                    settings.loss,
+                    old_is_current=is_first and self._first_is_own,
+                    measures_entropy=measures_entropy,
                 )
+                returns = ("logprobs",) if is_first and self._keeps_first else ()
+                mini_batch = self._for_workers(
+                    batch.select(sequences_M), loss, seed_of(settings.seed, step, epoch, number)
+                )
+                metrics = await self._group.forward_backward(
+                    mini_batch, settings.limits, loss, temperature=settings.temperature, returns=returns
+                )
+                if returns:
+                    batch = with_trained_logprobs(batch, sequences_M, metrics["logprobs"])
+                parts.append({name: value for name, value in metrics.items() if name not in returns})
                 parts.append(self._checked(await self._group.optim_step(), step))
-        return {f"{settings.name}/{name}": value for name, value in add_metrics(parts).items()}
+        return batch, {f"{settings.name}/{name}": value for name, value in add_metrics(parts).items()}
 
     def judged(self, batch: Batch, step: int) -> dict[str, float]:
         """The loss of a scored batch, as one mini-batch, and the loss's metrics; nothing is trained.
@@ -79,12 +111,14 @@ class ModelUpdate:
             metrics["perplexity"] = float((-logprobs_M.mean()).exp())
         return metrics
 
-    def _for_workers(self, mini_batch: Batch, seed: int) -> Batch:
+    def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
         """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
         sent."""
+        mini_batch = with_loss_weights(mini_batch, self._settings.reduction, self._settings.reduction_params)
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
+        needed -= {"old_logprobs"} if loss.old_is_current else set()
         return mini_batch.without_columns(*(name for name in mini_batch if name not in needed))
 
     def _checked(self, result: OptimizerStep, step: int) -> Metrics:
@@ -104,11 +138,27 @@ _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicte
 """What a loss reads of the current model → the column that holds it, where that is the model a batch was scored by."""
 
 
-def mini_batches(batch: Batch, groups_per_mini_batch: int) -> list[Batch]:
-    """The batch cut into mini-batches of whole groups, in the batch's order of groups."""
+def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
+    """The sequences [M] of each mini-batch: whole groups, in the batch's order of groups."""
     groups = list(dict.fromkeys(batch["group_id"].tolist()))
-    if len(groups) <= groups_per_mini_batch:
-        return [batch]
     number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
     mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])
-    return [batch.select(torch.nonzero(mini_batch_N == index).squeeze(1)) for index in range(max(number.values()) + 1)]
+    return [torch.nonzero(mini_batch_N == index).squeeze(1) for index in range(max(number.values()) + 1)]
+
+
+def with_trained_logprobs(batch: Batch, sequences_M: Tensor, logprobs_T: Tensor) -> Batch:
+    """The batch with what a training pass over some of its sequences gave back as their `old_logprobs`.
+
+    NaN stands where nothing is known: at untrained tokens of these sequences and, unless the batch has the column, in
+    all others.
+
+    Args:
+        batch: the whole one.
+        sequences_M: those that were trained.
+        logprobs_T: of the trained sequences' stream.
+    """
+    unknown_T = torch.full((batch.num_tokens,), float("nan"))
+    old_logprobs_T = batch["old_logprobs"].clone() if "old_logprobs" in batch else unknown_T
+    index_T = batch.token_index(sequences_M)
+    old_logprobs_T[index_T] = torch.where(batch["loss_mask"][index_T], logprobs_T, float("nan"))
+    return batch.with_columns(old_logprobs=old_logprobs_T)

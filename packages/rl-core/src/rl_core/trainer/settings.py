@@ -15,18 +15,17 @@ from rl_core.config import (
     correction_params,
     loss_params,
     needs_critic,
-    needs_engine,
     needs_reference,
     objective_of,
 )
 from rl_core.errors import ConfigError, DataError
-from rl_core.function_settings import positional_parameters
 from rl_core.interfaces import Backend, LossSpec, ModelConfig, PrefixSharing, Role, WorkerSpec
-from rl_core.trainer.batch_advantages import Estimator, load_estimator
+from rl_core.trainer.batch_advantages import load_estimator
 from rl_core.trainer.loop import LoopSettings
 from rl_core.trainer.model_update import ModelUpdateSettings
 from rl_core.trainer.remote_checkpoints import copies_of
 from rl_core.trainer.rollouts import RolloutSettings
+from rl_core.trainer.scoring_pass import scoring_pass
 from rl_core.trainer.serving import ServingSettings
 from rl_core.trainer.update import UpdateSettings
 from rl_core.trainer.verification import LIMITS, VerificationSettings
@@ -216,6 +215,7 @@ def update_settings(config: Config) -> UpdateSettings:
         epochs=trainer.update_epochs_per_batch,
         temperature=config.temperature,
         limits=_limits(config, trainer.micro_train_batch_size_per_gpu),
+        entropy_interval=trainer.entropy_interval,
         max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
         seed=trainer.seed,
     )
@@ -233,7 +233,7 @@ def update_settings(config: Config) -> UpdateSettings:
     return UpdateSettings(
         policy=policy,
         critic=critic if needs_critic(config) else None,
-        scores_policy=_scores_policy(config, estimator, is_corrected=correction is not None),
+        scoring=scoring_pass(config, policy.loss, estimator=estimator, is_corrected=correction is not None),
         estimator=estimator,
         estimator_params=params,
         correction_params=correction,
@@ -243,23 +243,6 @@ def update_settings(config: Config) -> UpdateSettings:
         temperature=config.temperature,
         forward_limits=_limits(config, trainer.micro_forward_batch_size_per_gpu),
     )
-
-
-def _scores_policy(config: Config, estimator: Estimator | None, *, is_corrected: bool) -> bool:
-    """Something reads what the policy gives a batch before the update: the comparison with an engine, the file of
-    samples, a KL in the reward, a correction, the estimator or the loss."""
-    read = {column for column in objective_of(config).required_columns if column in _SCORES}
-    read |= (
-        {name for name in positional_parameters(estimator) if name.removesuffix("_T") in _SCORES}
-        if estimator
-        else set()
-    )
-    trainer = config.trainer
-    asks = needs_engine(config) or trainer.log_sample_logprobs or trainer.algorithm.use_kl_in_reward
-    return bool(read) or asks or is_corrected
-
-
-_SCORES = ("old_logprobs", "old_entropies", "values")
 
 
 def _limits(config: Config, max_sequences: int) -> MicroBatchLimits:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from rl_core.algorithms.kl import adaptive_kl_coef
 from rl_core.batch import Batch
-from rl_core.columns import ROUTE_COLUMNS
+from rl_core.columns import INPUT_COLUMNS, ROUTE_COLUMNS
 from rl_core.interfaces import Metrics
 from rl_core.tasks import all_of
 from rl_core.trainer.batch_advantages import (
@@ -19,8 +21,9 @@ from rl_core.trainer.batch_advantages import (
     with_normalized_advantages,
     with_off_policy_correction,
 )
-from rl_core.trainer.model_update import ModelUpdate, ModelUpdateSettings
+from rl_core.trainer.model_update import ModelUpdate, ModelUpdateSettings, mini_batch_sequences
 from rl_core.trainer.models import Models
+from rl_core.trainer.scoring_pass import ScoringPass
 from rl_core.workers import MicroBatchLimits
 
 
@@ -31,8 +34,8 @@ class UpdateSettings:
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
     """None: the estimator reads no values."""
-    scores_policy: bool = True
-    """Something reads what the policy gives a batch before it is trained on it."""
+    scoring: ScoringPass = attrs.field(factory=ScoringPass)
+    """What the policy computes of a batch before it is trained on it."""
     estimator: Estimator | None
     """None: the loss reads no advantages."""
     estimator_params: Mapping[str, Any]
@@ -62,7 +65,13 @@ class BatchUpdate:
     ):
         self._settings = settings
         self._models = models
-        self._policy = ModelUpdate(settings.policy, models.policy, nonfinite_steps=nonfinite_steps)
+        self._policy = ModelUpdate(
+            settings.policy,
+            models.policy,
+            first_is_own=settings.scoring.first_is_own,
+            keeps_first=settings.scoring.keeps_first,
+            nonfinite_steps=nonfinite_steps,
+        )
         self._critic: ModelUpdate | None = None
         if settings.critic is not None and models.critic is not None:
             self._critic = ModelUpdate(settings.critic, models.critic, nonfinite_steps=critic_nonfinite_steps)
@@ -88,21 +97,40 @@ class BatchUpdate:
             judges: the policy's scores are wanted in any case.
         """
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
-        policy = models.policy if judges or self._settings.scores_policy else None
-        groups = [group for group in (policy, models.reference, models.critic) if group is not None]
         others = batch.without_columns(*ROUTE_COLUMNS)
-        scores = await all_of(
-            group.forward(batch if group is models.policy else others, limits, temperature=temperature)
-            for group in groups
-        )
-        by_group = dict(zip(groups, scores, strict=True))
-        scored = by_group.get(models.policy, {})
-        columns = {name: scored[of] for name, of in _POLICY_SCORES.items() if of in scored}
+        calls = {"policy": self._policy_columns(batch, judges=judges)}
         if models.reference is not None:
-            columns["ref_logprobs"] = by_group[models.reference]["logprobs"]
+            calls["reference"] = models.reference.forward(
+                others, limits, temperature=temperature, returns=("logprobs",)
+            )
         if models.critic is not None:
-            columns["values"] = by_group[models.critic]["values"]
+            calls["critic"] = models.critic.forward(others, limits, temperature=temperature)
+        scored = dict(zip(calls, await all_of(calls.values()), strict=True))
+        columns = dict(scored["policy"])
+        if models.reference is not None:
+            columns["ref_logprobs"] = scored["reference"]["logprobs"]
+        if models.critic is not None:
+            columns["values"] = scored["critic"]["values"]
         return batch.with_columns(**columns)
+
+    async def _policy_columns(self, batch: Batch, *, judges: bool) -> dict[str, Tensor]:
+        """As far as the policy is asked before it is trained; `old_logprobs` of the first mini-batch are NaN where its
+        own optimizer step gives them."""
+        scoring, limits, temperature = self._settings.scoring, self._settings.forward_limits, self._settings.temperature
+        forward = self._models.policy.forward
+        if judges or scoring.covers_batch:
+            scores = None if judges else scoring.scores
+            scored = await forward(batch, limits, temperature=temperature, returns=scores)
+            return {name: scored[of] for name, of in _POLICY_SCORES.items() if of in scored}
+        later = mini_batch_sequences(batch, self._settings.policy.groups_per_mini_batch)[1:]
+        if not scoring.first_is_own or not later:
+            return {}
+        later_M = torch.cat(later).sort().values
+        inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
+        scored = await forward(inputs.select(later_M), limits, temperature=temperature, returns=scoring.scores)
+        old_logprobs_T = torch.full((batch.num_tokens,), float("nan"))
+        old_logprobs_T[batch.token_index(later_M)] = scored["logprobs"]
+        return {"old_logprobs": old_logprobs_T}
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds advantages; applies KL in the reward, normalisation and off-policy correction."""
@@ -136,17 +164,32 @@ class BatchUpdate:
         prepared, _ = self.prepare(scored)
         return {f"eval/{name}": value for name, value in self._policy.judged(prepared, step).items()}
 
-    async def train(self, batch: Batch, step: int) -> Metrics:
+    async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """All optimizer steps of the batch: policy and critic at the same time, one after the other where they share
-        devices."""
+        devices. The batch comes back with the `old_logprobs` that its first optimizer step has found."""
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
-        own = {self._policy: batch, self._critic: batch.without_columns(*ROUTE_COLUMNS)}
+        others = batch.without_columns(*ROUTE_COLUMNS)
         if critic.shares_devices_with(policy):
-            return {**await self._critic.train(own[self._critic], step), **await self._policy.train(batch, step)}
-        metrics = await all_of(update.train(its_batch, step) for update, its_batch in own.items())
-        return {name: value for its_metrics in metrics for name, value in its_metrics.items()}
+            _, of_critic = await self._critic.train(others, step)
+            batch, of_policy = await self._policy.train(batch, step)
+        else:
+            calls = [self._policy.train(batch, step), self._critic.train(others, step)]
+            (batch, of_policy), (_, of_critic) = await all_of(calls)
+        return batch, {**of_policy, **of_critic}
+
+    def agreement(self, batch: Batch, version: int) -> Metrics:
+        """`rollout_agreement` of a batch that `train` has returned, over the tokens whose log-probs were computed under
+        the weights at the start of the update."""
+        scoring = self._settings.scoring
+        if scoring.covers_batch:
+            return rollout_agreement(batch, version)
+        first_M = mini_batch_sequences(batch, self._settings.policy.groups_per_mini_batch)[0]
+        is_first_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        is_first_T[batch.token_index(first_M)] = True
+        is_known_T = torch.where(is_first_T, batch["loss_mask"], scoring.first_is_own)
+        return rollout_agreement(batch, version, among=is_known_T)
 
 
 _POLICY_SCORES = {
@@ -171,16 +214,22 @@ def explained_variance(batch: Batch) -> Metrics:
     return {"critic/explained_variance": (1.0 - float((returns_T - values_T).var(correction=0)) / variance, 1.0)}
 
 
-def rollout_agreement(batch: Batch, version: int) -> Metrics:
+def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None) -> Metrics:
     """How far engine and trainer are apart on sampled tokens: those of the trainer's own version, and the others apart.
 
     `rollout/logprob_diff_max` is the largest |rollout_logprobs − old_logprobs| in nats over tokens of `version`.
+
+    Args:
+        batch: with `old_logprobs`.
+        version: the trainer's.
+        among: bool [T], the tokens that are compared; None: all.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
     current_T = batch["sampled"] & (batch["policy_version"] == version)
     stale_T = batch["sampled"] & (batch["policy_version"] != version)
     metrics = {"rollout/stale_tokens": (float(stale_T.sum()), float(batch["sampled"].sum()))}
-    for name, mask_T in (("rollout/logprob_diff", current_T), ("rollout/stale_logprob_diff", stale_T)):
+    for name, of_version_T in (("rollout/logprob_diff", current_T), ("rollout/stale_logprob_diff", stale_T)):
+        mask_T = of_version_T if among is None else of_version_T & among
         if mask_T.any():
             metrics[f"{name}_max"] = (float(difference_T[mask_T].max()), 1.0)
             metrics[f"{name}_mean"] = (float(difference_T[mask_T].mean()), 1.0)

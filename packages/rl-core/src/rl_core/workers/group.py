@@ -147,13 +147,22 @@ class WorkerGroup:
             ranks, mesh, shape, devices, tenant, adapter=adapter, backend=backend, share_prefixes=spec.share_prefixes
         )
 
-    async def forward(self, batch: Batch, limits: MicroBatchLimits, *, temperature: float) -> dict[str, Tensor]:
-        """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T]; and the routes that
-        were taken, where the backend records them."""
+    async def forward(
+        self,
+        batch: Batch,
+        limits: MicroBatchLimits,
+        *,
+        temperature: float,
+        returns: Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T], of which `returns`
+        may name some: at least these are given; and the routes that were taken, where the backend records them."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
+        # A worker of an earlier contract gives all that it has.
+        asked = {} if returns is None or not self._is_of_version(3) else {"returns": tuple(returns)}
         async with self._on_devices():
-            results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature)
+            results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature, **asked)
         return _on_stream(batch, self._of_results(parts, results))
 
     async def forward_backward(
@@ -170,6 +179,8 @@ class WorkerGroup:
         parts = self._parts(batch, limits)
         if returns:
             self._require_version(2, "forward_backward(returns=…)")
+        if loss.old_is_current:
+            self._require_version(3, "LossSpec.old_is_current")
         asked = {"returns": tuple(returns)} if returns else {}
         async with self._on_devices():
             results = await self._ranks.call_on_parts(
@@ -258,9 +269,12 @@ class WorkerGroup:
     def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.given_to(self._tenant, optimizer=optimizer)
 
+    def _is_of_version(self, version: int) -> bool:
+        """The backend was written for this version of its contract, or a later one."""
+        return self._backend is None or self._backend.contract_version >= version
+
     def _require_version(self, version: int, call: str) -> None:
-        """Of the contract that the backend was written for."""
-        if self._backend is not None and self._backend.contract_version < version:
+        if self._backend is not None and not self._is_of_version(version):
             raise ConfigError(
                 f"{call} came with version {version} of the contract of backends, and {self._backend.name!r} was "
                 f"written for version {self._backend.contract_version} (docs/plugins.md#contract-versions)"

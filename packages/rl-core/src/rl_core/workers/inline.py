@@ -14,6 +14,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.workers.memory import keep_freed_memory
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
 
@@ -62,6 +63,7 @@ class InlineRank:
     @classmethod
     async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float, start_timeout_s: float) -> Self:
         """Builds the worker, in `start_timeout_s` at the most; `timeout_s` is that of later calls."""
+        keep_freed_memory()
         rank = cls(spec.role, start_timeout_s)
         try:
             host = await rank._run("start", lambda: RankHost(backend, spec, RankInfo()))

@@ -28,6 +28,7 @@ from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
 from rl_core.workers.heartbeat import Pulse, pulse_of
+from rl_core.workers.memory import keep_freed_memory
 from rl_core.workers.rank import Abilities, RankHost
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class RayRank:
     """The actor. Calls of the default group come from one thread; `doing` answers on another while they run."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._host: RankHost | None = None
         self._call = ("nothing", 0.0, 0)
 

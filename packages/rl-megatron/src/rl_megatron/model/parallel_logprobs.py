@@ -20,6 +20,7 @@ def parallel_logprobs(
     temperature: float,
     chunk_tokens: int,
     group: Any,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`rl_core.algorithms.logprobs.chunked_logprobs` over a vocabulary of which this rank holds some rows.
 
@@ -35,34 +36,46 @@ def parallel_logprobs(
         temperature: > 0, divides the logits.
         chunk_tokens: >= 1, tokens whose logits exist at a time.
         group: the tensor-parallel ranks.
+        with_entropy: False: entropies are 0, and have no gradient.
 
     Returns:
         Log-probs [T] and entropies [T], float32, the same on all ranks.
     """
     return _ParallelLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TH, weight_VH, targets_T - first_row, float(temperature), chunk_tokens, group
+        hidden_TH, weight_VH, targets_T - first_row, float(temperature), chunk_tokens, group, with_entropy
     )
 
 
 class _ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, row_T: Tensor, temperature: float, chunk_tokens: int, group: Any
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        row_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        group: Any,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_T, entropies_T, lse_T = hidden_TH.new_empty((3, row_T.numel()), dtype=torch.float32)
+        logprobs_T, entropies_T, lse_T = hidden_TH.new_zeros((3, row_T.numel()), dtype=torch.float32)
         for tokens in _chunks(row_T.numel(), chunk_tokens):
             logits_CV = _logits(hidden_TH[tokens], weight_VH, temperature)
             lse_C = _logsumexp(logits_CV, group)
             target_C, is_own_C = _own_target(logits_CV, row_T[tokens])
-            # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
-            all_logprobs_CV = logits_CV.sub_(lse_C[:, None])
-            entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
-            sums = torch.stack([torch.where(is_own_C, target_C - lse_C, 0.0), entropy_C])
-            dist.all_reduce(sums, group=group)
-            logprobs_T[tokens], entropies_T[tokens] = sums
+            sums = [torch.where(is_own_C, target_C - lse_C, 0.0)]
+            if with_entropy:
+                # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
+                all_logprobs_CV = logits_CV.sub_(lse_C[:, None])
+                sums.append(-(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1))
+            sums_SC = torch.stack(sums)
+            dist.all_reduce(sums_SC, group=group)
+            logprobs_T[tokens] = sums_SC[0]
+            if with_entropy:
+                entropies_T[tokens] = sums_SC[1]
             lse_T[tokens] = lse_C
         ctx.save_for_backward(hidden_TH, weight_VH, row_T, lse_T, entropies_T)
-        ctx.settings = temperature, chunk_tokens
+        ctx.settings = temperature, chunk_tokens, with_entropy
         return logprobs_T, entropies_T
 
     @staticmethod
@@ -71,15 +84,18 @@ class _ParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_logprobs_T, grad_entropies_T = grad_outputs
         hidden_TH, weight_VH, row_T, lse_T, entropies_T = ctx.saved_tensors
-        temperature, chunk_tokens = ctx.settings
+        temperature, chunk_tokens, with_entropy = ctx.settings
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for tokens in _chunks(row_T.numel(), chunk_tokens):
             all_logprobs_CV = _logits(hidden_TH[tokens], weight_VH, temperature).sub_(lse_T[tokens, None])
             # dH/dx = −p · (log p + H), dlogprob/dx = onehot − p
-            shift_C = grad_entropies_T[tokens] * entropies_T[tokens] + grad_logprobs_T[tokens]
-            grad_CV = grad_entropies_T[tokens, None] * all_logprobs_CV
-            grad_CV.add_(shift_C[:, None]).mul_(all_logprobs_CV.exp_()).neg_()
+            if with_entropy:
+                shift_C = grad_entropies_T[tokens] * entropies_T[tokens] + grad_logprobs_T[tokens]
+                grad_CV = grad_entropies_T[tokens, None] * all_logprobs_CV
+                grad_CV.add_(shift_C[:, None]).mul_(all_logprobs_CV.exp_()).neg_()
+            else:
+                grad_CV = all_logprobs_CV.exp_().mul_(-grad_logprobs_T[tokens, None])
             if weight_VH.shape[0]:
                 is_own_C = _is_own(row_T[tokens], weight_VH.shape[0])
                 own_C = torch.where(is_own_C, grad_logprobs_T[tokens], 0.0)
@@ -87,7 +103,7 @@ class _ParallelLogprobs(torch.autograd.Function):
             grad_CV = grad_CV.div_(temperature).to(hidden_TH.dtype)
             grad_hidden_TH[tokens] = grad_CV @ weight_VH
             grad_weight_VH += grad_CV.T @ hidden_TH[tokens]
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:

@@ -23,13 +23,16 @@ class TokenScorer:
         self.chunk_tokens = chunk_tokens
         _return_hidden_states(model)
 
-    def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs [S] and entropies [S], float32.
+    def __call__(
+        self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float, with_entropy: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [S] and, where they are wanted, entropies [S], float32.
 
         Args:
             hidden_SH: what predicts each target, the same on all tensor ranks.
             targets_S: int64 token ids.
             temperature: > 0, divides the logits.
+            with_entropy: whether entropies are wanted.
         """
         group = tensor_group()
         weight_VH = self._weight()
@@ -39,11 +42,15 @@ class TokenScorer:
         hidden_SH = hidden_SH.to(weight_VH.dtype)
         if group.size() == 1:
             logprobs_S, entropies_S = chunked_logprobs(
-                hidden_SH, weight_VH, targets_S, temperature=temperature, chunk_tokens=self.chunk_tokens
+                hidden_SH,
+                weight_VH,
+                targets_S,
+                temperature=temperature,
+                chunk_tokens=self.chunk_tokens,
+                with_entropy=with_entropy,
             )
-            assert entropies_S is not None
-            return logprobs_S, entropies_S
-        return parallel_logprobs(
+            return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
+        scores_S = parallel_logprobs(
             hidden_SH,
             weight_VH,
             targets_S,
@@ -51,7 +58,9 @@ class TokenScorer:
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             group=group,
+            with_entropy=with_entropy,
         )
+        return scores_S if with_entropy else scores_S[:1]
 
     def _weight(self) -> Tensor:
         if self.model.share_embeddings_and_output_weights:

@@ -29,7 +29,13 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
-from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.objectives import (
+    batch_loss,
+    needs_entropies,
+    objective_from_spec,
+    require_scores,
+    total_metrics,
+)
 from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
 from rl_core.rank_kit.process_group import from_first
@@ -95,20 +101,24 @@ class MegatronWorker:
         self.auxiliary = AuxiliaryLosses(self.chunks[0].config, self.place)
         self.routing = Routing(self.chunks, self.place, spec, self.bridge.hf_pretrained.config.to_dict())
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient."""
+    def forward(
+        self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Log-probs and entropies of the stream, or a critic's values, without gradient; of these, what `returns`
+        names."""
+        wanted = self._score_names if returns is None else returns
+        require_scores(wanted, self._score_names, self.spec.role)
 
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, list[Tensor]]:
-            scores = self._scores(micro_batch, hidden_BSH, None, temperature)
-            return zero_of(hidden_BSH), [values_T.cpu() for values_T in scores]
+            scores = self._scores(micro_batch, hidden_BSH, None, temperature, with_entropy="entropies" in wanted)
+            return zero_of(hidden_BSH), [scores[name].cpu() for name in wanted]
 
         with self.routing.scoring(batch):
             parts = self._run(self._lay_out(batch, plan), finish, forward_only=True)
             taken = self.routing.taken(batch, plan)
         if not self.place.returns_results:
             return {}
-        assert self.scorer is not None
-        return {**self._on_stream(batch, plan, self.scorer.score_names, parts), **taken}
+        return {**self._on_stream(batch, plan, wanted, parts), **taken}
 
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
@@ -117,11 +127,13 @@ class MegatronWorker:
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self.routing.require(batch)
         objective = objective_from_spec(loss)
-        score_names = ValueScorer.score_names if self.spec.role == "critic" else TokenScorer.score_names
-        require_scores(returns, score_names, self.spec.role)
+        require_scores(returns, self._score_names, self.spec.role)
+        with_entropy = needs_entropies(objective, loss, returns)
 
         def finish(micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Any]:
-            loss, metrics, scores = self._loss(objective, micro_batch, hidden_BSH, temperature)
+            loss, metrics, scores = self._loss(
+                objective, micro_batch, hidden_BSH, temperature, with_entropy=with_entropy
+            )
             return loss, (metrics, [scores[name].detach().cpu() for name in returns if scores])
 
         laid_out = self._lay_out(batch, plan)
@@ -290,27 +302,47 @@ class MegatronWorker:
     def _run(self, parts: list[MicroBatch], finish: Any, *, forward_only: bool) -> list[Any]:
         return run_schedule(self.chunks, parts, finish, forward_only=forward_only, around=self.routing.around)
 
+    @property
+    def _score_names(self) -> tuple[str, ...]:
+        return ValueScorer.score_names if self.spec.role == "critic" else TokenScorer.score_names
+
     def _scores(
-        self, micro_batch: MicroBatch, hidden_BSH: Tensor, mask_T: Tensor | None, temperature: float
-    ) -> list[Tensor]:
+        self,
+        micro_batch: MicroBatch,
+        hidden_BSH: Tensor,
+        mask_T: Tensor | None,
+        temperature: float,
+        *,
+        with_entropy: bool,
+    ) -> dict[str, Tensor]:
         """Of the micro-batch's stream, on every context rank."""
         assert self.scorer is not None
         place_S = micro_batch.scored_places(mask_T)
         index_S = micro_batch.target_index_P[place_S].to(self.place.device)
         tokens_T = torch.zeros(0, dtype=torch.int64) if micro_batch.batch is None else micro_batch.batch["tokens"]
         hidden_SH = hidden_BSH.flatten(0, 1)[place_S.to(self.place.device)]
-        scores_S = self.scorer(hidden_SH, tokens_T.to(self.place.device)[index_S], temperature=temperature)
+        names, targets_S, options = self._score_names, tokens_T.to(self.place.device)[index_S], {}
+        if "entropies" in names and not with_entropy:
+            names, options = ("logprobs",), {"with_entropy": False}
+        scores_S = self.scorer(hidden_SH, targets_S, temperature=temperature, **options)
         group = context_group()
-        return [to_stream(values_S, index_S, micro_batch.num_tokens, group) for values_S in scores_S]
+        return {
+            name: to_stream(values_S, index_S, micro_batch.num_tokens, group)
+            for name, values_S in zip(names, scores_S, strict=True)
+        }
 
     def _loss(
-        self, objective: Objective, micro_batch: MicroBatch, hidden_BSH: Tensor, temperature: float
+        self,
+        objective: Objective,
+        micro_batch: MicroBatch,
+        hidden_BSH: Tensor,
+        temperature: float,
+        *,
+        with_entropy: bool,
     ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-        assert self.scorer is not None
         batch = micro_batch.batch
         mask_T = None if batch is None else batch["loss_mask"]
-        scores = self._scores(micro_batch, hidden_BSH, mask_T, temperature)
+        scores = self._scores(micro_batch, hidden_BSH, mask_T, temperature, with_entropy=with_entropy)
         if batch is None:
             return zero_of(hidden_BSH), {}, {}
-        named: dict[str, Tensor] = dict(zip(self.scorer.score_names, scores, strict=True))
-        return *batch_loss(objective, batch, named, self.place.device), named
+        return *batch_loss(objective, batch, scores, self.place.device), scores

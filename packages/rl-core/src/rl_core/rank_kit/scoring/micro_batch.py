@@ -38,9 +38,15 @@ class ModelInput:
     """int64, for each token to score the place of its score among those that are made, where sequences share what they
     begin with and a score is made once; None: its own place."""
 
-    def scored_by(self, scorer: nn.Module, *, temperature: float) -> tuple[Tensor, ...]:
-        """The scores of the whole micro-batch, also where this rank makes a slice of them."""
-        scores = scorer(self, temperature=temperature)
+    def scored_by(self, scorer: nn.Module, *, temperature: float, **options: bool) -> tuple[Tensor, ...]:
+        """The scores of the whole micro-batch, also where this rank makes a slice of them.
+
+        Args:
+            scorer: the model.
+            temperature: divides the logits.
+            options: the scorer's own.
+        """
+        scores = scorer(self, temperature=temperature, **options)
         if self.slice is not None:
             scores = tuple(self.slice.whole(values_S) for values_S in scores)
         return scores if self.score_S is None else tuple(values_S.index_select(0, self.score_S) for values_S in scores)

@@ -158,9 +158,9 @@ class _FakeShards:
         self.scorer = shards.scorer
         self.optimizer = shards.optimizer
 
-    def module(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, ...]:
+    def module(self, inputs: ModelInput, *, temperature: float, **options: bool) -> tuple[Tensor, ...]:
         with self._fake_mode:
-            return self._shards.module(_on_device(inputs, self._fake_mode), temperature=temperature)
+            return self._shards.module(_on_device(inputs, self._fake_mode), temperature=temperature, **options)
 
     def backward(self, loss: Tensor) -> None:
         with self._fake_mode:

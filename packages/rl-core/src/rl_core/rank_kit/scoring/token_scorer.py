@@ -47,15 +47,16 @@ class TokenScorer(nn.Module):
         self.choices: ExpertChoices | None = None
         """Of a model whose routers follow a batch's routes."""
 
-    def forward(self, inputs: ModelInput, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: ModelInput, *, temperature: float, with_entropy: bool = True) -> tuple[Tensor, ...]:
         """Scores every token that has a token before it.
 
         Args:
             inputs: a micro-batch.
             temperature: > 0, divides the logits.
+            with_entropy: whether entropies are wanted.
 
         Returns:
-            Log-probs [S] and entropies [S], float32 (float64 for a float64 model).
+            Log-probs [S] and, where they are wanted, entropies [S], float32 (float64 for a float64 model).
         """
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
@@ -71,9 +72,9 @@ class TokenScorer(nn.Module):
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             bias_V=output.bias,
+            with_entropy=with_entropy,
         )
-        assert entropies_S is not None
-        return logprobs_S, entropies_S
+        return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that a state holds: all, or of a model with adapters these."""

@@ -27,7 +27,13 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
-from rl_core.rank_kit.objectives import batch_loss, objective_from_spec, require_scores, total_metrics
+from rl_core.rank_kit.objectives import (
+    batch_loss,
+    needs_entropies,
+    objective_from_spec,
+    require_scores,
+    total_metrics,
+)
 from rl_core.rank_kit.optimizer_steps import step_settings
 from rl_core.rank_kit.perturbation import Perturbation
 from rl_core.rank_kit.publishing import pack_on_first, publish
@@ -77,20 +83,26 @@ class ScoringWorker:
         """None for a model that is not trained."""
         return self.shards.optimizer
 
-    def forward(self, batch: Batch, plan: Plan, *, temperature: float) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient."""
-        scores = {name: torch.zeros(batch.num_tokens) for name in self.scorer.score_names}
+    def forward(
+        self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Log-probs and entropies of the stream, or a critic's values, without gradient; of these, what `returns`
+        names."""
+        score_names = self.scorer.score_names
+        wanted = score_names if returns is None else returns
+        require_scores(wanted, score_names, self.spec.role)
+        scores = {name: torch.zeros(batch.num_tokens) for name in wanted}
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         self._require_fitting_routes(inputs)
         for sequences, micro_batch in self._micro_batches(inputs, plan):
             index_S = predicted_tokens(micro_batch)
             with torch.no_grad():
-                scores_S = self._score(micro_batch, index_S, temperature)
+                scores_S = self._score(micro_batch, index_S, temperature, with_entropy="entropies" in wanted)
             if not sequences:
                 continue
             stream_index_S = batch.token_index(torch.as_tensor(sequences))[index_S]
-            for values_T, values_S in zip(scores.values(), scores_S, strict=True):
-                values_T[stream_index_S] = values_S.float().cpu()
+            for name, values_T in scores.items():
+                values_T[stream_index_S] = scores_S[name].float().cpu()
         if self.ranks is None:
             return scores
         self.shards.let_go()
@@ -104,15 +116,13 @@ class ScoringWorker:
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
         require_scores(returns, self.scorer.score_names, self.spec.role)
+        with_entropy = needs_entropies(objective, loss, returns)
         parts, returned = [], {name: torch.zeros(batch.num_tokens) for name in returns}
         for sequences, micro_batch in self._micro_batches(batch, plan):
             trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
-            scores_S = self._score(micro_batch, trained_S, temperature)
+            scores_S = self._score(micro_batch, trained_S, temperature, with_entropy=with_entropy)
             index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
-            scores = {
-                name: scatter_rows(values_S, index_S, num_tokens)
-                for name, values_S in zip(self.scorer.score_names, scores_S, strict=True)
-            }
+            scores = {name: scatter_rows(values_S, index_S, num_tokens) for name, values_S in scores_S.items()}
             weighted_sum, metrics = batch_loss(objective, micro_batch, scores, self.device)
             self.shards.backward(weighted_sum)
             parts.append(metrics)
@@ -234,7 +244,9 @@ class ScoringWorker:
     def _state(self) -> dict[str, Any]:
         return self.shards.state(with_optimizer=self.optimizer is not None)
 
-    def _score(self, micro_batch: Batch, index_S: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def _score(
+        self, micro_batch: Batch, index_S: Tensor, temperature: float, *, with_entropy: bool
+    ) -> dict[str, Tensor]:
         inputs = model_input(
             micro_batch,
             index_S,
@@ -243,7 +255,11 @@ class ScoringWorker:
             device=self.device,
             ulysses=None if self.ranks is None else self.ranks.ulysses,
         )
-        return inputs.scored_by(self.shards.module, temperature=temperature)
+        names, options = self.scorer.score_names, {}
+        if "entropies" in names and not with_entropy:
+            names, options = ("logprobs",), {"with_entropy": False}
+        scores_S = inputs.scored_by(self.shards.module, temperature=temperature, **options)
+        return dict(zip(names, scores_S, strict=True))
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
         """Each micro-batch's sequences, and what is computed: without any, one sequence of which no token is trained,

@@ -1,0 +1,205 @@
+"""The quick start's batch (64 prompts × 16 samples, two updates) trained by us and by TRL's GRPOTrainer, in turns.
+
+Both start from the same model and are given the same tokens, so nothing is generated. Ours is what a step does with
+played samples: collate, advantages, scores as far as they are needed, two optimizer steps, the comparison with the
+engine. TRL's is all of its training step around a `rollout_func` that returns these tokens. Processor seconds of one
+thread; the median over rounds, and the ratio of the medians. Goal: at most 0.6 of TRL's time.
+
+Then one update per batch, without the scoring pass over with it. Goal: at most 0.8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+
+from rl_core.config import Config, from_mapping
+from rl_core.interfaces import Trajectory, TrajectoryStep
+from rl_core.trainer.collate import collate
+from rl_core.trainer.models import Models
+from rl_core.trainer.scoring_pass import ScoringPass
+from rl_core.trainer.settings import update_settings, worker_spec
+from rl_core.trainer.update import BatchUpdate, UpdateSettings
+from rl_core.workers import WorkerGroup
+from rl_examples.arithmetic import write_model
+from rl_examples.quickstart import recipe
+
+NUM_PROMPTS, NUM_SAMPLES, NUM_UPDATES = 64, 16, 2
+SCORED = ScoringPass(scores=("logprobs",))
+
+
+def played(tokenizer: Any) -> list[Trajectory]:
+    """Problems of six characters, random answers of three digits and an end; one in five is right."""
+    generator = torch.Generator().manual_seed(0)
+    trajectories = []
+    for number in range(NUM_PROMPTS * NUM_SAMPLES):
+        problem, sample = divmod(number, NUM_SAMPLES)
+        prompt = tokenizer(f"{problem + 10}+{99 - problem}=", add_special_tokens=False).input_ids
+        answer = tokenizer("".join(map(str, torch.randint(10, (3,), generator=generator).tolist()))).input_ids
+        response = [*answer, tokenizer.eos_token_id]
+        count = len(prompt)
+        step = TrajectoryStep(
+            tokens=[*prompt, *response],
+            sampled=[False] * count + [True] * len(response),
+            rollout_logprobs=[0.0] * count + [-2.3] * len(response),
+            policy_version=[-1] * count + [0] * len(response),
+            reward=float((problem + sample) % 5 == 0),
+            stop_reason="stop",
+        )
+        trajectories.append(
+            Trajectory(
+                group_id=problem,
+                sample_index=sample,
+                steps=(step,),
+                prompt_text="",
+                response_text="",
+                start_version=0,
+            )
+        )
+    return trajectories
+
+
+async def ours(config: Config, settings: UpdateSettings) -> tuple[WorkerGroup, BatchUpdate]:
+    """The policy's one rank, and what a step does with it."""
+    backend, spec = worker_spec(config, "policy", num_training_steps=1000)
+    group = await WorkerGroup.launch(backend, spec)
+    return group, BatchUpdate(settings, Models(policy=group), kl_coef=0.0)
+
+
+async def step_of(update: BatchUpdate, trajectories: Sequence[Trajectory], step: int) -> None:
+    """What the loop does between a step's samples and the next weights."""
+    batch = await update.score(collate(trajectories))
+    batch, _ = update.prepare(batch)
+    batch, _ = await update.train(batch, step)
+    update.agreement(batch, version=0)
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    """Processor seconds of a call, all threads."""
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+class TurnsOfOurs(TrainerCallback):
+    """Measures TRL's steps, and has ours taken after each batch."""
+
+    def __init__(self, step: Callable[[], Any]):
+        self._step = step
+        self._since: float | None = None
+        self.theirs: list[float] = []
+        self.ours: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % NUM_UPDATES:
+            return
+        if self._since is not None:
+            self.theirs.append(time.process_time() - self._since)
+        self.ours.append(seconds_of(self._step))
+        self._since = time.process_time()
+
+
+def against_trl(model: Path, trajectories: Sequence[Trajectory], step: Callable[[], Any], rounds: int) -> TurnsOfOurs:
+    """Runs TRL's trainer for so many batches."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    steps = [trajectory.steps[0] for trajectory in trajectories]
+    count = list(steps[0].sampled).index(True)
+    tokens = {
+        "prompt_ids": [list(step.tokens[:count]) for step in steps],
+        "completion_ids": [list(step.tokens[count:]) for step in steps],
+        "logprobs": [list(step.rollout_logprobs[count:]) for step in steps],
+    }
+    turns = TurnsOfOurs(step)
+    with tempfile.TemporaryDirectory() as output:
+        arguments = trl.GRPOConfig(
+            output_dir=output,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=len(steps),
+            num_generations=NUM_SAMPLES,
+            num_iterations=NUM_UPDATES,
+            max_completion_length=5,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            learning_rate=1e-3,
+            gradient_checkpointing=False,
+            max_steps=NUM_UPDATES * (rounds + 1),
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = trl.GRPOTrainer(
+            model=str(model),
+            reward_funcs=lambda completions, **_: [step.reward for step in steps[: len(completions)]],
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": f"{n + 10}+{99 - n}="} for n in range(NUM_PROMPTS)]),
+            processing_class=tokenizer,
+            rollout_func=lambda prompts, _: {name: values[: len(prompts)] for name, values in tokens.items()},
+            callbacks=[turns],
+        )
+        trainer.train()
+    return turns
+
+
+def median(name: str, seconds: Sequence[float]) -> float:
+    """Of all but the first, which warms up; printed."""
+    value = statistics.median(seconds[1:])
+    print(f"{name:44s} {value:7.3f} s of the processor ({len(seconds) - 1} rounds)")
+    return value
+
+
+@click.command()
+@click.option("--rounds", default=8, show_default=True, help="Batches that are measured, after one that is not.")
+def main(rounds: int) -> None:
+    """Prints both times and their ratio."""
+    torch.set_num_threads(1)
+    loop = asyncio.new_event_loop()
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "model"
+        write_model(model, seed=0)
+        config = from_mapping({**recipe.config, "trainer.policy.model.path": str(model)})
+        settings = update_settings(config)
+        trajectories = played(AutoTokenizer.from_pretrained(model))
+        group, update = loop.run_until_complete(ours(config, settings))
+        print(f"ours scores before training: {settings.scoring}")
+
+        def step_once(update: BatchUpdate = update) -> None:
+            loop.run_until_complete(step_of(update, trajectories, step=2))
+
+        turns = against_trl(model, trajectories, step_once, rounds + 1)
+        theirs, own = median("TRL, two updates", turns.theirs), median("ours, two updates", turns.ours)
+        print(f"{'ours over TRL':44s} {own / theirs:7.2f}  (goal 0.6)")
+
+        once = attrs.evolve(settings, policy=attrs.evolve(settings.policy, epochs=1))
+        models = Models(policy=group)
+        without, scored = (
+            BatchUpdate(attrs.evolve(once, scoring=scoring), models, kl_coef=0.0)
+            for scoring in (settings.scoring, SCORED)
+        )
+        seconds: dict[str, list[float]] = {"without": [], "scored": []}
+        for _ in range(rounds + 1):
+            seconds["without"].append(seconds_of(lambda: step_once(without)))
+            seconds["scored"].append(seconds_of(lambda: step_once(scored)))
+        ratio = median("one update, no scoring pass", seconds["without"]) / median(
+            "one update, every sequence scored", seconds["scored"]
+        )
+        print(f"{'without the pass over with it':44s} {ratio:7.2f}  (goal 0.8)")
+        loop.run_until_complete(group.close())
+
+
+if __name__ == "__main__":
+    main()

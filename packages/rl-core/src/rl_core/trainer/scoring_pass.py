@@ -1,0 +1,124 @@
+"""What of the policy's scores a step computes before its first optimizer step: decided here, from the configuration.
+
+`old_logprobs` are log-probs under the weights at the start of the update, whichever weights sampled. In a batch's first
+optimizer step they are the log-probs which that step computes anyway: its loss takes its own, detached
+(`LossSpec.old_is_current`), and no pass is made for them. Later mini-batches are trained with other weights and are
+scored before; later epochs over the first mini-batch take what its first step computed.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from rl_core import plugins
+from rl_core.config import Config, needs_critic, needs_engine
+from rl_core.function_settings import positional_parameters
+from rl_core.interfaces import Backend, LossSpec, RouteRecording
+from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.trainer.batch_advantages import Estimator
+
+OWN_VERSION, RETURNS_VERSION = 3, 2
+"""Of the contract of backends: since when a worker knows `old_is_current`, and gives scores of a training pass."""
+
+
+@attrs.frozen(kw_only=True)
+class ScoringPass:
+    """What the policy computes of a batch before it is trained on it, and what its first optimizer step gives back."""
+
+    covers_batch: bool = True
+    """Every sequence is scored, because something reads the scores before the first optimizer step."""
+    first_is_own: bool = False
+    """The loss compares with old log-probs, and those of the first optimizer step are its own: only later mini-batches
+    are scored."""
+    keeps_first: bool = False
+    """The first optimizer step gives back its log-probs: later epochs read them, or they are compared with the
+    engine's."""
+    scores: tuple[str, ...] | None = None
+    """What is computed, of the scores that the model has; None: all."""
+    extent: str = "every batch"
+    """Of what the policy's scores are computed before training, for people."""
+    reason: str = ""
+    """Why, for people."""
+
+    def __str__(self) -> str:
+        return f"{self.extent}: {self.reason}"
+
+
+def scoring_pass(config: Config, loss: LossSpec, *, estimator: Estimator | None, is_corrected: bool) -> ScoringPass:
+    """For a resolved configuration.
+
+    Args:
+        config: the run's.
+        loss: the policy's.
+        estimator: of advantages; None: the loss reads none.
+        is_corrected: an off-policy correction weighs or masks tokens.
+    """
+    objective, trainer = objective_from_spec(loss), config.trainer
+    columns = {*objective.prepare_columns, *objective.call_columns}
+    backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
+    compares, samples = objective.compares_with_old, needs_engine(config)
+    reader = _reader(config, objective.prepare_columns, columns, estimator, is_corrected=is_corrected)
+    if reader is None:
+        reader = _of_backend(config, backend, compares=compares, samples=samples)
+    if reader is not None:
+        names = ("logprobs", "entropies") if "old_entropies" in columns else ("logprobs",)
+        scores = None if "values" in columns and not needs_critic(config) else names
+        return ScoringPass(scores=scores, reason=reader)
+    epochs = trainer.update_epochs_per_batch
+    return ScoringPass(
+        covers_batch=False,
+        first_is_own=compares,
+        keeps_first=samples or (compares and epochs > 1),
+        scores=("logprobs",),
+        extent=_extent(config) if compares else "none",
+        reason=_why_less(config, loss) if compares else "nothing reads old log-probs",
+    )
+
+
+def _extent(config: Config) -> str:
+    num_mini_batches = -(-config.trainer.train_batch_size // config.trainer.policy_mini_batch_size)
+    return "none" if num_mini_batches == 1 else f"mini-batches from the second of {num_mini_batches}"
+
+
+def _why_less(config: Config, loss: LossSpec) -> str:
+    kept = ", kept for later epochs" if config.trainer.update_epochs_per_batch > 1 else ""
+    return f"in the first optimizer step the old log-probs of {loss.name} are its own{kept}"
+
+
+def _reader(
+    config: Config,
+    prepare_columns: tuple[str, ...],
+    columns: set[str],
+    estimator: Estimator | None,
+    *,
+    is_corrected: bool,
+) -> str | None:
+    """Who reads the policy's scores before the first optimizer step; None: nobody."""
+    algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
+    if algorithm.use_kl_in_reward:
+        return "the KL in the reward reads it (trainer.algorithm.use_kl_in_reward)"
+    if is_corrected:
+        return "the off-policy correction reads it (trainer.algorithm.off_policy_correction)"
+    if estimator is not None and "old_logprobs_T" in positional_parameters(estimator):
+        return f"the advantages read it (advantage_estimator={algorithm.advantage_estimator})"
+    # A critic's values are the critic's affair; without one they are those of a policy with a value head.
+    of_policy = {"old_entropies"} if needs_critic(config) else {"old_entropies", "values"}
+    if columns & of_policy or "old_logprobs" in prepare_columns:
+        return f"the loss reads it of the whole mini-batch (policy_loss_type={name})"
+    if config.trainer.log_sample_logprobs:
+        return "samples are written with it (trainer.log_sample_logprobs)"
+    return None
+
+
+def _of_backend(config: Config, backend: Backend, *, compares: bool, samples: bool) -> str | None:
+    """What keeps the backend from training without the pass; None: nothing."""
+    options = config.trainer.policy.options(backend.config_section)
+    if isinstance(backend, RouteRecording) and backend.records_routes(options):
+        return f"its routes are replayed (trainer.policy.{backend.config_section})"
+    needed = OWN_VERSION if compares else RETURNS_VERSION if samples else 1
+    if backend.contract_version < needed:
+        return (
+            f"the backend {backend.name!r} was written for version {backend.contract_version} of its contract, and "
+            f"version {needed} trains without (docs/plugins.md#contract-versions)"
+        )
+    return None

@@ -1,0 +1,140 @@
+"""Which runs score a batch before they train on it, and which take the training pass's own log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from rl_core.config import from_mapping
+from rl_core.trainer.scoring_pass import ScoringPass
+from rl_core.trainer.settings import update_settings
+from rl_fsdp import fsdp
+from rl_megatron import megatron
+from tests.core.test_update import FakeGroup, make_batch, policy_settings, update_with
+
+ALGORITHM = "trainer.algorithm"
+BASE = {
+    "trainer.policy.model.path": "nowhere",
+    "data.train_data": ["nothing.jsonl"],
+    "trainer.train_batch_size": 8,
+    "trainer.policy_mini_batch_size": 4,
+    "generator.n_samples_per_prompt": 2,
+    f"{ALGORITHM}.advantage_estimator": "grpo",
+}
+of_version_1, of_version_2 = (attrs.evolve(fsdp, contract_version=version) for version in (1, 2))
+ONE_STEP = {"trainer.policy_mini_batch_size": 8}
+
+
+def scoring_of(changes: dict[str, Any]) -> ScoringPass:
+    return update_settings(from_mapping(BASE | changes)).scoring
+
+
+@pytest.mark.parametrize("loss", ["regular", "dual_clip", "gspo", "cispo", "sapo", "decoupled_ppo", "dro"])
+def test_a_loss_takes_its_own_logprobs_in_the_first_step_and_later_mini_batches_are_scored(loss: str):
+    scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
+    assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, True, True)
+    assert scoring.extent == "mini-batches from the second of 2"
+    assert scoring.reason == f"in the first optimizer step the old log-probs of {loss} are its own"
+
+
+def test_one_optimizer_step_per_batch_needs_no_pass():
+    text = "none: in the first optimizer step the old log-probs of regular are its own"
+    assert str(scoring_of(ONE_STEP)) == text
+    several = scoring_of(ONE_STEP | {"trainer.update_epochs_per_batch": 2})
+    assert several.reason.endswith("are its own, kept for later epochs")
+
+
+def test_staleness_alone_does_not_matter_but_its_correction_does():
+    stale = {"trainer.max_staleness": 2, "trainer.placement.colocate_all": False}
+    assert "off-policy correction" in scoring_of(stale).reason
+    assert scoring_of(stale | {f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "off"}).first_is_own
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "rollout_is", "dppo"])
+def test_a_loss_that_compares_with_nothing_old_needs_none_and_the_engine_is_still_compared(loss: str):
+    scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
+    assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reader"),
+    [
+        ({f"{ALGORITHM}.use_kl_in_reward": True}, "use_kl_in_reward"),
+        ({f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "sequence"}, "off_policy_correction"),
+        ({f"{ALGORITHM}.advantage_estimator": "distillation"}, "advantage_estimator=distillation"),
+        ({f"{ALGORITHM}.policy_loss_type": "clip_cov"}, "policy_loss_type=clip_cov"),
+        ({f"{ALGORITHM}.policy_loss_type": "kl_cov"}, "policy_loss_type=kl_cov"),
+        ({f"{ALGORITHM}.policy_loss_type": "top_entropy"}, "policy_loss_type=top_entropy"),
+        ({"trainer.log_sample_logprobs": True}, "log_sample_logprobs"),
+    ],
+)
+def test_who_reads_scores_before_the_update_keeps_the_pass(changes: dict[str, Any], reader: str):
+    scoring = scoring_of(ONE_STEP | changes)
+    assert scoring.covers_batch
+    assert scoring.extent == "every batch"
+    assert reader in scoring.reason
+    assert scoring.scores == (("logprobs", "entropies") if reader.endswith("top_entropy") else ("logprobs",))
+
+
+def test_the_values_of_a_critic_are_not_the_policys_scores():
+    assert scoring_of(ONE_STEP | {f"{ALGORITHM}.advantage_estimator": "gae"}).first_is_own
+
+
+def test_a_kl_term_of_the_loss_may_compare_with_its_own_logprobs():
+    kl = {f"{ALGORITHM}.use_kl_loss": True, f"{ALGORITHM}.kl_estimator_type": "k3_unbiased"}
+    assert scoring_of(ONE_STEP | kl).first_is_own
+    assert scoring_of(ONE_STEP | kl | {f"{ALGORITHM}.policy_loss_type": "reinforce"}).first_is_own
+
+
+def test_routes_of_the_scoring_pass_keep_it():
+    replay = {"moe_enable_routing_replay": True}
+    key = "trainer.policy.megatron_config"
+    changes = {"trainer.strategy": "megatron", f"{key}.moe_enable_routing_replay": True}
+    scored = scoring_of(ONE_STEP | changes | {f"{key}.moe_routing_replay_source": "scoring"})
+    assert "routes are replayed (trainer.policy.megatron_config)" in scored.reason
+    assert scoring_of(ONE_STEP | changes).first_is_own
+    options = megatron.options_class(moe_routing_replay_source="scoring", **replay)
+    assert megatron.records_routes(options)
+    assert not megatron.records_routes(megatron.options_class(**replay))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_backend_of_an_earlier_contract_keeps_the_pass(version: int):
+    scoring = scoring_of(ONE_STEP | {"trainer.strategy": f"{__name__}:of_version_{version}"})
+    assert scoring.covers_batch
+    assert f"written for version {version} of its contract, and version 3 trains without" in scoring.reason
+
+
+async def test_later_mini_batches_are_scored_and_the_first_gives_its_own():
+    group = FakeGroup(logprob=-1.5)
+    scoring = ScoringPass(covers_batch=False, first_is_own=True, keeps_first=True, scores=("logprobs",))
+    update = update_with(group, scoring=scoring, policy=policy_settings(epochs=2))
+    batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0, 1.0, 0.0], [1, 1, 2, 3])))
+    assert [part.num_sequences for part in group.scored] == [1]
+    assert batch["old_logprobs"].isnan().tolist() == [True] * 9 + [False] * 3
+    mask_T = batch["loss_mask"].clone()
+    mask_T[1] = False
+    batch, _ = await update.train(batch.with_columns(loss_mask=mask_T), step=2)
+    assert ["old_logprobs" in part for part in group.trained] == [False, True, True, True]
+    assert [loss.old_is_current for loss in group.losses] == [True, False, False, False]
+    assert not any(loss.measures_entropy for loss in group.losses)
+    trained_T = batch["loss_mask"]
+    assert (batch["old_logprobs"][trained_T] == -1.5).all()
+    assert batch["old_logprobs"][1].isnan()
+    # Differences of 0.5: the untrained token of the first mini-batch is not known, and not compared.
+    agreement = update.agreement(batch, version=4)
+    assert agreement["rollout/logprob_diff_mean"] == (0.5, 1.0)
+    later = batch.with_columns(old_logprobs=torch.where(torch.arange(12) == 1, 100.0, batch["old_logprobs"]))
+    assert update.agreement(later, version=4) == agreement
+
+
+async def test_entropies_are_measured_in_step_one_and_at_the_interval():
+    group = FakeGroup()
+    update = update_with(group, policy=policy_settings(entropy_interval=3, groups_per_mini_batch=9))
+    batch, _ = update.prepare(await update.score(make_batch([1.0, 0.0], [1, 1])))
+    for step in range(1, 8):
+        await update.train(batch, step)
+    assert [loss.measures_entropy for loss in group.losses] == [True, False, True, False, False, True, False]
