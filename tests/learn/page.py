@@ -26,8 +26,9 @@ ends elsewhere, so seed 0 begins at 0.177 in some rows and at 0.234 in others. `
 `third_party_2_ranks` is installed for its run from `tests/third_party_backend`. `smollm2` is another recipe, with a
 pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
 of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
-`calculator_…`, `look_up_…` and `second_try_…` are recipes of those names, with tools or several tries: the mean reward
-of sampled episodes of held-out problems.
+`calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are recipes of those names, with tools or several
+tries: the mean reward of sampled episodes of held-out problems. `dapo`, `ppo`, `gspo` and `async_r3` are recipes of
+those names on the quick start's problems.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 

@@ -106,18 +106,21 @@ CASES = (
         at_least=0.85,
         installs_backend=True,
     ),
+    *(
+        Case(name=recipe, says=says, recipe=recipe, at_least=at_least)
+        for recipe, says, at_least in (
+            ("dapo", "DAPO: dynamic sampling, clip-higher, overlong shaping", 0.8),
+            ("ppo", "PPO: one answer per problem, advantages from a critic (GAE)", 0.85),
+            ("gspo", "GSPO: one ratio per answer", 0.85),
+        )
+    ),
     Case(
-        name="ppo_critic",
-        says="PPO: advantages from a critic (GAE) instead of the group's mean",
-        overrides=(
-            "trainer.max_training_steps=80",
-            "trainer.algorithm.advantage_estimator=gae",
-            "trainer.critic_mini_batch_size=64",
-            "trainer.critic.optimizer_config.lr=1e-3",
-            "trainer.critic.optimizer_config.adam_betas=[0.9, 0.95]",
-            "trainer.critic.optimizer_config.weight_decay=0.0",
-        ),
-        at_least=0.7,
+        name="async_r3",
+        says="a Qwen3-MoE, sampled while training goes on, trained along the engine's routes (router replay)",
+        recipe="async_r3",
+        at_least=0.8,
+        rl_seconds=900.0,
+        max_logprob_diff=1e-3,
     ),
     Case(
         name="lora",
@@ -266,6 +269,14 @@ CASES = (
             ("smollm2", "a pretrained model of 135M parameters learns to answer briefly and right", ()),
             ("smollm2_lora", "the same by adapters of rank 16", ("trainer.policy.model.lora.rank=16",)),
         )
+    ),
+    Case(
+        name="smollm2_calculator",
+        says="a pretrained model of 135M parameters learns to call a calculator, by adapters of rank 16",
+        recipe="smollm2_calculator",
+        at_least=0.75,
+        rl_seconds=3600.0,
+        max_logprob_diff=1e-3,
     ),
 )
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import linear, logsigmoid
 
 from rl_core.algorithms import Objective, dpo_loss, prompt_token_sum, reward_model_loss
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, ShapeError
 from rl_core.interfaces import LossSpec
+from rl_core.rank_kit.model_files import HEAD_FILE, write_head
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.testing.cases import LIMITS, TEMPERATURE, Case, Variant, open_case
-from rl_core.testing.ranks import RankGroup
+from rl_core.testing.ranks import PRELOADED, RankGroup
 
 BETA = 0.3
+PRELOADED.update(dict.fromkeys(["rl_fsdp.worker", "rl_deepspeed.worker", "rl_megatron.rank.worker"]))
 
 
 def random_pairs(num_pairs: int, *, seed: int = 0) -> Batch:
@@ -203,49 +207,108 @@ ARRANGEMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 MORE = ("FSDP, Ulysses", "Megatron, CP 2", "Megatron, TP 2, 4 ranks")
 
 
+@attrs.frozen
+class OnRanks:
+    """A loss of pairs as ranks compute it, and its definition."""
+
+    loss: LossSpec
+    role: Literal["policy", "critic"]
+    scored: str
+    """What the ranks score; `column` of the batch is made of it."""
+    column: str
+    pair_loss: Callable[[Tensor, Tensor], Tensor]
+
+
+LOSSES = {
+    "dpo": OnRanks(LossSpec(name="dpo", params={"dpo_beta": BETA}), "policy", "logprobs", "old_logprobs", dpo),
+    "reward_model": OnRanks(LossSpec(name="reward_model"), "critic", "values", "values", of_rewards),
+}
+
+
 @pytest.fixture(
     params=[pytest.param(name, marks=pytest.mark.parity if name in MORE else ()) for name in ARRANGEMENTS],
     scope="module",
 )
 def arranged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Case, RankGroup]]:
+) -> Iterator[Callable[[str], tuple[Case, RankGroup]]]:
+    """Starts the ranks of a role; model and batch are the same for all roles."""
     name, world_size, fields = ARRANGEMENTS[request.param]
     backend, options = backend_of(name)
     variant = Variant(checkpoint={"tie_word_embeddings": False})
     with open_case(backend, options(), variant, tmp_path_factory.mktemp("case"), timeout_s=120) as case:
-        spec = attrs.evolve(case.spec, options=options(**fields))
-        group = RankGroup(backend, spec, world_size, directory=case.directory, timeout_s=120)
-        case.started.append(group)
-        yield case, group
+        with_head = Path(case.spec.model.path or "")
+        weight = 0.3 * torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
+        write_head({"value_head.weight": weight, "value_head.bias": torch.tensor([0.2])}, with_head)
+
+        def start(role: Any) -> tuple[Case, RankGroup]:
+            spec = attrs.evolve(case.spec, role=role, options=options(**fields))
+            group = RankGroup(backend, spec, world_size, directory=case.directory, timeout_s=120)
+            case.started.append(group)
+            return case, group
+
+        yield start
 
 
-def test_ranks_compute_the_gradient_of_whole_pairs(arranged: tuple[Case, RankGroup]):
-    case, group = arranged
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_compute_the_gradient_of_whole_pairs(name: str, arranged: Callable[[str], tuple[Case, RankGroup]]):
+    on_ranks = LOSSES[name]
+    case, group = arranged(on_ranks.role)
     # Of the suite's sequences those that have a trained token; the two of a pair lie apart.
     rows = [n for n in range(case.batch.num_sequences) if _trained(case.batch, n).any()][:6]
     batch = case.batch.select(rows).with_columns(group_id=torch.tensor([5, 6, 7, 5, 6, 7]))
-    rewards_T = torch.zeros(batch.num_tokens)
-    for n in range(3):
-        rewards_T[batch.token_index([n])[_trained(batch, n)][-1]] = 1.0
-    scores = group.forward(batch, LIMITS, temperature=TEMPERATURE)
-    batch = weighted(batch.with_columns(rewards=rewards_T, old_logprobs=scores["logprobs"]))
-    loss = LossSpec(name="dpo", params={"dpo_beta": BETA})
-    batch = batch.with_columns(**objective_from_spec(loss).prepare(batch.columns, batch.sequence_index, seed=0))
-    metrics = group.forward_backward(batch, LIMITS, loss, temperature=TEMPERATURE)
+    batch = batch.with_columns(rewards=_rewards(batch, preferred=[0, 1, 2]))
+    scores_T = group.forward(batch, LIMITS, temperature=TEMPERATURE)[on_ranks.scored]
+    batch = weighted(batch.with_columns(**{on_ranks.column: scores_T}))
+    objective = objective_from_spec(on_ranks.loss)
+    batch = batch.with_columns(**objective.prepare(batch.columns, batch.sequence_index, seed=0))
+    metrics = group.forward_backward(batch, LIMITS, on_ranks.loss, temperature=TEMPERATURE)
 
-    reference = case.reference
-    logprobs_T = torch.cat(
-        [reference.score(batch["tokens"][batch.token_index([n])], TEMPERATURE)[0] for n in range(batch.num_sequences)]
-    )
-    expected = slow_loss(batch, logprobs_T - batch["ref_logprobs"], dpo)
+    loss, wanted = _of_one_graph(on_ranks, case, batch)
+    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
+    found = group.gradients()
+    assert _difference(found, wanted) <= 1e-5  # the suite's bound of gradients
+    swapped = batch.with_columns(rewards=_rewards(batch, preferred=[0, 1, 5]))
+    assert _difference(found, _of_one_graph(on_ranks, case, swapped)[1]) > 0.1
+
+
+def _rewards(batch: Batch, *, preferred: Sequence[int]) -> Tensor:
+    rewards_T = torch.zeros(batch.num_tokens)
+    for n in preferred:
+        rewards_T[batch.token_index([n])[_trained(batch, n)][-1]] = 1.0
+    return rewards_T
+
+
+def _of_one_graph(on_ranks: OnRanks, case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """The loss by transformers and autograd, and the gradient of all weights that have one."""
+    reference = case.new_reference()
+    sequences = [batch["tokens"][batch.token_index([n])] for n in range(batch.num_sequences)]
+    if on_ranks.role == "policy":
+        scores_T = torch.cat([reference.score(tokens_T, TEMPERATURE)[0] for tokens_T in sequences])
+        expected = slow_loss(batch, scores_T - batch["ref_logprobs"], on_ranks.pair_loss)
+        expected.backward()
+        return expected.item(), reference.gradients()
+    head = load_file(Path(case.spec.model.path or "") / HEAD_FILE)
+    weights = [head[f"value_head.{part}"].requires_grad_() for part in ("weight", "bias")]
+    values = []
+    for tokens_T in sequences:
+        hidden_TH = reference.model.model(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0]
+        values.append(torch.cat([torch.zeros(1), linear(hidden_TH[:-1], *weights).squeeze(-1)]))
+    expected = slow_loss(batch, torch.cat(values), on_ranks.pair_loss)
     expected.backward()
-    assert metrics["loss"][0] == pytest.approx(expected.item(), rel=1e-5)
-    found, wanted = group.gradients(), reference.gradients()
+    trunk = {name: value for name, value in reference.gradients().items() if name != "lm_head.weight"}
+    return expected.item(), trunk | {
+        f"value_head.{part}": w.grad for part, w in zip(("weight", "bias"), weights, strict=True)
+    }
+
+
+def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Relative L2 of all weights together, whose names may leave out that they are the trunk's."""
+    found, wanted = ({name.removeprefix("model."): w for name, w in each.items()} for each in (found, wanted))
+    assert found.keys() == wanted.keys()
     norm = torch.stack([value.norm() for value in wanted.values()]).norm()
-    difference = torch.stack([(found[name] - value).norm() for name, value in wanted.items()]).norm()
     assert norm > 1e-3
-    assert difference <= 1e-5 * norm, f"relative L2 {float(difference / norm):.1e}"  # the suite's bound of gradients
+    return float(torch.stack([(found[name] - value).norm() for name, value in wanted.items()]).norm() / norm)
 
 
 def _trained(batch: Batch, n: int) -> Tensor:

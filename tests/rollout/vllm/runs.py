@@ -1,4 +1,4 @@
-"""The quick start on a model that is not trained yet, as a user starts it, for tests that disturb it."""
+"""The quick start, or a recipe like it, on a model that is not trained yet, as a user starts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ def prepare(directory: Path, *, seed: int = 0) -> None:
 
 
 def started(
-    directory: Path, overrides: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    directory: Path,
+    overrides: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    *,
+    recipe: str = "quickstart",
 ) -> subprocess.Popen[bytes]:
     """A run in `directory`/run, which prints into `directory`/printed; `environment`: what it has besides this
     process's."""
@@ -33,7 +37,7 @@ def started(
         "environment.env_class": "tests.examples.environments:FirstDigit",
         **overrides,
     }
-    command = [str(Path(sys.executable).with_name("rl")), "train", "quickstart"]
+    command = [str(Path(sys.executable).with_name("rl")), "train", recipe]
     command += [f"{key}={value}" for key, value in settings.items()]
     with (directory / "printed").open("wb") as output:
         return subprocess.Popen(

@@ -94,13 +94,17 @@ class FsdpBackend:
 
 
 def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
+    if spec.role == "critic":
+        raise ConfigError(
+            "trainer.strategy: fsdp1 trains no model with a value head, which a critic and a reward model have; set "
+            "trainer.strategy=fsdp (FSDP2)"
+        )
     refused = {
         "fsdp_config.cpu_offload": spec.options.cpu_offload
         and spec.optimizer is not None
         and "FSDP1 cannot add up the gradients of several micro-batches on the CPU",
         "fsdp_config.fsdp_size": spec.options.fsdp_size == 1 and "FSDP1 does not sum gradients over unsharded copies",
         "model.lora.rank": spec.model.lora.rank > 0 and "FSDP1 cannot merge adapters into flat parameters",
-        "model": spec.role == "critic" and "FSDP1 is not offered for a critic",
     }
     for key, reason in refused.items():
         if reason:

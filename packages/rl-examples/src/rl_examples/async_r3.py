@@ -1,0 +1,35 @@
+"""Asynchronous training of a Mixture of Experts with router replay, on two-digit addition and two CPU cores.
+
+What it does: the quick start's task with a Qwen3-MoE of 250k parameters. Answers are sampled while training goes on, by
+weights of up to two versions ago, so the policy's gradient is corrected by truncated importance sampling. The engine
+reports which experts each token took, and the trainer computes along these routes (R3, Ma et al. 2025,
+arXiv 2510.11370): an engine's rounding, or weights of another version, cannot send a token to other experts than those
+that made its log-prob. `rollout/staleness_mean` tells how far sampling lags behind, `correction/…` what it costs.
+Left out, on purpose: a GPU's rounding, which is what makes routes differ much (here engine and trainer are float32).
+
+Run:      rl train async_r3
+Control:  rl train async_r3 trainer.policy.fsdp_config.moe_enable_routing_replay=false \\
+              generator.inference_engine.enable_return_routed_experts=false
+Server:   rl train async_r3 generator.inference_engine.backend=vllm
+"""
+
+from __future__ import annotations
+
+from rl_core.interfaces import Recipe
+from rl_examples.quickstart import recipe as quickstart
+
+recipe = Recipe(
+    summary="asynchronous training with router replay: a tiny Mixture of Experts learns addition in minutes",
+    config={
+        **quickstart.config,
+        "trainer.run_name": "async_r3",
+        "trainer.policy.model.path": "runs/arithmetic/start_moe_model_seed${trainer.seed}",
+        "trainer.policy.fsdp_config.moe_enable_routing_replay": True,
+        "trainer.max_staleness": 2,
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+        "trainer.max_training_steps": 100,
+        "generator.inference_engine.enable_return_routed_experts": True,
+    },
+    prepare="rl_examples.quickstart:prepare",
+    makes=quickstart.makes,
+)

@@ -1,0 +1,33 @@
+"""LoRA over two vLLM servers: the policy is an adapter, and the adapter alone is sent, on two-digit addition.
+
+What it does: the quick start's problems and model, frozen, with adapters of rank 16 in its linear layers. Two vLLM
+servers hold the same frozen weights and share the sampling; after every step each gets the adapter's tensors, a part of
+the whole weights, and computes all requests of the policy with it. Every sync is verified.
+Left out, on purpose: adapters of others beside the policy's (docs/serving.md), a reference model and a KL term.
+
+Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install "rl-rollout[vllm]")
+Merged:   rl train lora_two_servers trainer.policy.model.lora.merge_lora=true         (whole weights are sent instead)
+"""
+
+from __future__ import annotations
+
+from rl_core.interfaces import Recipe
+from rl_examples.quickstart import recipe as quickstart
+
+recipe = Recipe(
+    summary="LoRA whose adapter alone is sent to two vLLM servers; a small model learns addition",
+    config={
+        **quickstart.config,
+        "trainer.run_name": "lora_two_servers",
+        "trainer.policy.model.lora.rank": 16,
+        "trainer.policy.model.lora.alpha": 32,
+        "trainer.policy.model.lora.merge_lora": False,
+        # An adapter's factors start small: four times the rate of whole weights moves the product about as far.
+        "trainer.policy.optimizer_config.lr": 4e-3,
+        "trainer.max_training_steps": 80,
+        "generator.inference_engine.backend": "vllm",
+        "generator.inference_engine.num_engines": 2,
+    },
+    prepare="rl_examples.quickstart:prepare",
+    makes=quickstart.makes,
+)

