@@ -15,6 +15,7 @@ an environment that only wait and record.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -60,6 +61,8 @@ class Script:
     steps: int = 3
     groups_per_step: int = 2
     max_staleness: int = 0
+    pipeline_depth: int | None = None
+    """None: as far as `max_staleness` allows."""
     play: Callable[[int], Play] = lambda group: Play()
     """By group number, in training."""
     eval_rows: int = 0
@@ -79,6 +82,11 @@ class Script:
     max_dropped_groups: int = 4
     min_replace_ratio: float | None = None
     max_failure_rate: float = 1.0
+
+    @property
+    def depth(self) -> int:
+        """Steps that generation runs ahead."""
+        return self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
 
 
 class EventLog:
@@ -375,6 +383,7 @@ class ScriptedRun:
         engine_class: type[ScriptedEngine] = ScriptedEngine,
         buffer_class: type[RecordedBuffer] = RecordedBuffer,
         loop_class: type[TrainingLoop] = TrainingLoop,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         state = state or RunState(step=0, next_group=0, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
         self.script = script
@@ -385,6 +394,7 @@ class ScriptedRun:
         self.buffer = buffer_class(
             groups_per_step=script.groups_per_step,
             max_staleness=script.max_staleness,
+            pipeline_depth=script.depth,
             version=state.step,
             last_version=script.steps - 1,
         )
@@ -410,6 +420,7 @@ class ScriptedRun:
                 rollout_settings,
                 next_group=state.next_group,
                 restart_groups=state.restart_groups,
+                clock=clock,
             ),
             "buffer": self.buffer,
             "selection": Selection(
@@ -440,6 +451,7 @@ class ScriptedRun:
             engines=engines,
             steps_done=state.step,
             unfinished_row=state.unfinished_row,
+            clock=clock,
         )
 
     def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:

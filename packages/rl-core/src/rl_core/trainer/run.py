@@ -162,7 +162,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     async with AsyncExitStack() as closing:
         client, generator = await closing.enter_async_context(_playing(config))
         are_shared = client is not None and await begin_with_models(
-            client, colocate_all=trainer.placement.colocate_all, max_staleness=trainer.max_staleness
+            client, colocate_all=trainer.placement.colocate_all, pipeline_depth=config.pipeline_depth
         )
         models = await closing.enter_async_context(_models(config, train_rows))
         train_rows = await fitting(train_rows, generator, config, TRAINING)
@@ -189,6 +189,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
             max_staleness=trainer.max_staleness,
+            pipeline_depth=config.pipeline_depth,
             version=state.step,
             last_version=total_steps - 1,
         )
