@@ -33,8 +33,10 @@ from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.models import Models
+from rl_core.trainer.resumed_groups import within_the_bound
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.serving import ServedEngines, ServingSettings
+from rl_core.trainer.stored_groups import StoredGroup, read_groups
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
 from tests.core.virtual_time import run_virtually
@@ -384,6 +386,7 @@ class ScriptedRun:
         buffer_class: type[RecordedBuffer] = RecordedBuffer,
         loop_class: type[TrainingLoop] = TrainingLoop,
         clock: Callable[[], float] = time.perf_counter,
+        stored: Sequence[StoredGroup] = (),
     ) -> None:
         state = state or RunState(step=0, next_group=0, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
         self.script = script
@@ -397,6 +400,7 @@ class ScriptedRun:
             pipeline_depth=script.depth,
             version=state.step,
             last_version=script.steps - 1,
+            finished=[one.group for one in stored],
         )
         self.buffer.log = log
         self.reports = RecordedReports(log, script)
@@ -420,6 +424,7 @@ class ScriptedRun:
                 rollout_settings,
                 next_group=state.next_group,
                 restart_groups=state.restart_groups,
+                stored=stored,
                 clock=clock,
             ),
             "buffer": self.buffer,
@@ -473,8 +478,20 @@ class ScriptedRun:
 
     def resumed(self, **changes: Any) -> ScriptedRun:
         """A run that continues from the newest checkpoint, with other fields of the script."""
-        state = load_state(list_checkpoints(self.directory / "checkpoints")[-1])
-        return ScriptedRun(self.directory, attrs.evolve(self.script, **changes), state=state)
+        checkpoint = list_checkpoints(self.directory / "checkpoints")[-1]
+        state, stored = load_state(checkpoint), read_groups(checkpoint)
+        assert state.finished_groups == tuple(sorted(one.group.group_id for one in stored))
+        script = attrs.evolve(self.script, **changes)
+        kept = within_the_bound(
+            stored,
+            version=state.step,
+            last_version=script.steps - 1,
+            groups_per_step=script.groups_per_step,
+            max_staleness=script.max_staleness,
+        )
+        again = set(state.finished_groups) - {one.group.group_id for one in kept}
+        state = attrs.evolve(state, restart_groups=tuple(sorted({*state.restart_groups, *again})))
+        return ScriptedRun(self.directory, script, state=state, stored=kept)
 
     @property
     def timeline(self) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 
@@ -42,13 +43,21 @@ class GroupBuffer:
     """
 
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int, pipeline_depth: int, version: int, last_version: int
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        pipeline_depth: int,
+        version: int,
+        last_version: int,
+        finished: Sequence[FinishedGroup] = (),
     ):
         """
         Args:
             pipeline_depth: from 0 to `max_staleness`.
             version: the policy's version now; one optimizer batch makes one version.
             last_version: the version at which the last step is trained; no group is started that no step needs.
+            finished: groups of an earlier run that none of its steps took, and that can be trained within the bound.
         """
         assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step
@@ -57,8 +66,8 @@ class GroupBuffer:
         self._version = version
         self._next_step = version
         self._last_version = last_version
-        self._outstanding: dict[int, int] = {}
-        self._finished: dict[int, FinishedGroup] = {}
+        self._outstanding = {group.group_id: group.start_version for group in finished}
+        self._finished = {group.group_id: group for group in finished}
         self._taken: tuple[int, ...] = ()
         self._given_up: set[int] = set()
         self._failure: BaseException | None = None
@@ -76,14 +85,19 @@ class GroupBuffer:
         return self._version
 
     @property
+    def runs_ahead(self) -> bool:
+        """Groups are played while earlier ones are trained on."""
+        return self._pipeline_depth > 0
+
+    @property
     def max_staleness(self) -> int:
         """Versions that a group may lag behind when it is trained on."""
         return self._max_staleness
 
     @property
-    def num_queued(self) -> int:
-        """Finished groups that no step took."""
-        return len(self._finished)
+    def finished(self) -> tuple[FinishedGroup, ...]:
+        """Those that no step took."""
+        return tuple(self._finished.values())
 
     @property
     def num_under_way(self) -> int:

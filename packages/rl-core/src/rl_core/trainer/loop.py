@@ -371,10 +371,14 @@ class TrainingLoop:
         if is_saved or self.steps_done == 0:
             return
         self._reporter.phase("checkpoint")
+        stored = self._rollouts.stored()
+        finished = {one.group.group_id for one in stored}
+        restart = {*self._buffer.outstanding, *self._rollouts.pending_restarts()} - finished
         state = RunState(
             step=self.steps_done,
             next_group=self._rollouts.next_group,
-            restart_groups=tuple(sorted({*self._buffer.outstanding, *self._rollouts.pending_restarts()})),
+            restart_groups=tuple(sorted(restart)),
+            finished_groups=tuple(sorted(finished)),
             kl_coef=self._update.kl_coef,
             nonfinite_steps=self._update.nonfinite_steps,
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
@@ -384,7 +388,7 @@ class TrainingLoop:
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
             await self._engines.to_models()
-            await self._saver.save(state)
+            await self._saver.save(state, stored)
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
         for callback in self._callbacks:

@@ -16,6 +16,7 @@ from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.group_selection import has_zero_variance
+from rl_core.trainer.stored_groups import StoredGroup
 from rl_core.trainer.timing import IdleTime
 
 
@@ -58,8 +59,10 @@ class Rollouts:
         *,
         next_group: int,
         restart_groups: Sequence[int],
+        stored: Sequence[StoredGroup] = (),
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """`stored` are groups of an earlier run that are in the buffer; `restart_groups` are played again."""
         self._generator = generator
         self._source = source
         self._buffer = buffer
@@ -77,6 +80,9 @@ class Rollouts:
         self._failures = FailureAccount(
             "rollout", max_rate=settings.max_failure_rate, num_expected=settings.samples_per_step
         )
+        for one in stored:
+            self._failures.add([*one.group.trajectories, *one.failed])
+            self._greedy_tokens[one.group.group_id] = one.greedy_tokens
 
     async def run(self) -> None:
         """Until no step needs another group. An error ends the buffer's consumer too."""
@@ -98,6 +104,23 @@ class Rollouts:
     def pending_restarts(self) -> tuple[int, ...]:
         """Groups of an earlier run that were not started again yet."""
         return tuple(self._restart)
+
+    def stored(self) -> tuple[StoredGroup, ...]:
+        """The buffer's finished groups, with what is counted of them later. None of a run in step, which repeats itself
+        bit for bit where it plays again whatever its next step is made of."""
+        if not self._buffer.runs_ahead:
+            return ()
+        failed: dict[int, list[Trajectory]] = {}
+        for one in self._failures.pending:
+            failed.setdefault(one.group_id, []).append(one)
+        return tuple(
+            StoredGroup(
+                group=group,
+                failed=tuple(failed.get(group.group_id, ())),
+                greedy_tokens=self._greedy_tokens[group.group_id],
+            )
+            for group in self._buffer.finished
+        )
 
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
         """Counts since the last call: groups dropped and why, tokens of groups that were dropped or discarded, failed
@@ -123,8 +146,8 @@ class Rollouts:
             self._discarded_tokens[group.group_id] += num_sampled(group.trajectories)
 
     def failed(self) -> tuple[Trajectory, ...]:
-        """All samples that failed and that no `lap` gave, of groups that are outstanding too."""
-        return self._failures.lap()[1]
+        """All samples that failed and that no `lap` gave, of groups that are outstanding too; it still gives them."""
+        return self._failures.pending
 
     async def _play(self, group_id: int, start_version: int) -> None:
         row = self._source.row(group_id)

@@ -46,6 +46,7 @@ from rl_core.trainer.models import Models
 from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
 from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
+from rl_core.trainer.resumed_groups import resumed_groups
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import (
     RunSummary,
@@ -186,12 +187,14 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_row=lambda group: prompts.row(group).row,
             eval_row=lambda group: eval_rows[group].row,
         )
+        stored, state = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
             max_staleness=trainer.max_staleness,
             pipeline_depth=config.pipeline_depth,
             version=state.step,
             last_version=total_steps - 1,
+            finished=[one.group for one in stored],
         )
         rollouts = Rollouts(
             generator,
@@ -200,6 +203,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_rollouts(config, plays_greedy=needs_greedy_answers(config)),
             next_group=state.next_group,
             restart_groups=state.restart_groups,
+            stored=stored,
         )
         loop = TrainingLoop(
             loop_settings(config, total_steps, run_is),

@@ -55,4 +55,5 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
 
 def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:
     """What is between generation and training, once a step has taken its groups."""
-    return {"rollout/queued_groups": float(buffer.num_queued), "rollout/groups_under_way": float(buffer.num_under_way)}
+    queued, under_way = len(buffer.finished), buffer.num_under_way
+    return {"rollout/queued_groups": float(queued), "rollout/groups_under_way": float(under_way)}
