@@ -156,10 +156,11 @@ CASES = (
     *(
         Case(
             name=f"depth_{depth}_bound_{bound}_seed{seed}",
-            says=f"generation runs {depth} steps ahead, groups of up to {bound} versions ago are trained on",
+            says=f"how far generation runs ahead: depth {depth} under bound {bound}",
             overrides=(f"trainer.pipeline_depth={depth}", f"trainer.max_staleness={bound}"),
             seed=seed,
             at_least=0.85 if depth <= 1 else 0.7,
+            rl_seconds=1200.0,
         )
         for depth, bound, seed in (
             *((depth, bound, 0) for depth, bound in DEPTHS_AND_BOUNDS),
