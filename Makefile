@@ -88,7 +88,7 @@ soak: $(READY)  ## kill runs at every step, sweep configurations, hours
 	$(RUN)python -m pytest -m soak --timeout=0 $(ARGS)
 
 bench: $(READY)  ## measure: ratios, taken within one run
-	@for benchmark in benchmarks/*.py benchmarks/peers/*.py; do echo "== $$benchmark"; $(RUN)python $$benchmark $(ARGS); done
+	@for benchmark in benchmarks/*.py benchmarks/peers/*.py; do echo "== $$benchmark"; PYTHONPATH=. $(RUN)python $$benchmark $(ARGS); done
 
 docs: $(READY)  ## write the generated pages of docs/ again
 	$(RUN)python -m tools.key_table

@@ -15,6 +15,7 @@ an environment that only wait and record.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -32,8 +33,10 @@ from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.loop import LoopSettings, TrainingLoop
 from rl_core.trainer.models import Models
+from rl_core.trainer.resumed_groups import within_the_bound
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.serving import ServedEngines, ServingSettings
+from rl_core.trainer.stored_groups import StoredGroup, read_groups
 from rl_core.trainer.update import rollout_agreement
 from rl_core.trainer.verification import VerificationSettings
 from rl_core.workers import MicroBatchLimits
@@ -61,6 +64,8 @@ class Script:
     steps: int = 3
     groups_per_step: int = 2
     max_staleness: int = 0
+    pipeline_depth: int | None = None
+    """None: as far as `max_staleness` allows."""
     play: Callable[[int], Play] = lambda group: Play()
     """By group number, in training."""
     eval_rows: int = 0
@@ -80,6 +85,11 @@ class Script:
     max_dropped_groups: int = 4
     min_replace_ratio: float | None = None
     max_failure_rate: float = 1.0
+
+    @property
+    def depth(self) -> int:
+        """Steps that generation runs ahead."""
+        return self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
 
 
 class EventLog:
@@ -379,6 +389,8 @@ class ScriptedRun:
         engine_class: type[ScriptedEngine] = ScriptedEngine,
         buffer_class: type[RecordedBuffer] = RecordedBuffer,
         loop_class: type[TrainingLoop] = TrainingLoop,
+        clock: Callable[[], float] = time.perf_counter,
+        stored: Sequence[StoredGroup] = (),
     ) -> None:
         state = state or RunState(step=0, next_group=0, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
         self.script = script
@@ -389,8 +401,10 @@ class ScriptedRun:
         self.buffer = buffer_class(
             groups_per_step=script.groups_per_step,
             max_staleness=script.max_staleness,
+            pipeline_depth=script.depth,
             version=state.step,
             last_version=script.steps - 1,
+            finished=[one.group for one in stored],
         )
         self.buffer.log = log
         self.reports = RecordedReports(log, script)
@@ -414,6 +428,8 @@ class ScriptedRun:
                 rollout_settings,
                 next_group=state.next_group,
                 restart_groups=state.restart_groups,
+                stored=stored,
+                clock=clock,
             ),
             "buffer": self.buffer,
             "selection": Selection(
@@ -444,6 +460,7 @@ class ScriptedRun:
             engines=engines,
             steps_done=state.step,
             unfinished_row=state.unfinished_row,
+            clock=clock,
         )
 
     def go(self, *, on_turn: Callable[[int], None] = lambda turn: None) -> Self:
@@ -465,8 +482,20 @@ class ScriptedRun:
 
     def resumed(self, **changes: Any) -> ScriptedRun:
         """A run that continues from the newest checkpoint, with other fields of the script."""
-        state = load_state(list_checkpoints(self.directory / "checkpoints")[-1])
-        return ScriptedRun(self.directory, attrs.evolve(self.script, **changes), state=state)
+        checkpoint = list_checkpoints(self.directory / "checkpoints")[-1]
+        state, stored = load_state(checkpoint), read_groups(checkpoint)
+        assert state.finished_groups == tuple(sorted(one.group.group_id for one in stored))
+        script = attrs.evolve(self.script, **changes)
+        kept = within_the_bound(
+            stored,
+            version=state.step,
+            last_version=script.steps - 1,
+            groups_per_step=script.groups_per_step,
+            max_staleness=script.max_staleness,
+        )
+        again = set(state.finished_groups) - {one.group.group_id for one in kept}
+        state = attrs.evolve(state, restart_groups=tuple(sorted({*state.restart_groups, *again})))
+        return ScriptedRun(self.directory, script, state=state, stored=kept)
 
     @property
     def timeline(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The staleness bound is hard, nothing is wasted, and generation runs as far ahead as the bound allows."""
+"""The staleness bound is hard, nothing is wasted, and generation runs as far ahead as the depth allows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from rl_core.errors import DeadlineError, GenerationError
 from rl_core.trainer.buffer import GroupBuffer
 
 
-def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int) -> GroupBuffer:
-    return GroupBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness, version=0, last_version=steps - 1)
+def make_buffer(*, groups_per_step: int, max_staleness: int, steps: int, depth: int | None = None) -> GroupBuffer:
+    """Generation runs ahead as far as the bound allows, unless `depth` says otherwise."""
+    return GroupBuffer(
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        pipeline_depth=max_staleness if depth is None else depth,
+        version=0,
+        last_version=steps - 1,
+    )
 
 
 async def start_all_possible(buffer: GroupBuffer, next_group: int) -> int:
@@ -51,6 +58,27 @@ async def test_one_step_off_runs_one_batch_ahead():
     assert await start_all_possible(buffer, 4) == 4
     await buffer.published(1)
     assert await start_all_possible(buffer, 4) == 6
+
+
+async def test_depth_one_under_a_wider_bound_starts_one_batch_ahead_and_no_more():
+    buffer = make_buffer(groups_per_step=2, max_staleness=4, depth=1, steps=9)
+    assert await start_all_possible(buffer, 0) == 4
+    assert (len(buffer.finished), buffer.num_under_way) == (0, 4)
+    for group in (0, 2, 3):
+        await buffer.finish(group, ())
+    assert [group.group_id for group in await buffer.take(1)] == [0, 2], "group 1 may still become four versions old"
+    assert (len(buffer.finished), buffer.num_under_way) == (1, 1)
+    assert await start_all_possible(buffer, 4) == 4
+    await buffer.published(1)
+    assert await start_all_possible(buffer, 4) == 6
+
+
+async def test_depth_zero_under_any_bound_is_synchronous():
+    buffer = make_buffer(groups_per_step=2, max_staleness=4, depth=0, steps=9)
+    assert await start_all_possible(buffer, 0) == 2
+    await buffer.finish(0, ())
+    with pytest.raises(DeadlineError, match="step 0: 1 of 2 groups"):
+        await buffer.take(0.01)
 
 
 async def test_no_group_is_started_that_no_step_needs():
@@ -99,18 +127,20 @@ async def test_what_generation_failed_with_reaches_the_training_task():
 @settings(max_examples=60, deadline=None)
 @given(
     groups_per_step=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
+    max_staleness=st.integers(0, 4),
+    ahead=st.sampled_from([0.0, 0.5, 1.0]),
     steps=st.integers(1, 12),
     drop_rate=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 10_000),
 )
 def test_whatever_order_groups_finish_in_each_is_trained_on_within_the_bound_and_none_is_wasted(
-    groups_per_step: int, max_staleness: int, steps: int, drop_rate: float, seed: int
+    groups_per_step: int, max_staleness: int, ahead: float, steps: int, drop_rate: float, seed: int
 ):
     rng = random.Random(seed)
 
     async def run() -> list[tuple[int, int]]:
-        buffer = make_buffer(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps)
+        depth = round(ahead * max_staleness)
+        buffer = make_buffer(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps, depth=depth)
         trained: list[tuple[int, int]] = []
         dropped: set[int] = set()
 

@@ -171,6 +171,11 @@ def test_the_defaults_pass():
         ("trainer.train_batch_size=4", "policy_mini_batch_size: 256 prompts are more than trainer.train_batch_size=4"),
         ("trainer.train_batch_size=0", "trainer.train_batch_size: got 0; expected at least 1"),
         ("trainer.max_staleness=-1", "trainer.max_staleness: got -1; expected at least 0"),
+        ("trainer.pipeline_depth=-1", "trainer.pipeline_depth: got -1; expected at least 0"),
+        (
+            "trainer.pipeline_depth=2",
+            r"trainer.pipeline_depth: 2 steps ahead is more than trainer.max_staleness=0 allows",
+        ),
         ("trainer.max_training_steps=0", "trainer.max_training_steps: got 0"),
         ("trainer.algorithm.gamma=1.5", "expected between 0 and 1"),
         ("trainer.worker_timeout_s=0", "expected above 0"),
@@ -560,6 +565,7 @@ def test_kl_in_the_reward_goes_with_estimators_that_compare_scores(functions: di
     [
         ({"trainer.max_staleness": 2}, "token"),
         ({"trainer.max_staleness": 0}, None),
+        ({"trainer.max_staleness": 4, "trainer.pipeline_depth": 0}, None),
         ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "off"}, None),
         ({"trainer.max_staleness": 2, f"{CORRECTION}.tis_ratio_type": "sequence"}, "sequence"),
         ({"trainer.max_staleness": 2, "trainer.algorithm.policy_loss_type": "own_functions:loss_that_corrects"}, None),

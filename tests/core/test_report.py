@@ -385,3 +385,16 @@ def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_pa
 )
 def test_the_right_answer_is_read_from_the_row(row: dict[str, object], expected: str | None):
     assert answer_of(row) == expected
+
+
+def test_a_run_whose_generation_ran_ahead_shows_how_old_samples_were_and_who_waited(tmp_path: Path):
+    ahead = {"rollout/staleness_max": 4.0, "rollout/staleness_mean": 1.25, "time/generation_idle": 0.5}
+    write_lines(tmp_path / "metrics.jsonl", [row | (ahead if row["step"] else {}) for row in metric_rows(5)])
+    text = Page(write_report(tmp_path).read_text()).text
+    assert "Staleness" in text
+    # Of steps of 1 s: 0.2 s waiting for groups, 0.5 s without one to play.
+    assert re.search(r"Idle.*training 20\.0 %.*generation 50\.0 %", text, flags=re.DOTALL)
+    write_lines(tmp_path / "metrics.jsonl", metric_rows(5))
+    in_step = Page(write_report(tmp_path).read_text()).text
+    assert "Staleness" not in in_step
+    assert "Idle" not in in_step

@@ -29,7 +29,7 @@ from tests.core.scripted_run import (
     ScriptedRun,
     SleepingEngine,
 )
-from tests.core.virtual_time import run_virtually
+from tests.core.virtual_time import run_virtually, virtual_now
 
 STALENESS = pytest.mark.parametrize("max_staleness", [0, 1, 3])
 
@@ -96,6 +96,65 @@ def test_a_slow_group_is_overtaken_by_others_until_it_would_be_too_old(tmp_path:
     assert run.taken == [(1, [0]), (2, [2]), (3, [3]), (4, [1]), (5, [4])]
     assert run.events_of("start") == ["start 0 at 0", "start 1 at 0", "start 2 at 0", "start 3 at 0", "start 4 at 1"]
     assert run.time_of("take 4: 1") == run.time_of("finish 1") == 35.0
+
+
+def test_one_step_ahead_under_a_wide_bound_a_slow_group_is_overtaken_and_others_are_young(tmp_path: Path):
+    """Group 1 takes 60 s, a step 8: with depth 1 under bound 4, steps 2 to 5 go on without it, and the fifth after its
+    start waits for it. All other groups are trained on at most one version after their start."""
+
+    def play(group: int) -> Play:
+        return Play(seconds=60.0 if group == 1 else 4.0)
+
+    script = Script(steps=9, groups_per_step=2, max_staleness=4, pipeline_depth=1, play=play)
+    run = ScriptedRun(tmp_path, script).go()
+    step_of = {group: step for step, groups in run.taken for group in groups}
+    started_at = {int(event.split()[1]): int(event.split()[3]) for event in run.events_of("start")}
+    ages = {group: step - 1 - started_at[group] for group, step in step_of.items()}
+    assert ages.pop(1) == 4
+    assert set(ages.values()) <= {0, 1}
+    row = run.reports.rows[5]
+    shares = [row[f"rollout/staleness/{age}"] for age in range(5)]
+    assert shares[4] == 0.5
+    assert sum(shares) == 1.0
+    assert "rollout/staleness/5" not in row
+    waiting = ScriptedRun(tmp_path / "depth", attrs.evolve(script, pipeline_depth=4)).go()
+    assert waiting.reports.rows[9]["rollout/staleness_mean"] > 3.0 > run.reports.rows[9]["rollout/staleness_mean"]
+
+
+def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
+    """Worked by hand: a group takes 10 s, scoring 1, training 5, a sync 2, of which the first one is at 0."""
+    names = ("time/step", "time/generate", "time/generation_idle", "rollout/queued_groups", "rollout/groups_under_way")
+
+    def rows(directory: str, depth: int) -> list[tuple[float, ...]]:
+        script = Script(max_staleness=depth)
+        run = ScriptedRun(tmp_path / directory, script, clock=virtual_now).go()
+        return [tuple(row[name] for name in names) for row in run.reports.rows.values()]
+
+    assert rows("in_step", 0) == [
+        (20.0, 10.0, 10.0, 0.0, 0.0),
+        (18.0, 10.0, 8.0, 0.0, 0.0),
+        (18.0, 10.0, 8.0, 0.0, 0.0),
+    ]
+    # Groups 2 and 3 wait for step 2; 4 and 5 are played while it trains, from 20 to 30; then none is needed any more.
+    assert rows("ahead", 1) == [(20.0, 10.0, 10.0, 2.0, 0.0), (8.0, 0.0, 0.0, 0.0, 2.0), (10.0, 2.0, 8.0, 0.0, 0.0)]
+
+
+@STALENESS
+def test_tokens_that_no_step_is_trained_on_are_counted(tmp_path: Path, max_staleness: int):
+    def play(group: int) -> Play:
+        return Play(rewards=(1.0, 1.0) if group == 1 else (0.0, 1.0))
+
+    calm = ScriptedRun(tmp_path / "calm", Script(max_staleness=max_staleness, play=play)).go()
+    assert {row["rollout/discarded_tokens"] for row in calm.reports.rows.values()} == {0.0}
+    dropping = Script(max_staleness=max_staleness, play=play, drop_zero_variance=True)
+    rows = ScriptedRun(tmp_path / "dropping", dropping).go().reports.rows.values()
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, "two samples of one token each"
+    rejecting = Script(max_staleness=max_staleness, play=play, min_replace_ratio=0.9)
+    rows = ScriptedRun(tmp_path / "rejecting", rejecting).go().reports.rows.values()
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 4.0, "groups 0 and 1, given up together"
+    replacing = Script(max_staleness=max_staleness, play=play, min_replace_ratio=0.3)
+    rows = ScriptedRun(tmp_path / "replacing", replacing).go().reports.rows.values()
+    assert sum(row["rollout/discarded_tokens"] for row in rows) == 2.0, "group 1, replaced by a copy of group 0"
 
 
 def test_engine_and_models_on_shared_devices_take_turns_and_no_group_is_played_in_between(tmp_path: Path):
@@ -191,7 +250,7 @@ def test_the_last_step_evaluates_and_saves_and_leaves_no_group_behind(tmp_path: 
 # --- the staleness bound ----------------------------------------------------------------------------------------------
 
 
-def random_script(max_staleness: int, seed: int) -> Script:
+def random_script(max_staleness: int, seed: int, *, pipeline_depth: int | None = None) -> Script:
     """Parts that take any time, evaluations and checkpoints now and then."""
     rng = random.Random(seed)
     seconds = [rng.choice([0.0, 0.5, 3.0, 10.0, 40.0]) for _ in range(40)]
@@ -199,6 +258,7 @@ def random_script(max_staleness: int, seed: int) -> Script:
         steps=rng.randint(2, 7),
         groups_per_step=rng.randint(1, 3),
         max_staleness=max_staleness,
+        pipeline_depth=pipeline_depth,
         play=lambda group: Play(seconds=seconds[group % 40]),
         eval_rows=2,
         eval_play=Play(seconds=rng.choice([1.0, 30.0])),
@@ -236,7 +296,7 @@ def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
             started += 1
         else:
             started_by_version.append(started)
-    expected = [min(version + script.max_staleness + 1, script.steps) for version in range(script.steps + 1)]
+    expected = [min(version + script.depth + 1, script.steps) for version in range(script.steps + 1)]
     assert started_by_version == [steps * script.groups_per_step for steps in expected]
     for version in range(1, script.steps):
         times = {
@@ -246,11 +306,15 @@ def require_generation_as_far_ahead_as_it_may(run: ScriptedRun) -> None:
 
 
 @settings(max_examples=40)
-@given(max_staleness=st.sampled_from([0, 1, 3]), seed=st.integers(0, 10_000))
+@given(
+    depth_and_bound=st.sampled_from([(0, 0), (1, 1), (3, 3), (0, 2), (1, 2), (1, 4), (2, 4)]),
+    seed=st.integers(0, 10_000),
+)
 def test_however_long_things_take_the_bound_holds_and_generation_runs_as_far_ahead_as_it_may(
-    tmp_path_factory: pytest.TempPathFactory, max_staleness: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory, depth_and_bound: tuple[int, int], seed: int
 ):
-    run = ScriptedRun(tmp_path_factory.mktemp("run"), random_script(max_staleness, seed)).go()
+    depth, bound = depth_and_bound
+    run = ScriptedRun(tmp_path_factory.mktemp("run"), random_script(bound, seed, pipeline_depth=depth)).go()
     require_the_bound(run)
     require_generation_as_far_ahead_as_it_may(run)
     assert list(run.reports.rows) == list(range(1, run.script.steps + 1))
@@ -276,11 +340,11 @@ class OneMoreVersion(RecordedBuffer):
     """Wrong: starts groups for one step more than the bound allows."""
 
     def _has_room(self) -> bool:
-        self._max_staleness += 1
+        self._pipeline_depth += 1
         try:
             return super()._has_room()
         finally:
-            self._max_staleness -= 1
+            self._pipeline_depth -= 1
 
     def _choice(self) -> list[FinishedGroup]:
         oldest = sorted(self._finished.values(), key=lambda group: group.group_id)[: self._groups_per_step]
@@ -291,11 +355,11 @@ class OneVersionLess(RecordedBuffer):
     """Wrong: holds generation back by one step."""
 
     def _has_room(self) -> bool:
-        self._max_staleness -= 1
+        self._pipeline_depth -= 1
         try:
             return super()._has_room()
         finally:
-            self._max_staleness += 1
+            self._pipeline_depth += 1
 
 
 class StartsBeforePublishing(TrainingLoop):
@@ -779,11 +843,66 @@ def require_nothing_is_lost(*runs: ScriptedRun) -> None:
 
 
 class ForgetsWhatIsFinished(RecordedBuffer):
-    """Wrong: a checkpoint lists the groups that are played, but not those that wait to be trained on."""
+    """Wrong: a checkpoint neither holds the groups that wait to be trained on nor lists them to be played again."""
 
     @property
     def outstanding(self) -> tuple[int, ...]:
         return tuple(group for group in super().outstanding if group not in self._finished)
+
+    @property
+    def finished(self) -> tuple[FinishedGroup, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_groups_that_wait_to_be_trained_on_are_in_the_checkpoint_and_not_played_again(
+    tmp_path: Path, max_staleness: int
+):
+    """Group 3 is still being played when the run ends, one sample of group 2 failed."""
+
+    def play(group: int) -> Play:
+        return Play(seconds=100.0 if group == 3 else 5.0, rewards=(0.25, None) if group == 2 else (0.25, 1.0))
+
+    script = Script(steps=6, max_staleness=max_staleness, play=play, settings={"ckpt_interval": 1})
+    run = ScriptedRun(tmp_path, script)
+    run.log.when("train 1", run.loop.stop)
+    run.go()
+    checkpoint = list_checkpoints(tmp_path / "checkpoints")[-1]
+    state = load_state(checkpoint)
+    assert 2 in state.finished_groups
+    assert 3 in state.restart_groups
+    resumed = run.resumed()
+    require_nothing_is_lost(run, resumed)
+    again = {int(event.split()[1]) for event in resumed.events_of("start")}
+    assert not again & set(state.finished_groups)
+    assert again >= set(state.restart_groups)
+    rows = [row for each in (run, resumed) for row in each.reports.rows.values()]
+    assert sum(row["rollout/failed"] for row in rows) == 1.0
+    assert all(row["rollout/staleness_max"] <= max_staleness for row in rows)
+    step = next(step for step, groups in resumed.trained.items() if 2 in groups)
+    (sample,) = [one for one in resumed.reports.groups[step] if one.group_id == 2]
+    assert (sample.start_version, sample.reward, [list(one.tokens) for one in sample.steps]) == (0, 0.25, [[1, 2]])
+
+
+def test_a_failed_sample_of_a_group_that_waits_is_counted_once_where_an_error_ends_the_run(tmp_path: Path):
+    """The run that ends writes it at once, under a step that is not reached; its checkpoint still has it."""
+    rewards = {2: (0.25, None)}
+
+    def play(group: int) -> Play:
+        return Play(seconds=30.0 if group == 5 else 5.0 + group, rewards=rewards.get(group, (0.25, 1.0)))
+
+    def failing(group: int) -> Play:
+        return attrs.evolve(play(group), error=OSError("gone") if group == 5 else None)
+
+    run = ScriptedRun(tmp_path, Script(steps=6, max_staleness=3, train_s=40.0, play=failing))
+    with pytest.raises(OSError, match="gone"):
+        run.go()
+    assert run.reports.failed == [(2, 2, 1)]
+    assert 2 in load_state(list_checkpoints(tmp_path / "checkpoints")[-1]).finished_groups
+    resumed = run.resumed(play=play)
+    require_nothing_is_lost(run, resumed)
+    assert [(group, sample) for _, group, sample in resumed.reports.failed] == [(2, 1)]
+    assert sum(row["rollout/failed"] for row in resumed.reports.rows.values()) == 1.0
 
 
 def test_a_group_that_a_checkpoint_does_not_list_is_seen(tmp_path: Path):
@@ -918,6 +1037,7 @@ def test_a_run_that_is_stopped_before_it_started_all_earlier_groups_again_loses_
     second = run.resumed(max_staleness=0)
     second.log.when("train 2", second.loop.stop)
     second.go()
+    # The bound of the second run is too narrow for groups that the first one finished: they are played again.
     assert second.events_of("start") == ["start 2 at 1", "start 3 at 1"]
     third = second.resumed()
     require_nothing_is_lost(run, second, third)

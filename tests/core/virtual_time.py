@@ -63,6 +63,14 @@ class _JumpingSelector(selectors.SelectSelector):
         return events
 
 
+def virtual_now() -> float:
+    """The virtual time; 0 before a loop runs."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return 0.0
+
+
 def run_virtually(work: Coroutine[Any, Any, _Result], *, on_turn: Callable[[int], None] = lambda turn: None) -> _Result:
     """The result of `work`, in a loop of its own."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(on_turn=on_turn)) as runner:

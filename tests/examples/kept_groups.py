@@ -34,7 +34,7 @@ def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
     assert list(rows) == list(range(sizes.steps + 1)), f"rows of steps {list(rows)}"
     assert all(row["rollout/staleness_max"] <= sizes.max_staleness for step, row in rows.items() if step)
     state = json.loads((run_dir / "checkpoints" / f"step_{sizes.steps:06d}" / "run.json").read_text())
-    assert (state["step"], state["restart_groups"]) == (sizes.steps, [])
+    assert (state["step"], state["restart_groups"], state["finished_groups"]) == (sizes.steps, [], [])
     started = set(range(state["next_group"]))
     played = _played(ledger)
     trained, failed = _in_samples(run_dir)

@@ -7,6 +7,7 @@ A case follows from its seed: staleness, dynamic sampling, where the ranks run, 
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import random
@@ -26,6 +27,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import RLError
 from rl_core.trainer import run
+from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
 from rl_core.trainer.rollouts import Rollouts
 from rl_core.trainer.run import run_training
 from tests.examples.child_output import print_into
@@ -54,7 +56,7 @@ class Case:
     dynamic_sampling: DynamicSampling
     num_ranks: int
     overrides: dict[str, object]
-    """Of keys that change no number."""
+    """Of keys that change no number of a run in step."""
     strikes: tuple[Strike, ...]
 
 
@@ -68,8 +70,9 @@ def case_of(seed: int) -> Case:
     strikes = [_strike(dice, victim, first, VISITS[first])]
     for _ in range(dice.choice((0, 1, 2)) if num_ranks == 1 else 0):
         strikes.append(_strike(dice, "controller", dice.choice(phases), 2))
+    max_staleness = (0, 2)[seed // 2 % 2]
     return Case(
-        max_staleness=(0, 2)[seed // 2 % 2],
+        max_staleness=max_staleness,
         dynamic_sampling=dice.choice((None, "filter", "replace")),
         num_ranks=num_ranks,
         overrides={
@@ -78,6 +81,7 @@ def case_of(seed: int) -> Case:
             "generator__inference_engine__weight_sync_backend": dice.choice(("files", "shared_memory")),
             # Its own is in process; processes of environments take seconds to start.
             "environment__placement": dice.choices((None, "thread", "process"), (0.7, 0.2, 0.1))[0],
+            "trainer__pipeline_depth": min(1 + seed // 4 % 2, max_staleness),
         },
         strikes=tuple(strikes),
     )
@@ -201,21 +205,36 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-def play_out(small_run: BuildConfig, case: Case, place: Place, target: Any = attempt) -> int:
-    """One attempt for each strike, and one more, until the run is through; how many strikes came. Those after the first
-    attempt are by `target`."""
+def waiting_groups(place: Place) -> set[int]:
+    """Finished groups that the newest checkpoint holds for the steps to come."""
+    checkpoints = complete_checkpoints(place.run_dir / "checkpoints")
+    return set(load_state(checkpoints[-1]).finished_groups) if checkpoints else set()
+
+
+def played_groups(place: Place) -> list[int]:
+    """By all attempts so far, in training."""
+    lines = place.ledger.read_text().splitlines() if place.ledger.exists() else []
+    return [entry["group"] for entry in map(json.loads, lines) if entry["is_training"]]
+
+
+def play_out(small_run: BuildConfig, case: Case, place: Place, target: Any = attempt, *, first: Any = attempt) -> int:
+    """One attempt for each strike, and one more, until the run is through; how many strikes came. The first one is by
+    `first`, the others by `target`. None plays a group again that the checkpoint it goes on from holds."""
     config = build(small_run, case, place.run_dir)
     for number, strike in enumerate((*case.strikes, None)):
         output = place.root / f"output_{number}"
-        code = run_attempt(config, strike, place, output, target if number else attempt)
+        waiting, num_played = waiting_groups(place), len(played_groups(place))
+        code = run_attempt(config, strike, place, output, target if number else first)
         for _ in range(RAY_STARTS - 1):
             # Of a machine that is too busy, not of the run: nothing was written.
             if code == ENDED_WITH_ERROR and "Ray did not start on this machine" in output.read_text():
-                code = run_attempt(config, strike, place, output, target if number else attempt)
+                code = run_attempt(config, strike, place, output, target if number else first)
         if strike is None:
             assert code == 0, output.read_text()[-5000:]
         elif code != 0:
             require_expected_end(code, strike, output)
+        again = waiting.intersection(played_groups(place)[num_played:])
+        assert not again, f"groups that the checkpoint held were played again: {sorted(again)}"
     strikes = place.root / "strikes"
     return len(strikes.read_text().splitlines()) if strikes.exists() else 0
 
@@ -348,4 +367,34 @@ def test_the_comparison_notices_a_resume_that_skips_a_group(
     place = Place(root=tmp_path)
     assert play_out(small_run, case, place, losing_attempt) == 1
     with pytest.raises((AssertionError, KeyError)):
+        require_nothing_lost(small_run, case, place, uninterrupted)
+
+
+def forgetting_attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
+    def nothing(config: Config, checkpoint: Path | None, state: RunState, now: Any, *, total_steps: int) -> Any:
+        again = tuple(sorted({*state.restart_groups, *state.finished_groups}))
+        return (), attrs.evolve(state, restart_groups=again)
+
+    run.resumed_groups = nothing  # pyright: ignore[reportPrivateImportUsage]
+    attempt(config, strike, place, output)
+
+
+@pytest.mark.parametrize("target", [attempt, forgetting_attempt])
+def test_groups_that_wait_in_the_last_checkpoint_are_trained_on_once_and_not_played_again(
+    target: Any, small_run: BuildConfig, uninterrupted: Callable[[Case], Path], tmp_path: Path
+):
+    """Killed in its fourth step, every step being saved and two batches ahead; the second attempt is by `target`, of
+    which the one that plays them again is a negative control."""
+    strike = Strike(phase="train", visit=3)
+    ahead = {"trainer__pipeline_depth": 2, "trainer__ckpt_interval": 1}
+    case = Case(max_staleness=2, dynamic_sampling=None, num_ranks=1, overrides=ahead, strikes=(strike,))
+    place = Place(root=tmp_path)
+    assert run_attempt(build(small_run, case, place.run_dir), strike, place, tmp_path / "first") < 0
+    assert waiting_groups(place), "no group waits: the test shows nothing"
+    rest = attrs.evolve(case, strikes=())
+    if target is forgetting_attempt:
+        with pytest.raises(AssertionError, match="were played again"):
+            play_out(small_run, rest, place, target, first=target)
+    else:
+        play_out(small_run, rest, place)
         require_nothing_lost(small_run, case, place, uninterrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -34,6 +35,15 @@ those names on the quick start's problems.
 
 | case | what it shows | before | after | steps | RL time | measured |
 |---|---|---|---|---|---|---|
+"""
+
+_AHEAD = """
+## How far generation runs ahead
+
+Accuracy after the quick start by `trainer.pipeline_depth` (rows) and `trainer.max_staleness` (columns), seeds 0, 1, …
+as far as they were run; depth 0 under bound 0 is training in step. Importance weights correct for age, as by default.
+No group takes long here: under depth 1, 99 % of the groups are one version old, with bound 4 as with bound 1.
+
 """
 
 
@@ -102,13 +112,31 @@ def write_page() -> None:
         f"| {r.rl_seconds:.0f} s | {r.measured} |\n"
         for r in results
     ]
+    ahead = _by_depth_and_bound(results)
     settings = [
         f"\n`{r.case}`:\n\n```sh\nrl train {r.recipe} {' '.join(_quoted(o) for o in r.overrides)}\n```\n"
         for r in results
         if r.overrides
     ]
-    (DOCS / "learning.md").write_text("".join([_HEAD, *rows, "\n## Settings\n", *settings]))
+    (DOCS / "learning.md").write_text("".join([_HEAD, *rows, ahead, "\n## Settings\n", *settings]))
     _draw(results, DOCS / "learning.png")
+
+
+def _by_depth_and_bound(results: Sequence[Result]) -> str:
+    """Of the cases `depth_D_bound_K_seedS`: what they reached, a row per depth and a column per bound."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for result in results:
+        if cell := re.fullmatch(r"depth_(\d+)_bound_(\d+)_seed(\d+)", result.case):
+            found.setdefault((int(cell[1]), int(cell[2])), []).append(f"{result.accuracy_after:.3f}")
+    if not found:
+        return ""
+    depths, bounds = sorted({depth for depth, _ in found}), sorted({bound for _, bound in found})
+    rows = [
+        f"| {depth} | " + " | ".join(", ".join(found.get((depth, bound), [])) for bound in bounds) + " |\n"
+        for depth in depths
+    ]
+    head = f"| depth \\ bound | {' | '.join(map(str, bounds))} |\n|{'---|' * (len(bounds) + 1)}\n"
+    return "".join([_AHEAD, head, *rows])
 
 
 def _quoted(override: str) -> str:

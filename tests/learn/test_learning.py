@@ -53,6 +53,7 @@ TP2_PP2 = (
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
+DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -151,8 +152,22 @@ CASES = (
             (
                 "vllm_2_engines_async",
                 "sampled by two vLLM servers while training goes on: groups of up to two versions ago",
-                ("trainer.max_staleness=2",),
+                ("trainer.max_staleness=2", "trainer.pipeline_depth=2"),
             ),
+        )
+    ),
+    *(
+        Case(
+            name=f"depth_{depth}_bound_{bound}_seed{seed}",
+            says=f"how far generation runs ahead: depth {depth} under bound {bound}",
+            overrides=(f"trainer.pipeline_depth={depth}", f"trainer.max_staleness={bound}"),
+            seed=seed,
+            at_least=0.85 if depth <= 1 else 0.7,
+            rl_seconds=1200.0,
+        )
+        for depth, bound, seed in (
+            *((depth, bound, 0) for depth, bound in DEPTHS_AND_BOUNDS),
+            *((depth, bound, seed) for depth, bound in ((0, 0), (1, 4)) for seed in (1, 2)),
         )
     ),
     *(

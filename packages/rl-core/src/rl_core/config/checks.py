@@ -97,7 +97,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
     for name in config.trainer.callbacks:
         mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
     has_loss = not mistakes.about(_LOSS) and mistakes.passes(_check_loss, config)
-    if has_loss and not mistakes.about("trainer.max_staleness"):
+    if has_loss and not mistakes.about("trainer.max_staleness", "trainer.pipeline_depth"):
         mistakes.passes(_check_correction, config)
     if not mistakes.about("trainer.strategy"):
         mistakes.passes(_check_routes, config)

@@ -65,7 +65,7 @@ def correction_params(config: Config) -> dict[str, Any] | None:
     Raises ConfigError for a correction that the policy loss cannot use, also for one that is on by default.
     """
     key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
-    correction, is_stale = config.trainer.algorithm.off_policy_correction, config.trainer.max_staleness > 0
+    correction, is_stale = config.trainer.algorithm.off_policy_correction, config.pipeline_depth > 0
     objective = objective_of(config)
     refuses = objective.corrections == "refuses"
     tis_ratio_type = correction.tis_ratio_type or ("token" if is_stale and not refuses else "off")

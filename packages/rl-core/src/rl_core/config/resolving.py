@@ -78,6 +78,7 @@ RULES = (
         "`reward_functions` where `environment.reward_functions` names some",
         lambda c: "reward_functions" if c.environment.reward_functions else None,
     ),
+    Rule("trainer.pipeline_depth", "min(1, trainer.max_staleness)", lambda c: min(1, c.trainer.max_staleness)),
     Rule("generator.max_input_length", "trainer.max_prompt_length", lambda c: c.trainer.max_prompt_length),
     Rule(
         "generator.inference_engine.model_dtype",

@@ -162,8 +162,8 @@ class OffPolicyCorrectionConfig:
     older (`trainer.max_staleness`), and it rounds otherwise."""
 
     tis_ratio_type: Literal["token", "sequence", "off"] | None = None
-    """Truncated importance sampling per token or per sequence; None: per token where `trainer.max_staleness` is above 0
-    and the policy loss does not refuse corrections, as those that correct by themselves do."""
+    """Truncated importance sampling per token or per sequence; None: per token where `trainer.pipeline_depth` is above
+    0 and the policy loss does not refuse corrections, as those that correct by themselves do."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of the per-token ratio."""
     sequence_tis_ratio_clip_high: float = 5.0
@@ -324,6 +324,10 @@ class TrainerConfig:
     max_staleness: int = 0
     """Weight versions a group may lag behind when it is trained on: 0 synchronous, 1 one step off, more:
     asynchronous."""
+    pipeline_depth: int | None = None
+    """Steps that generation runs ahead of training, at most `max_staleness`: a group is started only where the batch of
+    this step and those of so many more have room for it. Groups that take long may lag behind further, up to
+    `max_staleness`."""
     max_consecutive_nonfinite_steps: int = 3
     """So many skipped optimizer steps (loss or gradient not finite) in a row stop the run."""
 
@@ -639,6 +643,11 @@ class Config:
     def temperature(self) -> float:
         """Logits are divided by it when the policy is scored."""
         return resolved("trainer.algorithm.temperature", self.trainer.algorithm.temperature)
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that generation runs ahead of training; 0: they take turns."""
+        return resolved("trainer.pipeline_depth", self.trainer.pipeline_depth)
 
     @property
     def engine_dtype(self) -> Literal["bfloat16", "float16", "float32"]:

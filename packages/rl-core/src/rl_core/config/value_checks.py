@@ -56,6 +56,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.logprobs_chunk_size": (1, None),
     "trainer.num_threads": (1, None),
     "trainer.max_staleness": (0, None),
+    "trainer.pipeline_depth": (0, None),
     "trainer.max_consecutive_nonfinite_steps": (1, None),
     "trainer.max_prompt_length": (1, None),
     "trainer.eval_batch_size": (1, None),
@@ -292,6 +293,15 @@ def _mini_batches(config: Config) -> Iterator[ConfigError]:
     yield from undivided_batch(config, "trainer.policy_mini_batch_size")
 
 
+def _pipeline(config: Config) -> Iterator[ConfigError]:
+    depth, bound = config.trainer.pipeline_depth, config.trainer.max_staleness
+    if depth is not None and depth > bound:
+        yield ConfigError(
+            f"trainer.pipeline_depth: {depth} steps ahead is more than trainer.max_staleness={bound} allows, so "
+            f"groups could become too old to be trained on; give {bound} or less, or set trainer.max_staleness={depth}"
+        )
+
+
 def _token_budget(config: Config) -> Iterator[ConfigError]:
     budget, (prompt_key, prompt) = config.trainer.max_tokens_per_microbatch, _longest_prompt(config)
     response = config.generator.sampling_params.max_generate_length
@@ -396,6 +406,7 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _lora: tuple(f"trainer.policy.model.lora.{key}" for key in ("rank", "max_loras", "max_cpu_loras")),
     _placement: ("trainer.placement",),
     _mini_batches: ("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
+    _pipeline: ("trainer.max_staleness", "trainer.pipeline_depth"),
     _token_budget: (
         "trainer.max_prompt_length",
         "generator.max_input_length",

@@ -100,7 +100,7 @@ def run_charts(rows: Sequence[Row]) -> RunCharts:
     drawn = {"Reward and held-out accuracy": learning, **planned, "Time per phase": time}
     return RunCharts(
         learning=learning,
-        others=[*(chart for chart in planned.values() if chart), *_environment_charts(rows)],
+        others=[*(chart for chart in planned.values() if chart), *_overlap_charts(rows), *_environment_charts(rows)],
         time=time,
         absent=[title for title, chart in drawn.items() if not chart],
     )
@@ -166,6 +166,25 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
         if series:
             charts.append(_line_chart(name.replace("_", " "), about, series))
     return charts[:_MAX_ENVIRONMENT_CHARTS]
+
+
+def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
+    """How old the samples were, where some were not of the trained version, and who waited for whom."""
+    charts = []
+    staleness = {"rollout/staleness_max": "oldest", "rollout/staleness_mean": "mean"}
+    if any(values_of(points_of(rows, "rollout/staleness_max"))):
+        about = "Versions by which a group's start lies behind the version that is trained."
+        charts.append(_line_chart("Staleness", about, _series(rows, staleness)))
+    waits = {"time/generate": "training", "time/generation_idle": "generation"}
+    timed = [row for row in rows if row.get("time/step") and all(row.get(name) is not None for name in waits)]
+    if timed:
+        series = [
+            Series(label=label, points=[(row["step"], row[name] / row["time/step"]) for row in timed], color=color)
+            for color, (name, label) in enumerate(waits.items(), start=1)
+        ]
+        about = "Part of a step in which training waited for groups, and in which no group was played."
+        charts.append(_line_chart("Idle", about, series, in_percent=True))
+    return charts
 
 
 def _time_chart(rows: Sequence[Row]) -> Chart | None:

@@ -1,12 +1,14 @@
 """Between generation and training: which groups may be started, and which are trained on next.
 
-One number governs synchronous, one-step-off and asynchronous training. With `max_staleness` k, a group that was started
-at policy version v is trained on at version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
+Two numbers govern synchronous, one-step-off and asynchronous training. `pipeline_depth` d says how many steps
+generation runs ahead; with `max_staleness` k, at least d, a group that was started at policy version v is trained on at
+version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
 
-- a group is started only if the steps up to its last possible one have room for every group that is outstanding;
+- a group is started at version v only if the steps up to v + d have room for every group that is outstanding;
 - a step takes finished groups, oldest first, but waits while leaving the rest behind would make one of them expire.
 
-So k = 0 is synchronous training (a step's groups are all started at its own version), and a group that selection drops
+So d = 0 is synchronous training (a step's groups are all started at its own version). With more, most groups are at
+most d versions old, those that take long are overtaken until they are k versions old, and a group that selection drops
 gives its room back at once.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 
@@ -39,19 +42,32 @@ class GroupBuffer:
     unblocked by `take`, `trained`, `rejected`, `published`, `drop`, `finish`, `fail`
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, version: int, last_version: int):
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        pipeline_depth: int,
+        version: int,
+        last_version: int,
+        finished: Sequence[FinishedGroup] = (),
+    ):
         """
         Args:
+            pipeline_depth: from 0 to `max_staleness`.
             version: the policy's version now; one optimizer batch makes one version.
             last_version: the version at which the last step is trained; no group is started that no step needs.
+            finished: groups of an earlier run that none of its steps took, and that can be trained within the bound.
         """
+        assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
+        self._pipeline_depth = pipeline_depth
         self._version = version
         self._next_step = version
         self._last_version = last_version
-        self._outstanding: dict[int, int] = {}
-        self._finished: dict[int, FinishedGroup] = {}
+        self._outstanding = {group.group_id: group.start_version for group in finished}
+        self._finished = {group.group_id: group for group in finished}
         self._taken: tuple[int, ...] = ()
         self._given_up: set[int] = set()
         self._failure: BaseException | None = None
@@ -67,6 +83,26 @@ class GroupBuffer:
     def version(self) -> int:
         """The policy version that groups are started with."""
         return self._version
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Groups are played while earlier ones are trained on."""
+        return self._pipeline_depth > 0
+
+    @property
+    def max_staleness(self) -> int:
+        """Versions that a group may lag behind when it is trained on."""
+        return self._max_staleness
+
+    @property
+    def finished(self) -> tuple[FinishedGroup, ...]:
+        """Those that no step took."""
+        return tuple(self._finished.values())
+
+    @property
+    def num_under_way(self) -> int:
+        """Groups that were started and are not finished."""
+        return len(self._outstanding) - len(self._finished)
 
     async def permission(self, group_id: int) -> int | None:
         """Waits until this group may be started and counts it as outstanding; its start version, or None when no step
@@ -143,8 +179,8 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        last_usable = min(self._version + self._max_staleness, self._last_version)
-        steps_left = last_usable - self._next_step + 1
+        last_planned = min(self._version + self._pipeline_depth, self._last_version)
+        steps_left = last_planned - self._next_step + 1
         return len(self._outstanding) < steps_left * self._groups_per_step
 
     def _is_over(self) -> bool:

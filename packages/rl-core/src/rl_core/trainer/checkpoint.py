@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import attrs
 from rl_core.errors import CheckpointError
 from rl_core.rank_kit.state_files import listed_files
 from rl_core.stored_files import FileRecord, changed, make_directory, missized, recorded, sync, sync_all
+from rl_core.trainer.stored_groups import StoredGroup, write_groups
 
 COMPLETE = "complete.json"
 """The list of a checkpoint's files, written last."""
@@ -39,13 +40,15 @@ class RunState:
     next_group: int
     """First group number that was never started."""
     restart_groups: tuple[int, ...]
-    """Groups that were started and not trained on; a resumed run plays them again."""
+    """Groups that were started, and are neither trained on nor stored; a resumed run plays them again."""
     kl_coef: float
     """Current KL coefficient (adaptive control moves it)."""
     nonfinite_steps: int
     """Skipped optimizer steps of the policy in a row."""
     critic_nonfinite_steps: int = 0
     """The same of the critic."""
+    finished_groups: tuple[int, ...] = ()
+    """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished, and not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None
     """Metrics of `step` where a stop or an error came before its evaluation was done: a resumed run begins with that,
     and writes the row again."""
@@ -56,16 +59,24 @@ def partial_path(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}{PARTIAL}"
 
 
-def begin_checkpoint(root: Path, state: RunState, *, fingerprint: Mapping[str, Any] | None = None) -> Path:
+def begin_checkpoint(
+    root: Path,
+    state: RunState,
+    *,
+    finished: Sequence[StoredGroup] = (),
+    fingerprint: Mapping[str, Any] | None = None,
+) -> Path:
     """Makes `root/step_N.partial` with the controller's state in it; what an earlier attempt left there goes.
 
     Args:
+        finished: the groups of `state.finished_groups`.
         fingerprint: what the run is (`trainer.fingerprint`); None for none.
     """
     partial = partial_path(root, state.step)
     shutil.rmtree(partial, ignore_errors=True)
     make_directory(partial)
     (partial / _RUN).write_text(json.dumps(attrs.asdict(state), indent=1))
+    write_groups(partial, finished)
     if fingerprint is not None:
         (partial / _FINGERPRINT).write_text(json.dumps(fingerprint, indent=1))
     return partial
@@ -167,7 +178,8 @@ def _remove(checkpoint: Path) -> None:
 def _read_state(path: Path) -> RunState:
     raw = _read_json(path)
     try:
-        return RunState(**{**raw, "restart_groups": tuple(raw["restart_groups"])})
+        groups = {name: tuple(raw.get(name, ())) for name in ("restart_groups", "finished_groups")}
+        return RunState(**{**raw, **groups})
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: not a run's state of this version ({error})") from error
 

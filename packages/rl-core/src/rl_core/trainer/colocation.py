@@ -9,13 +9,13 @@ from rl_core.interfaces import InferenceClient, Sleepable
 from rl_core.workers import WorkerGroup
 
 
-async def begin_with_models(client: InferenceClient, *, colocate_all: bool, max_staleness: int) -> bool:
+async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipeline_depth: int) -> bool:
     """Puts a new engine to sleep where it shares devices with the models that are loaded next; whether it does.
 
-    It must be `Sleepable`, and have nothing to do while models compute: with `max_staleness` above 0 it generates while
-    the policy trains, so neither ever leaves.
+    It must be `Sleepable`, and have nothing to do while models compute: with `pipeline_depth` above 0 it generates
+    while the policy trains, so neither ever leaves.
     """
-    if not (colocate_all and max_staleness == 0 and isinstance(client, Sleepable)):
+    if not (colocate_all and pipeline_depth == 0 and isinstance(client, Sleepable)):
         return False
     await client.sleep()
     return True

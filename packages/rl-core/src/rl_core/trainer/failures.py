@@ -57,6 +57,11 @@ class FailureAccount:
                 f"{failed[-1].failure}"
             )
 
+    @property
+    def pending(self) -> tuple[Trajectory, ...]:
+        """The samples that failed and that no `lap` gave, by group."""
+        return tuple(sorted(self._failed, key=_place))
+
     def lap(self, *, later: Container[int] = ()) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
         """`<name>/failed`, and `<name>/failed/<kind>` of each kind that there was; and the failed samples themselves,
         by group. Begins anew, but for the groups in `later`, which the next call accounts for."""

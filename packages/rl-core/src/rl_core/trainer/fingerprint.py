@@ -41,6 +41,16 @@ _OF_THE_PROCESS = frozenset(
 )
 """Keys of one process of a run: where it writes, what it goes on from, who looks on. Rows are compared, not their
 files."""
+_PLAYING = (
+    "generator.",
+    "environment.",
+    "data.",
+    "trainer.max_prompt_length",
+    "trainer.policy.model.",
+    "trainer.algorithm.advantage_estimator",
+    "trainer.algorithm.dynamic_sampling.",
+)
+"""How the keys begin that say how a group is played, and whether it is kept."""
 _REMEDY = "or begin a run of its own with trainer.resume_mode=none, which keeps this one beside it"
 
 
@@ -83,6 +93,15 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
                 )
             )
     mistakes.raise_found()
+
+
+def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
+    """Groups would be played as they were for the checkpoint, so that those it holds can be trained on."""
+    before = load_fingerprint(checkpoint)
+    if before is None:
+        return False
+    was, given = before["settings"], now["settings"]
+    return all(was.get(key) == given.get(key) for key in {*was, *given} if key.startswith(_PLAYING))
 
 
 def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:

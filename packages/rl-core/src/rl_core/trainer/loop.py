@@ -1,6 +1,6 @@
 """The one training loop.
 
-Two tasks, joined by a bounded buffer. With `max_staleness` 0 they take turns; with more, generation runs ahead.
+Two tasks, joined by a bounded buffer. With `pipeline_depth` 0 they take turns; with more, generation runs ahead.
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -31,13 +32,13 @@ from rl_core.trainer.collate import collate, merged
 from rl_core.trainer.concurrency import alongside, unless_set
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate, evaluation_failures
-from rl_core.trainer.group_selection import Selection
+from rl_core.trainer.group_selection import Selection, has_zero_variance
 from rl_core.trainer.models import Models
 from rl_core.trainer.remote_checkpoints import CheckpointCopies
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.serving import Engines
-from rl_core.trainer.step_metrics import data_metrics, divided, rollout_metrics
+from rl_core.trainer.step_metrics import data_metrics, divided, queue_metrics, rollout_metrics
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate
 
@@ -104,6 +105,7 @@ class TrainingLoop:
         callbacks: Sequence[Callback],
         steps_done: int,
         unfinished_row: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self._settings = settings
         self._models = models
@@ -117,7 +119,7 @@ class TrainingLoop:
         self._eval_settings = eval_settings
         self._reporter = reporter
         self._callbacks = callbacks
-        self._times = PhaseTimes()
+        self._times = PhaseTimes(clock)
         self._stop = asyncio.Event()
         self._saver = CheckpointSaver(
             settings.checkpoint_root,
@@ -175,7 +177,7 @@ class TrainingLoop:
             metrics = await self._evaluate()
             if metrics is None:
                 return
-            self._reporter.step(0, metrics | self._times.lap())
+            self._reporter.step(0, metrics | self._lap())
         if self._row is not None:
             await self._finish_step()
         elif self._is_resumed and not self._export_directory.exists():
@@ -206,6 +208,7 @@ class TrainingLoop:
         step = self.steps_done + 1
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch, merging = self._batch(trajectories)
+        queue = queue_metrics(self._buffer) if self._engines.is_sampled_from else {}
         with self._times.phase("checkpoint"):
             await self._saver.poll()
         async with self._between_versions:
@@ -226,8 +229,9 @@ class TrainingLoop:
             counts, failed = self._rollouts.lap()
             metrics = divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
             self._row_is_written = False
-            told = rollout_metrics(groups, batch, version=step - 1) if samples else data_metrics(batch)
-            self._row = metrics | told | counts
+            bound = self._buffer.max_staleness
+            told = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
+            self._row = metrics | told | counts | queue
             self._reporter.train_samples(step, trajectories, batch)
             self._reporter.failed_samples(step, failed)
             self._row |= await self._publish()
@@ -284,11 +288,16 @@ class TrainingLoop:
         row |= metrics
         return True
 
+    def _lap(self) -> dict[str, float]:
+        """Seconds since the last row."""
+        idle = {"time/generation_idle": self._rollouts.idle_lap()} if self._engines.is_sampled_from else {}
+        return self._times.lap() | idle
+
     def _write_row(self) -> None:
         """Of the last step that was done, with what is known of it by now; once."""
         if self._row is None or self._row_is_written:
             return
-        for name, seconds in self._times.lap().items():
+        for name, seconds in self._lap().items():
             self._row[name] = self._row.get(name, 0.0) + seconds
         self._row["tokens_per_second"] = self._row["rollout/tokens"] / self._row["time/step"]
         self._row_is_written = True
@@ -310,7 +319,9 @@ class TrainingLoop:
                     return groups
                 chosen = self._selection.chosen(groups)
                 if chosen is not None:
+                    self._rollouts.discard(group for group in groups if has_zero_variance(group.trajectories))
                     return chosen
+                self._rollouts.discard(groups)
                 await self._buffer.rejected()
 
     async def _publish(self) -> dict[str, float]:
@@ -360,10 +371,14 @@ class TrainingLoop:
         if is_saved or self.steps_done == 0:
             return
         self._reporter.phase("checkpoint")
+        stored = self._rollouts.stored()
+        finished = {one.group.group_id for one in stored}
+        restart = {*self._buffer.outstanding, *self._rollouts.pending_restarts()} - finished
         state = RunState(
             step=self.steps_done,
             next_group=self._rollouts.next_group,
-            restart_groups=tuple(sorted({*self._buffer.outstanding, *self._rollouts.pending_restarts()})),
+            restart_groups=tuple(sorted(restart)),
+            finished_groups=tuple(sorted(finished)),
             kl_coef=self._update.kl_coef,
             nonfinite_steps=self._update.nonfinite_steps,
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
@@ -373,7 +388,7 @@ class TrainingLoop:
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
             await self._engines.to_models()
-            await self._saver.save(state)
+            await self._saver.save(state, stored)
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
         for callback in self._callbacks:

@@ -141,7 +141,7 @@ def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
     """Of devices that these models, and the engine where it is given, have in common."""
-    turns = engine is not None and engine.can_sleep and config.trainer.max_staleness == 0
+    turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}
     if device_bytes is not None:

@@ -57,6 +57,7 @@ _UPDATE_READS = (
     "trainer.max_tokens_per_microbatch",
     "trainer.max_consecutive_nonfinite_steps",
     "trainer.max_staleness",
+    "trainer.pipeline_depth",
     "trainer.seed",
 )
 _BUDGET_READS = (

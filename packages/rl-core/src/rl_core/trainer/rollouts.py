@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
 from rl_core.tasks import all_of, first_error
-from rl_core.trainer.buffer import GroupBuffer
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.group_selection import has_zero_variance
+from rl_core.trainer.stored_groups import StoredGroup
+from rl_core.trainer.timing import IdleTime
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +59,10 @@ class Rollouts:
         *,
         next_group: int,
         restart_groups: Sequence[int],
+        stored: Sequence[StoredGroup] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ):
+        """`stored` are groups of an earlier run that are in the buffer; `restart_groups` are played again."""
         self._generator = generator
         self._source = source
         self._buffer = buffer
@@ -66,11 +72,17 @@ class Rollouts:
         self._dropped_in_a_row = 0
         self._dropped: dict[int, str] = {}
         """Groups that gave nothing to train on, and why."""
+        self._discarded_tokens: Counter[int] = Counter()
+        """Of each group: sampled, and not trained on."""
+        self._idle = IdleTime(clock)
         self._greedy_tokens: Counter[int] = Counter()
         """Of each group's greedy answer."""
         self._failures = FailureAccount(
             "rollout", max_rate=settings.max_failure_rate, num_expected=settings.samples_per_step
         )
+        for one in stored:
+            self._failures.add([*one.group.trajectories, *one.failed])
+            self._greedy_tokens[one.group.group_id] = one.greedy_tokens
 
     async def run(self) -> None:
         """Until no step needs another group. An error ends the buffer's consumer too."""
@@ -93,47 +105,75 @@ class Rollouts:
         """Groups of an earlier run that were not started again yet."""
         return tuple(self._restart)
 
+    def stored(self) -> tuple[StoredGroup, ...]:
+        """The buffer's finished groups, with what is counted of them later. None of a run in step, which repeats itself
+        bit for bit where it plays again whatever its next step is made of."""
+        if not self._buffer.runs_ahead:
+            return ()
+        failed: dict[int, list[Trajectory]] = {}
+        for one in self._failures.pending:
+            failed.setdefault(one.group_id, []).append(one)
+        return tuple(
+            StoredGroup(
+                group=group,
+                failed=tuple(failed.get(group.group_id, ())),
+                greedy_tokens=self._greedy_tokens[group.group_id],
+            )
+            for group in self._buffer.finished
+        )
+
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """Counts since the last call: groups dropped and why, failed samples by kind, tokens of greedy answers; and the
-        failed samples. Groups that are outstanding are left for the step that accounts for them: a resumed run plays
-        those again."""
+        """Counts since the last call: groups dropped and why, tokens of groups that were dropped or discarded, failed
+        samples by kind, tokens of greedy answers; and the failed samples. Groups that are outstanding are left for the
+        step that accounts for them: a resumed run plays those again."""
         later = set(self._buffer.outstanding)
         dropped = Counter(reason for group, reason in self._dropped.items() if group not in later)
         self._dropped = {group: reason for group, reason in self._dropped.items() if group in later}
         counts = {f"rollout/{reason}": float(dropped[reason]) for reason in ("dropped_failed", "dropped_zero_variance")}
+        counts["rollout/discarded_tokens"] = _popped(self._discarded_tokens, later)
         if self._settings.plays_greedy:
-            done = [group for group in self._greedy_tokens if group not in later]
-            counts["rollout/greedy_tokens"] = float(sum(self._greedy_tokens.pop(group) for group in done))
+            counts["rollout/greedy_tokens"] = _popped(self._greedy_tokens, later)
         failed_counts, failed = self._failures.lap(later=later)
         return counts | failed_counts, failed
 
+    def idle_lap(self) -> float:
+        """Seconds since the last call in which no group was under way."""
+        return self._idle.lap()
+
+    def discard(self, groups: Iterable[FinishedGroup]) -> None:
+        """Finished groups that are not trained on: their tokens count as discarded."""
+        for group in groups:
+            self._discarded_tokens[group.group_id] += num_sampled(group.trajectories)
+
     def failed(self) -> tuple[Trajectory, ...]:
-        """All samples that failed and that no `lap` gave, of groups that are outstanding too."""
-        return self._failures.lap()[1]
+        """All samples that failed and that no `lap` gave, of groups that are outstanding too; it still gives them."""
+        return self._failures.pending
 
     async def _play(self, group_id: int, start_version: int) -> None:
         row = self._source.row(group_id)
         request = group_request(row, group_id, start_version, self._settings)
         baselines = [greedy_request(request)] if self._settings.plays_greedy else []
-        trajectories, *answers = await all_of(generate_group(self._generator, one) for one in (request, *baselines))
+        with self._idle.busy():
+            trajectories, *answers = await all_of(generate_group(self._generator, one) for one in (request, *baselines))
         greedy = answers[0][0] if answers else None
         usable = tuple(trajectory for trajectory in trajectories if trajectory.failure is None)
         self._failures.add(trajectories if greedy is None else [*trajectories, greedy])
         if greedy is not None:
-            self._greedy_tokens[group_id] = sum(sum(step.sampled) for step in greedy.steps)
+            self._greedy_tokens[group_id] = num_sampled([greedy])
             usable = tuple(attrs.evolve(trajectory, greedy_reward=greedy.reward) for trajectory in usable)
         if greedy is not None and greedy.failure is not None:
-            await self._drop(group_id, "dropped_failed", f"its greedy answer: {greedy.failure}")
+            await self._drop(group_id, usable, "dropped_failed", f"its greedy answer: {greedy.failure}")
         elif not usable:
-            await self._drop(group_id, "dropped_failed", trajectories[0].failure or "")
+            await self._drop(group_id, usable, "dropped_failed", trajectories[0].failure or "")
         elif self._settings.drop_zero_variance and has_zero_variance(usable):
-            await self._drop(group_id, "dropped_zero_variance", "all its samples had the same reward")
+            await self._drop(group_id, usable, "dropped_zero_variance", "all its samples had the same reward")
         else:
             self._dropped_in_a_row = 0
             await self._buffer.finish(group_id, usable)
 
-    async def _drop(self, group_id: int, reason: str, text: str) -> None:
+    async def _drop(self, group_id: int, sampled: Sequence[Trajectory], reason: str, text: str) -> None:
         self._dropped[group_id] = reason
+        self._discarded_tokens[group_id] += num_sampled(sampled)
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > self._settings.max_dropped_groups:
             raise GenerationError(
@@ -142,6 +182,16 @@ class Rollouts:
                 f"{group_id}): {text}"
             )
         await self._buffer.drop(group_id)
+
+
+def num_sampled(trajectories: Iterable[Trajectory]) -> int:
+    """Tokens that the policy sampled for them."""
+    return sum(sum(step.sampled) for trajectory in trajectories for step in trajectory.steps)
+
+
+def _popped(count_of_group: Counter[int], later: set[int]) -> float:
+    """The sum over the groups that are not in `later`, which are removed."""
+    return float(sum(count_of_group.pop(group) for group in [*count_of_group] if group not in later))
 
 
 async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:

@@ -46,6 +46,7 @@ from rl_core.trainer.models import Models
 from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
 from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
+from rl_core.trainer.resumed_groups import resumed_groups
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.run_directory import (
     RunSummary,
@@ -162,7 +163,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     async with AsyncExitStack() as closing:
         client, generator = await closing.enter_async_context(_playing(config))
         are_shared = client is not None and await begin_with_models(
-            client, colocate_all=trainer.placement.colocate_all, max_staleness=trainer.max_staleness
+            client, colocate_all=trainer.placement.colocate_all, pipeline_depth=config.pipeline_depth
         )
         models = await closing.enter_async_context(_models(config, train_rows))
         train_rows = await fitting(train_rows, generator, config, TRAINING)
@@ -186,11 +187,14 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_row=lambda group: prompts.row(group).row,
             eval_row=lambda group: eval_rows[group].row,
         )
+        stored, state = resumed_groups(config, checkpoint, state, run_is, total_steps=total_steps)
         buffer = GroupBuffer(
             groups_per_step=trainer.train_batch_size,
             max_staleness=trainer.max_staleness,
+            pipeline_depth=config.pipeline_depth,
             version=state.step,
             last_version=total_steps - 1,
+            finished=[one.group for one in stored],
         )
         rollouts = Rollouts(
             generator,
@@ -199,6 +203,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             train_rollouts(config, plays_greedy=needs_greedy_answers(config)),
             next_group=state.next_group,
             restart_groups=state.restart_groups,
+            stored=stored,
         )
         loop = TrainingLoop(
             loop_settings(config, total_steps, run_is),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rl_core.trainer.checkpoint import (
 )
 from rl_core.trainer.models import Models
 from rl_core.trainer.remote_checkpoints import CheckpointCopies
+from rl_core.trainer.stored_groups import StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,17 @@ class CheckpointSaver:
         """The last checkpoint found no room."""
         return self._full is not None
 
-    async def save(self, state: RunState) -> None:
+    async def save(self, state: RunState, finished: Sequence[StoredGroup] = ()) -> None:
         """Writes the checkpoint of `state.step`; in the background, it starts to. Raises what the save before met, but
         not that a disk is full."""
         await self._wait()
         self._full = None
         partial = partial_path(self._root, state.step)
         with self._room_for(partial):
-            begin_checkpoint(self._root, state, fingerprint=self._fingerprint)
+            # Many long samples take seconds to write, in which the engine's answers can be read.
+            await asyncio.to_thread(
+                begin_checkpoint, self._root, state, finished=finished, fingerprint=self._fingerprint
+            )
             if self._in_background:
                 await self._models.start_saving(partial)
                 self._partial, self._deadline = partial, None

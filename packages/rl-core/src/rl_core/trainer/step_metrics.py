@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rl_core.batch import Batch
 from rl_core.interfaces import Metrics
-from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.evaluation import trajectory_means
 
 
@@ -25,13 +25,15 @@ def data_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int) -> dict[str, float]:
-    """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on."""
+def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int, bound: int) -> dict[str, float]:
+    """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on, none of which is
+    older than `bound`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     means = trajectory_means(trajectories)
     mean = means.pop("reward")
     greedy = [group.trajectories[0].greedy_reward for group in groups]
     known = [reward for reward in greedy if reward is not None]
+    ages = [version - group.start_version for group in groups]
     spread = (sum((trajectory.reward - mean) ** 2 for trajectory in trajectories) / len(trajectories)) ** 0.5
     return {
         "reward/mean": mean,
@@ -43,8 +45,15 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
         / len(trajectories),
         "rollout/cut": sum(trajectory.is_cut for trajectory in trajectories) / len(trajectories),
         "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
-        "rollout/staleness_max": float(max(version - group.start_version for group in groups)),
-        "rollout/staleness_mean": sum(version - group.start_version for group in groups) / len(groups),
+        "rollout/staleness_max": float(max(ages)),
+        "rollout/staleness_mean": sum(ages) / len(ages),
+        **{f"rollout/staleness/{age}": ages.count(age) / len(ages) for age in range(bound + 1)},
         **({"rollout/greedy_reward": sum(known) / len(known)} if known else {}),
         **{f"environment/{name}": value for name, value in means.items()},
     }
+
+
+def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:
+    """What is between generation and training, once a step has taken its groups."""
+    queued, under_way = len(buffer.finished), buffer.num_under_way
+    return {"rollout/queued_groups": float(queued), "rollout/groups_under_way": float(under_way)}

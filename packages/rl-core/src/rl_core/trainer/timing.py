@@ -3,31 +3,63 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class PhaseTimes:
     """Wall-clock seconds of a step's phases; what no phase accounts for is the controller's own time."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the block's time to `name`. Phases do not nest."""
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>`, `time/controller` and `time/step` in seconds since the last lap; starts the next one."""
-        now = time.perf_counter()
+        now = self._clock()
         step = now - self._started
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         times |= {"time/controller": step - sum(self._seconds.values()), "time/step": step}
         self._started, self._seconds = now, {}
         return times
+
+
+class IdleTime:
+    """Seconds in which nothing of a kind was under way."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._num_busy = 0
+        self._idle_since = clock()
+        self._seconds = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """The block is under way; blocks may overlap."""
+        if self._num_busy == 0:
+            self._seconds += self._clock() - self._idle_since
+        self._num_busy += 1
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+            if self._num_busy == 0:
+                self._idle_since = self._clock()
+
+    def lap(self) -> float:
+        """Idle seconds since the last lap."""
+        if self._num_busy == 0:
+            now = self._clock()
+            self._seconds, self._idle_since = self._seconds + now - self._idle_since, now
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -1,0 +1,360 @@
+"""Generation beside training in virtual time: how far ahead, under which bound, and by which rule.
+
+The real loop, buffer and rollouts train on simulated parts. 1,000 slots play 10,000 prompts × 8 samples, which take
+25 s on average: log-normal, the longest 150 s. One group in 100 waits for its environment for 250 s, one sample in
+1,000 is lost with its engine and played again, one group in 200 fails and is replaced. A step trains 500 prompts in
+90 s, a sync takes 5 s, and the engines need 100 s for as many when no slot is idle. Every row plays the same groups.
+
+Printed per depth and bound, and for two rules of other projects in place of ours:
+
+    time      of the whole run, over what the busier side needs for 10,000 prompts when it never waits
+    arrivals  the steps' time over their arrivals' bound: the largest, over t, of t plus the training time of the step's
+              groups that finished at or after t, where t is no earlier than the end of the step before. What is above 1
+              is what training groups as they finish could still save
+    idle      part of the time in which the trainer waits for groups; part of the engines' slots that play nothing
+    age       versions behind of the groups that were trained on: mean, share that is above one, largest
+    wasted    groups that were played and not trained on, of all that did not fail
+
+The rate rule starts a group while no more than (bound + 1) batches are under way, finished or not, and takes what is
+finished, in order: the bound holds on average. Drop by age keeps as much under way and throws away what is older than
+the bound when a step begins.
+
+    PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0]      (about four minutes of one core)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rl_core.batch import Batch
+from rl_core.interfaces import GroupRequest, Metrics, SamplingParams, Trajectory, TrajectoryStep
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
+from rl_core.trainer.data import DataRow, PromptSource
+from rl_core.trainer.failures import logger as failures
+from rl_core.trainer.group_selection import Selection
+from rl_core.trainer.loop import LoopSettings, TrainingLoop
+from rl_core.trainer.models import Models
+from rl_core.trainer.rollouts import Rollouts, RolloutSettings
+from tests.core.scripted_run import EventLog, Script, ScriptedPolicy
+from tests.core.virtual_time import run_virtually, virtual_now
+
+PROMPTS, SAMPLES, GROUPS_PER_STEP = 10_000, 8, 500
+SLOTS = 1_000
+MEAN_S, SPREAD, LONGEST_S = 25.0, 0.8, 150.0
+STRAGGLERS, STRAGGLER_S, LOST, FAILED = 0.01, 250.0, 0.001, 0.005
+SCORE_S, TRAIN_S, SYNC_S = 15.0, 75.0, 5.0
+STEPS = PROMPTS // GROUPS_PER_STEP
+
+
+@attrs.frozen(kw_only=True)
+class Play:
+    """What a group is, whoever plays it."""
+
+    seconds: tuple[float, ...]
+    """That each of its samples takes a slot."""
+    waits_s: float
+    """For its environment, when all samples are there."""
+    fails: bool
+
+
+def play_of(seed: int, group: int) -> Play:
+    """The same for every rule."""
+    dice = np.random.default_rng([seed, group])
+    lengths = np.minimum(MEAN_S * np.exp(SPREAD * dice.standard_normal(SAMPLES) - SPREAD**2 / 2), LONGEST_S)
+    lengths = np.where(dice.random(SAMPLES) < LOST, 2 * lengths, lengths)
+    straggles, fails = dice.random(2) < (STRAGGLERS, FAILED)
+    return Play(seconds=tuple(lengths.tolist()), waits_s=STRAGGLER_S * float(straggles), fails=bool(fails))
+
+
+class Engines:
+    """Slots, filled in the order of requests and frozen by a sync: the loop's `Engines` and its `Generator`."""
+
+    is_sampled_from = True
+    are_shared = False
+    are_asleep = False
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._free_at = [0.0] * SLOTS
+        self._frozen_s = 0.0
+        self._frozen_since: float | None = None
+        self._serves = asyncio.Event()
+        self._version = 0
+        self.busy_s = 0.0
+        self.finished: dict[int, float] = {}
+        """Groups that did not fail, and when they were there."""
+
+    def _now(self) -> float:
+        """The engines' own time: it stands still while they are frozen."""
+        frozen = virtual_now() - self._frozen_since if self._frozen_since is not None else 0.0
+        return virtual_now() - self._frozen_s - frozen
+
+    async def publish(self, version: int) -> dict[str, float]:
+        self._serves.clear()
+        self._frozen_since = virtual_now()
+        await asyncio.sleep(SYNC_S)
+        self._frozen_s += virtual_now() - self._frozen_since
+        self._frozen_since = None
+        self._version = version
+        self._serves.set()
+        return {}
+
+    def played_s(self) -> float:
+        """Seconds of slots that played something, until now."""
+        return self.busy_s - sum(max(free_at - self._now(), 0.0) for free_at in self._free_at)
+
+    async def prove(self) -> None: ...
+
+    async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None: ...
+
+    async def to_models(self) -> None: ...
+
+    def prompt_length(self, row: object) -> int:
+        return 1
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        """One trajectory stands for the group's."""
+        play, now, ends = play_of(self._seed, request.group_id), self._now(), 0.0
+        for seconds in play.seconds:
+            end = max(heapq.heappop(self._free_at), now) + seconds
+            heapq.heappush(self._free_at, end)
+            ends = max(ends, end)
+        self.busy_s += sum(play.seconds)
+        while (left := ends - self._now()) > 1e-6:
+            await asyncio.sleep(left)
+            await self._serves.wait()
+        await asyncio.sleep(play.waits_s)
+        if not play.fails:
+            self.finished[request.group_id] = virtual_now()
+        step = TrajectoryStep(
+            tokens=[1, 2],
+            sampled=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            policy_version=[-1, self._version],
+            reward=0.0,
+            stop_reason="stop",
+        )
+        return (
+            Trajectory(
+                group_id=request.group_id,
+                sample_index=0,
+                steps=() if play.fails else (step,),
+                prompt_text="",
+                response_text="",
+                start_version=request.start_version,
+                failure="the environment is gone" if play.fails else None,
+            ),
+        )
+
+
+class Update:
+    """Scores and trains by waiting."""
+
+    kl_coef = 0.0
+    nonfinite_steps = 0
+    critic_nonfinite_steps = 0
+
+    async def score(self, batch: Batch) -> Batch:
+        await asyncio.sleep(SCORE_S)
+        return batch.with_columns(old_logprobs=batch["rollout_logprobs"])
+
+    def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
+        return batch, {}
+
+    async def train(self, batch: Batch, step: int) -> Metrics:
+        await asyncio.sleep(TRAIN_S)
+        return {}
+
+
+class RateRule(GroupBuffer):
+    """Takes what was finished first, whatever else would become too old."""
+
+    def _choice(self) -> list[FinishedGroup]:
+        first = [*self._finished.values()][: self._groups_per_step]
+        return first if len(first) == self._groups_per_step else []
+
+
+class DropByAge(RateRule):
+    """Throws away what is too old for the next step, finished or not."""
+
+    def _has_room(self) -> bool:
+        return (
+            self._next_step <= self._last_version
+            and len(self._outstanding) < (self._max_staleness + 1) * self._groups_per_step
+        )
+
+    async def finish(self, group_id: int, trajectories: tuple[Trajectory, ...]) -> None:
+        if group_id in self._outstanding:
+            await super().finish(group_id, trajectories)
+
+    async def drop(self, group_id: int) -> None:
+        if group_id in self._outstanding:
+            await super().drop(group_id)
+
+    async def published(self, version: int) -> None:
+        oldest = self._next_step - self._max_staleness
+        for group_id in [group for group, started in self._outstanding.items() if started < oldest]:
+            del self._outstanding[group_id]
+            self._finished.pop(group_id, None)
+        await super().published(version)
+
+
+class Rows:
+    """Reporter: the metrics of each step, and when it ended."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.groups: list[list[int]] = []
+
+    def phase(self, name: str) -> None: ...
+
+    def step(self, step: int, metrics: Any) -> None:
+        self.rows.append({**metrics, "at": virtual_now()})
+
+    def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
+        self.groups.append([trajectory.group_id for trajectory in trajectories])
+
+    def failed_samples(self, step: int, trajectories: Sequence[Trajectory], *, purpose: str = "train") -> None: ...
+
+    def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None: ...
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """What a run was like."""
+
+    time: float
+    arrivals: float
+    trainer_idle: float
+    slots_idle: float
+    age: float
+    older: float
+    oldest: float
+    wasted: float
+
+
+def simulate(*, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupBuffer, seed: int = 0) -> Measured:
+    """One run by these rules."""
+    engines, rows = Engines(seed), Rows()
+
+    async def work() -> tuple[float, float]:
+        buffer = buffer_class(
+            groups_per_step=GROUPS_PER_STEP,
+            max_staleness=bound,
+            pipeline_depth=depth,
+            version=0,
+            last_version=STEPS - 1,
+        )
+        settings = RolloutSettings(
+            num_samples=1, params=SamplingParams(), seed=0, drop_zero_variance=False, max_dropped_groups=PROMPTS
+        )
+        parts: dict[str, Any] = {
+            "models": Models(policy=ScriptedPolicy(EventLog({}), Script())),  # pyright: ignore[reportArgumentType]
+            "update": Update(),
+            "rollouts": Rollouts(
+                engines,
+                PromptSource([DataRow({"prompt": "?"}, "train:1")], seed=0, shuffle=False),
+                buffer,
+                settings,
+                next_group=0,
+                restart_groups=(),
+                clock=virtual_now,
+            ),
+            "selection": Selection(
+                min_replace_ratio=None, max_rejected_batches=1, mask_zero_variance=False, mask_overlong=False, seed=0
+            ),
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            loop = TrainingLoop(
+                loop_settings(Path(directory)),
+                **parts,
+                buffer=buffer,
+                generator=engines,
+                engines=engines,
+                eval_rows=(),
+                eval_settings=settings,
+                reporter=rows,
+                callbacks=(),
+                steps_done=0,
+                clock=virtual_now,
+            )
+            await loop.run()
+        return virtual_now(), engines.played_s()
+
+    ended, played_s = run_virtually(work())
+    useful_s = sum(sum(play_of(seed, group).seconds) for group in range(PROMPTS))
+    needed = max(useful_s / SLOTS, STEPS * (SCORE_S + TRAIN_S + SYNC_S))
+    ages = np.array([[row.get(f"rollout/staleness/{age}", 0.0) for age in range(bound + 1)] for row in rows.rows])
+    mean_age = sum(row["rollout/staleness_mean"] for row in rows.rows) / STEPS
+    return Measured(
+        time=ended / needed,
+        arrivals=(ended - SYNC_S) / arrivals_bound(rows, engines.finished),
+        trainer_idle=sum(row["time/generate"] for row in rows.rows) / ended,
+        slots_idle=1 - played_s / (SLOTS * ended),
+        age=mean_age,
+        older=1 - ages[:, :2].sum() / STEPS,
+        oldest=max(row["rollout/staleness_max"] for row in rows.rows),
+        wasted=1 - PROMPTS / len(engines.finished),
+    )
+
+
+def arrivals_bound(rows: Rows, finished: dict[int, float]) -> float:
+    """Seconds that the steps take at least, each from the end of the one before, given when their groups finished."""
+    each, begins, total = (SCORE_S + TRAIN_S) / GROUPS_PER_STEP, SYNC_S, 0.0
+    for row, groups in zip(rows.rows, rows.groups, strict=True):
+        latest_first = sorted((finished[group] for group in groups), reverse=True)
+        ends = max(max(at, begins) + each * (number + 1) for number, at in enumerate(latest_first))
+        total += ends + SYNC_S - begins
+        begins = row["at"]
+    return total
+
+
+def loop_settings(directory: Path) -> LoopSettings:
+    """Nothing but training."""
+    return LoopSettings(
+        last_step=STEPS,
+        eval_interval=-1,
+        eval_before_train=False,
+        eval_batch_size=1,
+        ckpt_interval=-1,
+        max_ckpts_to_keep=-1,
+        hf_save_interval=-1,
+        checkpoint_root=directory / "checkpoints",
+        export_root=directory / "exports",
+        generation_timeout_s=1e9,
+        worker_timeout_s=1e9,
+        saves_in_background=False,
+        merge_steps=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--most", type=int, default=8, help="largest depth and bound")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failures.setLevel("ERROR")
+    print("| rule | depth | bound | time | arrivals | idle: trainer | slots | age: mean | > 1 | largest | wasted |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    bounds = range(options.most + 1)
+    cells = [("ours", depth, bound, GroupBuffer) for depth in bounds for bound in bounds if depth <= bound]
+    cells += [("rate", bound, bound, RateRule) for bound in bounds]
+    cells += [("drop by age", bound, bound, DropByAge) for bound in bounds]
+    for rule, depth, bound, buffer_class in cells:
+        found = simulate(depth=depth, bound=bound, buffer_class=buffer_class, seed=options.seed)
+        times = f"{found.time:.2f} | {found.arrivals:.2f} | {found.trainer_idle:.0%} | {found.slots_idle:.0%}"
+        ages = f"{found.age:.2f} | {found.older:.0%} | {found.oldest:.0f}"
+        print(f"| {rule} | {depth} | {bound} | {times} | {ages} | {found.wasted:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

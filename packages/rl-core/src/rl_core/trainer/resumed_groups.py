@@ -1,0 +1,63 @@
+"""Which of a checkpoint's finished groups a resumed run trains on as they are; it plays the others again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core.config import Config
+from rl_core.trainer.checkpoint import RunState
+from rl_core.trainer.fingerprint import plays_alike
+from rl_core.trainer.stored_groups import StoredGroup, read_groups
+
+logger = logging.getLogger(__name__)
+
+
+def resumed_groups(
+    config: Config, checkpoint: Path | None, state: RunState, now: Mapping[str, Any], *, total_steps: int
+) -> tuple[Sequence[StoredGroup], RunState]:
+    """The groups that are trained on as they are, and the state in which the others are to be played again.
+
+    Args:
+        now: what the run is (`trainer.fingerprint`). Where prompts would be played otherwise than for the checkpoint,
+            all its groups are played again.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    if checkpoint is None or not state.finished_groups:
+        return (), state
+    stored = within_the_bound(
+        read_groups(checkpoint) if plays_alike(checkpoint, now) else (),
+        version=state.step,
+        last_version=total_steps - 1,
+        groups_per_step=config.trainer.train_batch_size,
+        max_staleness=config.trainer.max_staleness,
+    )
+    again = set(state.finished_groups) - {one.group.group_id for one in stored}
+    if again:
+        logger.warning(
+            "%d of the %d finished groups in %s are played again, because settings changed by which they were played, "
+            "or by which they are young enough",
+            len(again),
+            len(state.finished_groups),
+            checkpoint.name,
+        )
+    return stored, attrs.evolve(state, restart_groups=tuple(sorted({*state.restart_groups, *again})))
+
+
+def within_the_bound(
+    groups: Iterable[StoredGroup], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
+) -> tuple[StoredGroup, ...]:
+    """Those that can be trained on within the bound, oldest first, by a run that goes on at `version`: all of them,
+    unless the batch or the bound became smaller, or fewer steps are left."""
+    kept: list[StoredGroup] = []
+    for stored in sorted(groups, key=lambda one: (one.group.start_version, one.group.group_id)):
+        trained_at = version + len(kept) // groups_per_step
+        if trained_at <= min(stored.group.start_version + max_staleness, last_version):
+            kept.append(stored)
+    return tuple(kept)

@@ -1,0 +1,135 @@
+"""Groups in a checkpoint come back bit for bit, and only those that can still be trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.errors import CheckpointError
+from rl_core.interfaces import Trajectory, TrajectoryStep, Turn
+from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.fingerprint import plays_alike
+from rl_core.trainer.resumed_groups import within_the_bound
+from rl_core.trainer.stored_groups import StoredGroup, read_groups, write_groups
+
+
+def step(num_tokens: int, **changes: Any) -> TrajectoryStep:
+    values = {
+        "tokens": list(range(num_tokens)),
+        "sampled": [token % 2 == 1 for token in range(num_tokens)],
+        "rollout_logprobs": [-(token + 1) / 3 for token in range(num_tokens)],
+        "policy_version": [token - 1 for token in range(num_tokens)],
+        "reward": 0.1,
+        "stop_reason": "stop",
+    }
+    return TrajectoryStep(**(values | changes))
+
+
+def trajectory(group_id: int, *steps: TrajectoryStep, **changes: Any) -> Trajectory:
+    values = {
+        "group_id": group_id,
+        "sample_index": 0,
+        "prompt_text": "a\ud800?",
+        "response_text": "b",
+        "start_version": 3,
+    }
+    return Trajectory(steps=steps, **(values | changes))
+
+
+def plain(value: Any) -> Any:
+    """Compared by value: records of `eq=False` and arrays are not."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tolist())
+    if attrs.has(type(value)):
+        return {name: plain(one) for name, one in attrs.asdict(value, recurse=False).items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+def stored(group_id: int, start_version: int = 3, *trajectories: Trajectory, **changes: Any) -> StoredGroup:
+    group = FinishedGroup(group_id=group_id, start_version=start_version, trajectories=trajectories)
+    return StoredGroup(group=group, **changes)
+
+
+def test_groups_come_back_bit_for_bit(tmp_path: Path):
+    routes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+    turns = (Turn(response="x", observation="y", reward=0.5, stop_reason="stop"),)
+    groups = [
+        stored(
+            7,
+            3,
+            trajectory(7, step(4, routed_experts=routes), step(2, token_rewards=[0.0, 1 / 7]), turns=turns),
+            trajectory(7, step(1), metrics={"digits": 1 / 3}, end="context", greedy_reward=0.7),
+            failed=(trajectory(7, failure="OSError: gone", failure_kind="OSError"),),
+            greedy_tokens=9,
+        ),
+        # A routed step after others: its arrays are found by name, not by position.
+        stored(9, 4, trajectory(9, step(3), step(5, routed_experts=routes[:2], reward=np.float32(0.1)))),
+    ]
+    write_groups(tmp_path, groups)
+    found = read_groups(tmp_path)
+    assert plain(found) == plain(groups)
+    assert found[1].group.trajectories[0].steps[1].reward == float(np.float32(0.1))
+
+
+@given(values=st.lists(st.floats(allow_nan=False, max_value=0.0), min_size=1, max_size=20))
+def test_log_probs_come_back_without_rounding(tmp_path_factory: pytest.TempPathFactory, values: list[float]):
+    directory = tmp_path_factory.mktemp("groups")
+    write_groups(directory, [stored(1, 0, trajectory(1, step(len(values), rollout_logprobs=values)))])
+    (found,) = read_groups(directory)
+    assert list(found.group.trajectories[0].steps[0].rollout_logprobs) == values
+
+
+def test_no_groups_leave_no_file_and_a_cut_file_is_refused(tmp_path: Path):
+    write_groups(tmp_path, [])
+    assert not list(tmp_path.iterdir())
+    assert read_groups(tmp_path) == ()
+    write_groups(tmp_path, [stored(1, 0, trajectory(1, step(4)))])
+    described = json.loads((tmp_path / "finished_groups.json").read_text())
+    described[0]["trajectories"][0]["steps"][0]["num_tokens"] = 5
+    (tmp_path / "finished_groups.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"finished_groups\.json: not the groups .* too few tokens.*resume_path"):
+        read_groups(tmp_path)
+
+
+def kept(groups: list[StoredGroup], **settings: int) -> list[int]:
+    values = {"version": 4, "last_version": 9, "groups_per_step": 2, "max_staleness": 2} | settings
+    return [one.group.group_id for one in within_the_bound(groups, **values)]
+
+
+def test_a_resumed_run_keeps_what_it_can_train_on_within_its_bound():
+    groups = [stored(group, version) for group, version in ((1, 2), (2, 2), (3, 3), (4, 3), (5, 4))]
+    assert kept(groups) == [1, 2, 3, 4, 5], "steps 5, 6, 7 take them: 2, 2 and 2 versions behind"
+    assert kept(groups, max_staleness=1) == [3, 4, 5], "1 and 2 are two versions behind already"
+    assert kept(groups, max_staleness=0) == [5]
+    assert kept(groups, groups_per_step=1) == [1, 3, 5], "one a step: 2, 2 and 2 versions behind"
+    assert kept(groups, last_version=4) == [1, 2], "one step is left"
+    assert kept(list(reversed(groups))) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("key", "is_alike"),
+    [
+        ("trainer.max_training_steps", True),
+        ("trainer.train_batch_size", True),
+        ("generator.n_samples_per_prompt", False),
+        ("environment.env_class", False),
+        ("trainer.algorithm.advantage_estimator", False),
+    ],
+)
+def test_groups_are_played_again_where_a_setting_changed_by_which_they_were_played(
+    tmp_path: Path, key: str, is_alike: bool
+):
+    settings = {"trainer.max_training_steps": 1, "generator.n_samples_per_prompt": 1}
+    assert not plays_alike(tmp_path, {"settings": settings}), "it does not say how they were played"
+    (tmp_path / "fingerprint.json").write_text(json.dumps({"settings": settings}))
+    assert plays_alike(tmp_path, {"settings": dict(settings)})
+    assert plays_alike(tmp_path, {"settings": settings | {key: 2}}) is is_alike
