@@ -83,7 +83,7 @@ def num_bytes(manifest: Manifest) -> int:
 async def measure(config: Config, rounds: int) -> None:
     """Prints what one kind of sync does."""
     engine = config.generator.inference_engine
-    transport = plugins.load("rl_core.weight_transports", engine.weight_sync_backend)
+    transport = plugins.load("rl_core.weight_transports", config.weight_transport)
     client = await create_client(engine_spec(config)[1])
     policy = await WorkerGroup.launch(*worker_spec(config, "policy", num_training_steps=None))
     tokens = sequences(client.vocab_size)

@@ -257,6 +257,24 @@ class EnginePlanner(Protocol):
 
 
 @runtime_checkable
+class DeltaReceiving(Protocol):
+    """An engine's plug-in whose engines take syncs that send what changed (`Rendezvous.delta`)."""
+
+    @property
+    def receives_deltas(self) -> bool: ...
+
+
+@runtime_checkable
+class HostSharing(Protocol):
+    """An engine's plug-in that says whether its engines run on the controller's machine: weights then come through its
+    memory, unless the configuration names a transport."""
+
+    def is_on_this_host(self, options: Any) -> bool:
+        """All of them do, with these options of its own (`EngineSpec.options`)."""
+        ...
+
+
+@runtime_checkable
 class InferencePlugin(Protocol):
     """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
     torch. An engine with keys of its own is `Configurable` too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -24,6 +24,7 @@ async def publish_weights(
     max_bucket_bytes: int,
     num_engines: int = 1,
     pause_mode: PauseMode = "keep",
+    delta: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Brings the engines to the group's weights, as `version`; returns what they hold.
 
@@ -35,6 +36,7 @@ async def publish_weights(
         max_bucket_bytes: of what travels at a time.
         num_engines: of a client that does not say how many processes receive.
         pause_mode: what becomes of requests under way: see `InferenceClient.pause`.
+        delta: see `Rendezvous`; None: whole weights, which nobody keeps.
 
     Raises:
         WeightSyncError: what arrived is not what was sent. The engines stay paused: they serve nothing until a good
@@ -42,7 +44,7 @@ async def publish_weights(
     """
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
     opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
-    rendezvous = attrs.evolve(opened, adapter=group.adapter)
+    rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta)
     try:
         await client.pause(pause_mode)
         sending = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))

@@ -24,6 +24,7 @@ import torch
 from rl_core.errors import DeadlineError, GenerationError, RLError
 from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
 from rl_core.rank_kit.expert_choices import ExpertChoices
+from rl_core.rank_kit.weight_deltas import HeldWeights
 from rl_rollout.local.model import eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
 from rl_rollout.local.scheduler import PauseMode, Scheduler
@@ -59,6 +60,7 @@ class LocalEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._answers: set[asyncio.Future[Any]] = set()
+        self._held = HeldWeights()
         self._when_still: list[Callable[[], None]] = []
         self._thread: threading.Thread
         # The thread sets these before `start` returns.
@@ -152,7 +154,7 @@ class LocalEngine:
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """See `InferenceClient.update_weights`. The old version is served until the new one is whole and checked."""
         self._require_alive()
-        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version))
+        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version, self._held))
         staged = await self._wait(staging, f"weight version {version} to arrive")
         await self._ask(
             lambda: self._scheduler.update_weights(staged), f"the local engine to load weight version {version}"

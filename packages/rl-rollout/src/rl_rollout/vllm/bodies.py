@@ -104,6 +104,7 @@ class UpdateBody(Body):
     receiver: str
     data: dict[str, Any]
     adapter: dict[str, Any] | None
+    delta: dict[str, Any] | None
     version: Count
     timeout_s: Seconds
 

@@ -169,6 +169,7 @@ class RemoteInferenceClient:
             "receiver": rendezvous.receiver,
             "data": dict(rendezvous.data),
             "adapter": None if rendezvous.adapter is None else dict(rendezvous.adapter),
+            "delta": None if rendezvous.delta is None else dict(rendezvous.delta),
             "version": version,
             "timeout_s": timeout_s,
         }

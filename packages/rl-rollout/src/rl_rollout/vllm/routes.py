@@ -87,7 +87,12 @@ class Handlers:
 
     async def update_weights(self, asked: bodies.UpdateBody) -> Any:
         return await self._engine.update_weights(
-            asked.receiver, asked.data, asked.version, adapter=asked.adapter, timeout_s=asked.timeout_s
+            asked.receiver,
+            asked.data,
+            asked.version,
+            adapter=asked.adapter,
+            delta=asked.delta,
+            timeout_s=asked.timeout_s,
         )
 
     async def sleep(self, asked: bodies.SleepBody) -> None:

@@ -178,6 +178,7 @@ class ServedEngine:
         version: int,
         *,
         adapter: Mapping[str, Any] | None = None,
+        delta: Mapping[str, Any] | None = None,
         timeout_s: float,
     ) -> Mapping[str, Any]:
         """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data:
@@ -197,7 +198,7 @@ class ServedEngine:
             self.is_updating = True
             try:
                 async with asyncio.timeout(timeout_s):
-                    manifest = await self._update(receiver, data, adapter, version)
+                    manifest = await self._update(version, receiver, dict(data), adapter, delta)
             except (TimeoutError, asyncio.CancelledError) as error:
                 await self._enter_quarantine(f"an update did not end within {timeout_s:g} s")
                 if isinstance(error, asyncio.CancelledError):
@@ -324,14 +325,12 @@ class ServedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _update(
-        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
-    ) -> Mapping[str, Any]:
+    async def _update(self, version: int, *rendezvous: Any) -> Mapping[str, Any]:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         await self._outputs_processed()
         if self._returns_routes:
             await self.abort(None)
-        manifest = await self._received(receiver, data, adapter, version)
+        manifest = await self._received(version, *rendezvous)
         if not await self._emptied_caches():
             await self._enter_quarantine("the prefix cache could not be emptied after an update")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}")
@@ -339,11 +338,9 @@ class ServedEngine:
         self.quarantine = None
         return manifest
 
-    async def _received(
-        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
-    ) -> Mapping[str, Any]:
+    async def _received(self, version: int, *rendezvous: Any) -> Mapping[str, Any]:
         # Without a deadline of its own: the core then answers nobody while a worker hangs, which heartbeats notice.
-        arguments = ("rl_receive_weights", None, (receiver, dict(data), adapter, version), None)
+        arguments = ("rl_receive_weights", None, (version, *rendezvous), None)
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:

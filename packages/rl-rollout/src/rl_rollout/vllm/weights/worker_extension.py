@@ -7,9 +7,9 @@ An adapter that comes alone replaces the policy's adapter (`adapters`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
 from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
+from rl_core.rank_kit.weight_deltas import HeldWeights, received
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, stored_tensors
@@ -39,6 +40,10 @@ _STORED = "rl_stored"
 _HELD = "rl_held"
 """Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
 and the names of its tensors. Missing before the first update."""
+
+_BASE = "rl_base"
+"""Attribute of a worker: what it received last, the base of a sync that sends what changed. Missing before the first
+update."""
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +66,12 @@ class WeightReceiverExtension:
         adapters.start_with_zeros(self)
 
     def rl_receive_weights(
-        self, receiver: str, rendezvous_data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
+        self,
+        version: int,
+        receiver: str,
+        data: Mapping[str, Any],
+        adapter: Mapping[str, Any] | None,
+        delta: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Receives `version` and loads it; called on every worker of the engine, through `collective_rpc`.
 
@@ -70,19 +80,17 @@ class WeightReceiverExtension:
         served until an update succeeds.
 
         Args:
-            receiver: `package.module:Class` of the transport's receiver.
-            rendezvous_data: `Rendezvous.data`.
-            adapter: `Rendezvous.adapter`.
             version: that must arrive.
+            receiver, data, adapter, delta: of the `Rendezvous`.
 
         Returns:
             The fields of `Outcome`. Nothing is raised: an exception would not say what the worker holds.
         """
         try:
-            rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data, adapter=adapter)
+            rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
             _require_fitting(self, rendezvous)
             receiving: WeightReceiver = plugins.load_receiver(receiver)(rendezvous)
-            with _received(receiving, version) as arriving:
+            with closing(received(receiving, version, delta, _held_weights(self))) as arriving:
                 if adapter is not None:
                     tensors = _load_adapter(self, _agreed(self, arriving, adapter), adapter)
                 else:
@@ -105,16 +113,10 @@ def _dtype(worker: Any) -> str:
     return str(worker.model_config.dtype).removeprefix("torch.")
 
 
-@contextmanager
-def _received(receiving: WeightReceiver, version: int) -> Iterator[Iterator[WeightBucket]]:
-    """The buckets. Ends the receiving with the block: the senders need not find out by a deadline that nobody takes
-    any more."""
-    buckets = receiving.receive(version)
-    try:
-        yield buckets
-    finally:
-        if isinstance(buckets, Generator):
-            buckets.close()
+def _held_weights(worker: Any) -> HeldWeights:
+    if not hasattr(worker, _BASE):
+        setattr(worker, _BASE, HeldWeights())
+    return getattr(worker, _BASE)
 
 
 def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
