@@ -155,6 +155,56 @@ async def test_a_rank_that_never_sends_leaves_the_old_version(dense_server):
     await client.close()
 
 
+# --- engines sample until they have it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["files", "shared_memory"])
+async def test_a_server_samples_while_a_staged_version_arrives(dense_server, transport):
+    """The rank sends its last bucket when a request that came after the first has been answered."""
+    client, loop = await connect(dense_server), asyncio.get_running_loop()
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, transport)
+        await trainer.publish()
+        good, answers = trainer.version, []
+
+        def sampling_meanwhile(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            for i, bucket in enumerate(buckets):
+                yield bucket
+                if i == 0:
+                    asked = client.generate(request(f"meanwhile-{good}", max_tokens=4, ignore_eos=True))
+                    answers.append(asyncio.run_coroutine_threadsafe(asked, loop).result(timeout=60.0))
+
+        await trainer.train()
+        trainer.send_only(sampling_meanwhile)
+        await trainer.publish()
+        ((answer,),) = answers
+        assert answer.policy_versions == (good,) * 4
+        assert (await client.health()).version == trainer.version
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < 1e-4
+    await client.close()
+
+
+async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
+    """A sync that was given up after it had arrived leaves nothing that a later one could take for its own."""
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, "files")
+        await trainer.publish()
+        scores = await client.score([range(1, 20)])
+        stale = (transport := FilesTransport()).open(num_ranks=1, num_engines=1)
+        await trainer.train()
+        await asyncio.gather(
+            policy.publish(stale, trainer.version + 1, 1 << 16), client.prepare_weights(stale, trainer.version + 1)
+        )
+        transport.close(stale)
+        assert await client.score([range(1, 20)]) == scores, "it is not served"
+        await policy.restore()
+        trainer.transport = BroadcastTransport(timeout_s=60.0)
+        await trainer.publish()
+        assert await client.score([range(1, 20)]) == scores
+    await client.close()
+
+
 # --- changes alone --------------------------------------------------------------------------------------------------
 
 

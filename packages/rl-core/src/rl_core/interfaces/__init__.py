@@ -3,8 +3,8 @@
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
 `Inspectable`; of backends `Planner`, `Rehearser`, `RouteFollowing`; of engines `EnginePlanner`, `HostSharing`,
-`DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `Recovering`, `AdapterServing`; of environments `Tools`,
-`Placement`, `Snapshotable`; of trackers `PhaseAware`; of any with keys of its own `Configurable`.
+`DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`, `AdapterServing`; of
+environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -43,6 +43,7 @@ from rl_core.interfaces.inference import (
     Scoring,
     Sleepable,
     StopReason,
+    WeightPreparing,
     WeightReceivers,
 )
 from rl_core.interfaces.messages import (
@@ -184,6 +185,7 @@ __all__ = [
     "InferenceClient",
     "Sleepable",
     "Recovering",
+    "WeightPreparing",
     "WeightReceivers",
     "Scoring",
     "AdapterServing",

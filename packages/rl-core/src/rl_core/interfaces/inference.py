@@ -152,6 +152,20 @@ class Scoring(Protocol):
 
 
 @runtime_checkable
+class WeightPreparing(Protocol):
+    """A client whose engines receive a version of a staged transport while they sample."""
+
+    async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
+        """Every engine receives the version and checks it. Nothing of it is served until `update_weights` is called
+        with the same rendezvous, which then loads it.
+
+        Raises:
+            WeightSyncError: an engine did not get it whole; all go on serving the version they have.
+        """
+        ...
+
+
+@runtime_checkable
 class AdapterServing(Protocol):
     """A client whose engines keep their model and serve low-rank adapters over it: the policy's own, which
     `update_weights` replaces in place, and others by name."""

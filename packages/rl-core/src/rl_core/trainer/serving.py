@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import attrs
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import InferenceClient, Manifest, Recovering, WeightReceivers, WeightTransport
+from rl_core.interfaces import InferenceClient, Recovering, WeightReceivers, WeightTransport
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
-from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.publish import PauseMode, Publication, publish_weights
 from rl_core.trainer.verification import VerificationSettings, verification_of
 from rl_core.workers import WorkerGroup
 
@@ -124,7 +124,8 @@ class ServedEngines:
 
     async def publish(self, version: int) -> dict[str, float]:
         self._version = version
-        metrics = sent_share(await self._publish())
+        published = await self._publish()
+        metrics = {"time/pause": published.pause_s, **sent_share(published.sent)}
         if self._verification is not None:
             metrics |= await self._verification.after_sync(version)
             await self._turns.to_engine()
@@ -153,14 +154,14 @@ class ServedEngines:
     async def to_models(self) -> None:
         await self._turns.to_models()
 
-    async def _publish(self) -> Manifest:
+    async def _publish(self) -> Publication:
         """Once; again, to the engines that are left, where one was lost under way and broke the sync for all; and with
         whole weights, where changes were refused."""
         while True:
             num_receivers, delta = self._num_receivers(), self._next_delta()
             try:
                 async with self._turns.handover():
-                    sent = await publish_weights(
+                    published = await publish_weights(
                         self._policy,
                         self._client,
                         self._transport,
@@ -180,7 +181,7 @@ class ServedEngines:
             else:
                 if self._deltas is not None and delta is not None:
                     self._deltas.succeeded(delta)
-                return sent
+                return published
 
     def _next_delta(self) -> Mapping[str, Any] | None:
         if self._deltas is None:

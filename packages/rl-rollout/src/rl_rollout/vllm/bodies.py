@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rl_core.interfaces import GenerateRequest, SamplingParams
+from rl_core.interfaces import GenerateRequest, Rendezvous, SamplingParams
 
 MAX_SAMPLES = 4096
 """Of one request."""
@@ -104,9 +104,13 @@ class UpdateBody(Body):
     receiver: str
     data: dict[str, Any]
     adapter: dict[str, Any] | None
-    delta: dict[str, Any] | None
     version: Count
     timeout_s: Seconds
+    delta: dict[str, Any] | None = None
+
+    def rendezvous(self) -> Rendezvous:
+        """As the record of the contract; which transport it is of does not travel."""
+        return Rendezvous(transport="", receiver=self.receiver, data=self.data, adapter=self.adapter, delta=self.delta)
 
 
 class SleepBody(Body):
