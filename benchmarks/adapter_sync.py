@@ -83,7 +83,7 @@ def num_bytes(manifest: Manifest) -> int:
 async def measure(config: Config, rounds: int) -> None:
     """Prints what one kind of sync does."""
     engine = config.generator.inference_engine
-    transport = plugins.load("rl_core.weight_transports", engine.weight_sync_backend)
+    transport = plugins.load("rl_core.weight_transports", config.weight_transport)
     client = await create_client(engine_spec(config)[1])
     policy = await WorkerGroup.launch(*worker_spec(config, "policy", num_training_steps=None))
     tokens = sequences(client.vocab_size)
@@ -94,7 +94,7 @@ async def measure(config: Config, rounds: int) -> None:
         seconds = []
         for _ in range(rounds):
             start, version = time.perf_counter(), version + 1
-            sent = await publish_weights(
+            published = await publish_weights(
                 policy, client, transport, version, max_bucket_bytes=engine.weight_bucket_bytes
             )
             seconds.append(time.perf_counter() - start)
@@ -102,7 +102,7 @@ async def measure(config: Config, rounds: int) -> None:
         base_T = trainer_T if scale == 0 else base_T
         moved, apart = (float(difference_T.abs().mean()) for difference_T in (trainer_T - base_T, trainer_T - server_T))
         print(
-            f"  {num_bytes(sent) / 1e6:8.2f} MB {min(seconds):7.3f} s   log-probs moved by {moved:.3f}, "
+            f"  {num_bytes(published.sent) / 1e6:8.2f} MB {min(seconds):7.3f} s   log-probs moved by {moved:.3f}, "
             f"trainer and server {apart:.4f} apart",
             flush=True,
         )

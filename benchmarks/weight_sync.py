@@ -4,9 +4,13 @@ Two processes, one rank and one engine. A sync counts from its opening until bot
 an engine then does with it is the same for all transports and left out.
 
     memcpy    numpy copies the bytes into memory that is mapped and warm
-    checksum  CRC-32 of the bytes on one core: each side computes it once, beside the transfer where the transport can
+    checksum  CRC-32 of the bytes on one core: each side computes it once
 
-Run: python benchmarks/weight_sync.py [--mebibytes 512] [--bucket-mebibytes 32] [--rounds 5]
+Then delta syncs, of a model that is trained in float32 by AdamW at a learning rate of 1e-6 and published in bfloat16:
+after each of its first steps, the bytes that travel over those of the weights, and the seconds of the sync over those
+of a whole one by the same transport.
+
+Run: python benchmarks/weight_sync.py [--mebibytes 512] [--bucket-mebibytes 32] [--rounds 5] [--steps 4]
 """
 
 from __future__ import annotations
@@ -14,24 +18,28 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import statistics
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import attrs
 import numpy as np
 import torch
+from torch import Tensor
+from zlib_ng import zlib_ng
 
 from rl_core import plugins
 from rl_core.errors import ConfigError
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.rank_kit.weight_buckets import bucket_records, pack_buckets, require_same
+from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights, received
 
 MEBIBYTE = 1 << 20
 TENSOR_MEBIBYTES = 8
+LEARNING_RATE = 1e-6
 
 
 def main() -> None:
@@ -40,29 +48,33 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--bucket-mebibytes", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
-    num_bytes = options.mebibytes * MEBIBYTE
+    num_bytes, bucket_bytes = options.mebibytes * MEBIBYTE, options.bucket_mebibytes * MEBIBYTE
+    names = [plugin.name for plugin in plugins.installed("rl_core.weight_transports")]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as engine:
         memcpy = report("memcpy", num_bytes, copy_of(num_bytes), options.rounds, None)
         report("checksum", num_bytes, checksum_of(num_bytes), options.rounds, memcpy)
-        for plugin in plugins.installed("rl_core.weight_transports"):
+        for name in [*names]:
             try:
-                sync = sync_of(plugin.name, engine, num_bytes, options.bucket_mebibytes * MEBIBYTE)
+                sync = sync_of(name, engine, num_bytes, bucket_bytes)
                 sync()  # imports, first pages
             except ConfigError as error:
-                print(f"{plugin.name:14} not here: {error}")
+                names.remove(name)
+                print(f"{name:14} not here: {error}")
                 continue
-            report(plugin.name, num_bytes, sync, options.rounds, memcpy)
+            report(name, num_bytes, sync, options.rounds, memcpy)
+        report_deltas(names, engine, bucket_bytes, options.steps)
 
 
 def report(name: str, num_bytes: int, step: Callable[[], object], rounds: int, memcpy: float | None) -> float:
-    """Prints and returns GB/s, of the median round."""
+    """Prints and returns GB/s, of the fastest round: others use the machine too, and a sync needs two cores at once."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-    speed = num_bytes / statistics.median(seconds) / 1e9
+    speed = num_bytes / min(seconds) / 1e9
     relative = "" if memcpy is None else f"{speed / memcpy:7.2f} of memcpy"
     print(f"{name:14} {speed:7.2f} GB/s {relative}", flush=True)
     return speed
@@ -77,34 +89,98 @@ def copy_of(num_bytes: int) -> Callable[[], None]:
 def checksum_of(num_bytes: int) -> Callable[[], int]:
     """CRC-32 of so many bytes."""
     source = np.ones(num_bytes, np.uint8)
-    return lambda: zlib.crc32(source.data)
+    return lambda: zlib_ng.crc32(source.data)
 
 
 def sync_of(name: str, engine: ProcessPoolExecutor, num_bytes: int, bucket_bytes: int) -> Callable[[], None]:
     """One sync from this process to `engine`'s; raises if what arrived is not what was sent."""
-    transport = plugins.load("rl_core.weight_transports", name)
     num_tensors = max(1, num_bytes // (TENSOR_MEBIBYTES * MEBIBYTE))
     weights = {f"layer{i}": torch.rand(num_bytes // num_tensors // 4) for i in range(num_tensors)}
+    return lambda: sync_once(name, engine, weights, bucket_bytes)
 
-    def sync() -> None:
-        rendezvous = transport.open(num_ranks=1, num_engines=1)
-        try:
-            receiving = engine.submit(receive, rendezvous)
-            sent = transport.sender(rendezvous, 0, 1).send(pack_buckets(weights.items(), bucket_bytes), 0)
-            require_same(sent, receiving.result())
-        finally:
-            transport.close(rendezvous)
 
-    return sync
+def sync_once(
+    name: str,
+    engine: ProcessPoolExecutor,
+    weights: Mapping[str, Tensor],
+    bucket_bytes: int,
+    *,
+    delta: Mapping[str, Any] | None = None,
+    held: HeldWeights | None = None,
+) -> Manifest:
+    """What was sent: all of the weights or, with `delta`, what changed since the rank's `held`."""
+    transport = plugins.load("rl_core.weight_transports", name)
+    rendezvous = attrs.evolve(transport.open(num_ranks=1, num_engines=1), delta=delta)
+    try:
+        receiving = engine.submit(receive, rendezvous)
+        sender = transport.sender(rendezvous, 0, 1)
+        if delta is not None:
+            sender = DeltaSender(sender, delta, held or HeldWeights())
+        sent = sender.send(pack_buckets(weights.items(), bucket_bytes), 0)
+        require_same(sent, receiving.result())
+    finally:
+        transport.close(rendezvous)
+    return sent
+
+
+_engine_holds = HeldWeights()
 
 
 def receive(rendezvous: Rendezvous) -> Manifest:
     """What an engine does before it loads."""
     receiver = plugins.load("rl_core.weight_transports", rendezvous.receiver)(rendezvous)
     records = {}
-    for bucket in receiver.receive(0):
+    for bucket in received(receiver, 0, rendezvous.delta, _engine_holds):
         records |= bucket_records(bucket)
     return Manifest(version=0, tensors=records)
+
+
+# --- what changed ---------------------------------------------------------------------------------------------------
+
+
+def report_deltas(names: Sequence[str], engine: ProcessPoolExecutor, bucket_bytes: int, num_steps: int) -> None:
+    """Prints a line per transport and step."""
+    published = list(published_weights(num_steps))
+    num_bytes = sum(weight.nbytes for weight in published[0].values())
+    print(f"changes of {num_bytes / 1e6:.1f} MB of bfloat16 weights, by AdamW at a learning rate of {LEARNING_RATE:g}")
+    for name in names:
+        held, found = HeldWeights(), []
+        for step, weights in enumerate(published):
+            delta = {"id": str(step), "base": str(step - 1) if step else None}
+            start = time.perf_counter()
+            sent = sync_once(name, engine, weights, bucket_bytes, delta=delta, held=held)
+            found.append(((sent.num_sent_bytes or 0) / num_bytes, time.perf_counter() - start))
+        start = time.perf_counter()
+        sync_once(name, engine, published[-1], bucket_bytes)
+        whole_s = time.perf_counter() - start
+        for step, (share, seconds) in enumerate(found[1:], start=1):
+            print(f"{name:14} step {step}: {100 * share:5.2f} % of the bytes, {seconds / whole_s:5.2f} of a whole sync")
+
+
+def published_weights(num_steps: int) -> Iterator[dict[str, Tensor]]:
+    """What ranks publish before the first step and after each: float32 weights that begin at bfloat16 numbers, trained
+    on random tokens and rounded."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for step in range(num_steps + 1):
+        yield {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
+        if step < num_steps:
+            tokens = torch.randint(config.vocab_size, (4, 64))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -673,3 +673,15 @@ def test_files_without_a_folder_of_all_machines_are_refused_on_several():
     check_plugins(from_mapping({**nodes, key: "broadcast"}))
     check_plugins(from_mapping({**nodes, "trainer.placement.policy_num_nodes": 1}))
     FilesTransport(directory="/shared").validate_nodes(2)
+
+
+def test_changes_alone_are_for_whole_weights_and_engines_that_take_them(functions: dict[str, Any]):
+    key, model = "generator.inference_engine.weight_sync_delta", {"trainer.policy.model.path": "model", **functions}
+    check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": "local"}))
+    with pytest.raises(ConfigError, match=rf"{key}: got true, and the engine '{IDLE}:engine' takes whole weights only"):
+        check_plugins(from_mapping({**model, key: True, "generator.inference_engine.backend": f"{IDLE}:engine"}))
+    adapter = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.merge_lora": False}
+    with pytest.raises(ConfigError, match=rf"{key}: got true with trainer.policy.model.lora.merge_lora=false"):
+        check_plugins(from_mapping({**model, **adapter, key: True, "generator.inference_engine.backend": "vllm"}))
+    with pytest.raises(ConfigError, match="weight_sync_whole_interval: got 0"):
+        check_values(from_mapping({**model, "generator.inference_engine.weight_sync_whole_interval": 0}))

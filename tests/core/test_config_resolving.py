@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from rl_core.config import RULES, Config, Loaded, dump_yaml, from_mapping, load, resolve
 from rl_core.config.loading import known_paths
-from rl_core.config.resolving import as_mapping, leaves, value_at, with_value
+from rl_core.config.resolving import as_mapping, leaves, unresolved, value_at, with_value
 from rl_core.config.yaml12 import Yaml12Dumper, Yaml12Loader
 from rl_core.errors import ConfigError
 
@@ -45,6 +45,35 @@ def test_evaluation_is_greedy_with_the_lengths_of_training_unless_it_says_otherw
     )
     params = config.generator.eval_sampling_params.to_params()
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.stop) == (7, 0.0, 1.0, 4, ("\n",))
+
+
+SYNC, ENGINE = "generator.inference_engine.weight_sync_backend", "generator.inference_engine"
+URLS = ["http://10.0.0.7:8000"]
+
+
+@pytest.mark.parametrize(
+    ("given", "transport"),
+    [
+        ({}, "shared_memory"),
+        ({f"{ENGINE}.backend": "vllm", f"{ENGINE}.num_engines": 2}, "shared_memory"),
+        ({f"{ENGINE}.backend": "vllm", f"{ENGINE}.external_server_urls": URLS}, "files"),
+        ({"trainer.placement.policy_num_nodes": 2}, "files"),
+        ({f"{ENGINE}.backend": "tests.core.idle_plugins:engine"}, "files"),
+        ({f"{ENGINE}.backend": "missing"}, "files"),
+        ({SYNC: "broadcast"}, "broadcast"),
+    ],
+)
+def test_weights_go_through_shared_memory_where_all_is_on_one_host(given, transport, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = from_mapping(given)
+    assert config.weight_transport == transport
+    assert (value_at(unresolved(config), SYNC) is None) == (SYNC not in given), "what a rule says moves with its keys"
+
+
+def test_servers_on_a_ray_that_is_joined_may_be_on_other_hosts(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert from_mapping({f"{ENGINE}.backend": "vllm"}).weight_transport == "files"
+    assert from_mapping({}).weight_transport == "shared_memory", "the local engine is in this process"
 
 
 def test_a_given_value_stands_against_its_rule():

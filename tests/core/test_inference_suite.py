@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from rl_core import plugins
 from rl_core.errors import GenerationError
 from rl_core.rank_kit.weight_buckets import unpack_bucket
 from rl_core.testing import reference_transport
@@ -176,7 +177,33 @@ class LoadsIncompleteVersions(FaultyEngine):
         return reference_transport.manifest_of(buckets, version)
 
 
+PREPARED = "test_a_prepared_version_is_served_when_its_own_sync_says_so"
+
+
+class ServesWhatIsPrepared(FaultyEngine):
+    """As soon as it is there."""
+
+    async def prepare_weights(self, rendezvous, version):
+        await self.update_weights(rendezvous, version)
+
+
+class LoadsWhatWasPreparedFirst(FaultyEngine):
+    """A version of the right number, which another sync sent."""
+
+    async def prepare_weights(self, rendezvous, version):
+        receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
+        buckets = await asyncio.to_thread(lambda: list(receiver.receive(version)))
+        self.first = getattr(self, "first", buckets)
+
+    async def update_weights(self, rendezvous, version):
+        manifest = await super().update_weights(rendezvous, version)
+        self.load({name: tensor for bucket in self.first for name, tensor in unpack_bucket(bucket)})
+        return manifest
+
+
 WRONG_ENGINES = [
+    (ServesWhatIsPrepared, PREPARED),
+    (LoadsWhatWasPreparedFirst, PREPARED),
     (SlightlyWrongLogprobs, "test_logprobs_are_the_models_own"),
     (ShiftedLogprobs, "test_logprobs_are_the_models_own"),
     (UnscaledLogprobs, "test_logprobs_are_those_of_the_distribution_sampled_from"),

@@ -51,7 +51,7 @@ class EngineInProcess:
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         from rl_rollout.vllm.wire import manifest_of
 
-        arguments = (rendezvous.receiver, dict(rendezvous.data), rendezvous.adapter, version)
+        arguments = (version, rendezvous.receiver, dict(rendezvous.data), rendezvous.adapter, rendezvous.delta)
         (answer,) = await asyncio.to_thread(self.llm.collective_rpc, "rl_receive_weights", args=arguments)
         if answer["error"]:
             raise WeightSyncError(answer["error"])

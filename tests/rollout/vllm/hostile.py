@@ -184,7 +184,9 @@ def _departure(dice: random.Random) -> HostileRequest:
 
 def _wrong_control(dice: random.Random) -> HostileRequest:
     """Of the routes that change nothing where they succeed by chance."""
-    name = dice.choice(["generate", "score", "cancel", "abort", "load_adapter", "update_weights", "wake", "health"])
+    name = dice.choice(
+        ["generate", "score", "cancel", "abort", "load_adapter", "prepare_weights", "update_weights", "wake", "health"]
+    )
     fields: dict[str, Any] = dict.fromkeys(ROUTES[name][0].__struct_fields__)
     plain = [
         value

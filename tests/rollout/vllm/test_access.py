@@ -41,6 +41,7 @@ CONTROL = [
             "abort",
             "pause",
             "resume",
+            "prepare_weights",
             "update_weights",
             "sleep",
             "wake",

@@ -20,7 +20,7 @@ from rl_rollout.transports.shared_memory import SharedMemoryTransport
 from rl_rollout.vllm.connection import open_session
 from tests.rollout.vllm.engine_in_process import EngineInProcess, run_in_engine
 from tests.rollout.vllm.servers import TOKENS, connect, request, write_model
-from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of
+from tests.rollout.vllm.trainers import REFUSED, Trainer, policy_of, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -152,6 +152,118 @@ async def test_a_rank_that_never_sends_leaves_the_old_version(dense_server):
         await client.update_weights(rendezvous, next(_versions))
     transport.close(rendezvous)
     assert (await client.health()).version == version
+    await client.close()
+
+
+# --- engines sample until they have it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["files", "shared_memory"])
+async def test_a_server_samples_while_a_staged_version_arrives(dense_server, transport):
+    """The rank sends its last bucket when a request that came after the first has been answered."""
+    client, loop = await connect(dense_server), asyncio.get_running_loop()
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, transport)
+        await trainer.publish()
+        good, answers = trainer.version, []
+
+        def sampling_meanwhile(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            for i, bucket in enumerate(buckets):
+                yield bucket
+                if i == 0:
+                    asked = client.generate(request(f"meanwhile-{good}", max_tokens=4, ignore_eos=True))
+                    answers.append(asyncio.run_coroutine_threadsafe(asked, loop).result(timeout=60.0))
+
+        await trainer.train()
+        trainer.send_only(sampling_meanwhile)
+        await trainer.publish()
+        ((answer,),) = answers
+        assert answer.policy_versions == (good,) * 4
+        assert (await client.health()).version == trainer.version
+        assert (await trainer.verification.probe(trainer.version))["weight_sync/logprob_diff_mean"] < 1e-4
+    await client.close()
+
+
+async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
+    """A sync that was given up after it had arrived leaves nothing that a later one could take for its own."""
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, "files")
+        await trainer.publish()
+        scores = await client.score([range(1, 20)])
+        stale = (transport := FilesTransport()).open(num_ranks=1, num_engines=1)
+        await trainer.train()
+        await asyncio.gather(
+            policy.publish(stale, trainer.version + 1, 1 << 16), client.prepare_weights(stale, trainer.version + 1)
+        )
+        transport.close(stale)
+        assert await client.score([range(1, 20)]) == scores, "it is not served"
+        await policy.restore()
+        trainer.transport = BroadcastTransport(timeout_s=60.0)
+        await trainer.publish()
+        assert await client.score([range(1, 20)]) == scores
+    await client.close()
+
+
+# --- changes alone --------------------------------------------------------------------------------------------------
+
+
+def change_a_little(trainer: Trainer) -> None:
+    """One element in fifty of every weight."""
+    for _, weight in trainer.worker.scorer.named_weights():
+        with torch.no_grad():
+            weight.view(-1)[::50] += 0.05
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(dense_server, transport, caplog):
+    client, share = await connect(dense_server), "weight_sync/sent_share"
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, transport)
+        changes, whole = serving(policy, client, transport), serving(policy, client, transport, interval=None)
+        assert (await changes.publish(trainer.version))[share] == 1.0
+        before = await client.score([range(1, 20)])
+        for version in (trainer.version + 1, trainer.version + 2):
+            change_a_little(trainer)
+            assert (await changes.publish(version))[share] < 0.3, "most of it are the tables of tiny tensors"
+            after = await client.score([range(1, 20)])
+            assert after != before
+        await whole.publish(trainer.version + 3)
+        assert await client.score([range(1, 20)]) == after
+        assert not caplog.messages
+
+        # The whole sync left no base, which the client cannot know.
+        change_a_little(trainer)
+        assert (await changes.publish(trainer.version + 4))[share] == 1.0
+        assert "because changes were refused" in caplog.text
+        assert "this engine holds none" in caplog.text
+        again = await client.score([range(1, 20)])
+        await whole.publish(trainer.version + 5)
+        assert await client.score([range(1, 20)]) == again
+        assert (await client.health()).version == trainer.version + 5
+    await client.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, transport, caplog):
+    """By broadcast the server is in quarantine in between, as after any sync that breaks off."""
+    client = await connect(dense_server)
+    async with policy_of(dense_server.model_path) as policy:
+        trainer = trained(client, policy, transport)
+        changes, whole = serving(policy, client, transport), serving(policy, client, transport, interval=None)
+        await changes.publish(trainer.version)
+        change_a_little(trainer)
+
+        def once(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            trainer.send_only(None)
+            return cut_off(buckets)
+
+        trainer.send_only(once)
+        assert (await changes.publish(trainer.version + 1))["weight_sync/sent_share"] == 1.0
+        assert "the rank broke off" in caplog.text
+        healed = await client.score([range(1, 20)])
+        await whole.publish(trainer.version + 2)
+        assert await client.score([range(1, 20)]) == healed
     await client.close()
 
 

@@ -12,12 +12,16 @@ import pytest
 from rl_core import plugins
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WeightBucket, WorkerSpec
+from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.publish import PauseMode, publish_weights
-from rl_core.trainer.verification import LIMITS, VerificationSettings, WeightVerification
+from rl_core.trainer.serving import ServedEngines, ServingSettings
+from rl_core.trainer.verification import LIMITS as LARGEST
+from rl_core.trainer.verification import VerificationSettings, WeightVerification
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 BUCKET_BYTES = 1 << 15
 """Small: many buckets, and tensors larger than one."""
+LIMITS = MicroBatchLimits(max_sequences=16)
 REFUSED = "does not compute with the trainer's weights"
 
 
@@ -42,16 +46,31 @@ def policy_spec(
 
 @asynccontextmanager
 async def policy_of(
-    model_path: Any, lora: LoraConfig | None = None, *, strategy: str = "fsdp"
+    model_path: Any, lora: LoraConfig | None = None, *, strategy: str = "fsdp", bf16: bool = False
 ) -> AsyncIterator[WorkerGroup]:
-    """The model on one rank, in float32."""
+    """The model on one rank, in float32, or computing in bfloat16."""
     backend = plugins.load("rl_core.backends", strategy)
-    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=False, lora=lora)
+    spec = policy_spec(model_path, backend.options_class(), optimizer=OptimizerConfig(), bf16=bf16, lora=lora)
     group = await WorkerGroup.launch(backend, spec)
     try:
         yield group
     finally:
         await group.close()
+
+
+def serving(policy: Any, client: Any, transport: str = "shared_memory", *, interval: int | None = 100) -> ServedEngines:
+    """The loop's side of an engine that gets changes, whole weights once in `interval` syncs; None: whole ones
+    always."""
+    never = VerificationSettings(prove_at_start=False, interval=0, num_tokens=256, limit=0.06, seed=0, limits=LIMITS)
+    return ServedEngines(
+        ServingSettings(
+            max_bucket_bytes=1 << 16, num_engines=1, pause_mode="keep", delta_interval=interval, verification=never
+        ),
+        policy=policy,
+        client=client,
+        transport=plugins.load("rl_core.weight_transports", transport),
+        turns=EngineTurns(client, policy, are_shared=False),
+    )
 
 
 class Trainer:
@@ -69,9 +88,9 @@ class Trainer:
             prove_at_start=True,
             interval=1,
             num_tokens=256,
-            limit=LIMITS["float32"],
+            limit=LARGEST["float32"],
             seed=0,
-            limits=MicroBatchLimits(max_sequences=16),
+            limits=LIMITS,
         )
         self.verification = WeightVerification(settings, policy, client, self.publish)
 

@@ -77,7 +77,7 @@ async def _warm_start(
     whole = ModelConfig(path=spec.model.path)
     spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())
     group = await WorkerGroup.launch(backend, spec)
-    transport = plugins.load("rl_core.weight_transports", config.generator.inference_engine.weight_sync_backend)
+    transport = plugins.load("rl_core.weight_transports", config.weight_transport)
     encode = _encoder(config)
     rng, accuracy = random.Random(config.trainer.seed), 0.0
     try:

@@ -30,7 +30,7 @@ from rl_core.config.specs import engine_spec, generator_spec, needs_engine
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
-from rl_core.interfaces import CheckingTransport, LossSpec, NodeCheckingTransport, RouteFollowing
+from rl_core.interfaces import CheckingTransport, DeltaReceiving, LossSpec, NodeCheckingTransport, RouteFollowing
 
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
@@ -218,12 +218,26 @@ def _check_routes(config: Config) -> None:
 
 def _check_transport(config: Config) -> None:
     """Weights can be sent from this machine in the way that is named."""
-    name = config.generator.inference_engine.weight_sync_backend
-    transport = plugins.load("rl_core.weight_transports", name, key=_TRANSPORT)
+    transport = plugins.load("rl_core.weight_transports", config.weight_transport, key=_TRANSPORT)
+    if config.generator.inference_engine.weight_sync_delta:
+        _check_delta(config)
     if isinstance(transport, CheckingTransport):
         transport.validate()
     if isinstance(transport, NodeCheckingTransport):
         transport.validate_nodes(config.trainer.placement.policy_num_nodes)
+
+
+def _check_delta(config: Config) -> None:
+    """The engine makes changes, and there are whole weights to change."""
+    key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
+    if config.trainer.policy.model.lora.is_sent_alone:
+        raise ConfigError(
+            f"{key}: got true with trainer.policy.model.lora.merge_lora=false; an adapter that is sent alone is small "
+            "and goes whole: set it to false"
+        )
+    plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
+    if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
+        raise ConfigError(f"{key}: got true, and the engine {engine!r} takes whole weights only; set it to false")
 
 
 def _check_loss(config: Config) -> None:

@@ -229,7 +229,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported(
         "weight_bucket_bytes bounds what travels at a time", is_harmless=True
     ),
-    "generator.inference_engine.delta_weight_sync": Unsupported("all weights are sent", (None,)),
+    "generator.inference_engine.delta_weight_sync": Unsupported("set weight_sync_delta, for any transport", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
     "generator.inference_engine.language_model_only": Unsupported("models of text only", (False, True)),

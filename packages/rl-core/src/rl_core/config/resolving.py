@@ -19,6 +19,7 @@ from rl_core.config.loading import known_paths
 from rl_core.config.tree import Config
 from rl_core.config.yaml12 import Yaml12Dumper
 from rl_core.errors import ConfigError, Mistakes, PluginError, nearest
+from rl_core.interfaces import HostSharing
 
 _T = TypeVar("_T")
 
@@ -85,6 +86,11 @@ RULES = (
         "bfloat16 if trainer.bf16, else float32",
         lambda c: "bfloat16" if c.trainer.bf16 else "float32",
     ),
+    Rule(
+        "generator.inference_engine.weight_sync_backend",
+        "shared_memory where the policy and its engines are on one Linux machine, else files",
+        lambda c: "shared_memory" if _are_on_one_host(c) else "files",
+    ),
 )
 """In an order in which each rule needs only what stands above it."""
 
@@ -103,6 +109,18 @@ PATHS = (
 """Keys in which a leading `~` is the home directory and `${key.path}` the value of another key."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
+
+
+def _are_on_one_host(config: Config) -> bool:
+    """Of the policy's ranks and the engines, as far as configuration and plug-in say; and it has memory to share."""
+    if config.trainer.placement.policy_num_nodes != 1 or not hasattr(os, "memfd_create"):
+        return False
+    engine = config.generator.inference_engine
+    try:
+        plugin = plugins.load("rl_core.inference", engine.backend)
+    except PluginError:  # said by whoever uses it
+        return False
+    return isinstance(plugin, HostSharing) and plugin.is_on_this_host(engine.options)
 
 
 def resolve(config: Config) -> Config:

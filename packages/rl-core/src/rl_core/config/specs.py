@@ -38,7 +38,7 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
         shares_devices=trainer.placement.colocate_all,
         seed=trainer.seed,
         num_threads=trainer.num_threads,
-        weight_transport=engine.weight_sync_backend,
+        weight_transport=config.weight_transport,
         request_timeout_s=trainer.generation_timeout_s,
         run_dir=config.run_dir,
     )

@@ -491,11 +491,17 @@ class InferenceEngineConfig:
     """How many of them; the `local` engine is always one."""
     max_num_seqs: int = 1024
     """Sequences that an engine decodes together."""
-    weight_sync_backend: str = "files"
-    """The weight transport (`rl plugins`) or `package.module:object`."""
+    weight_sync_backend: str | None = None
+    """The weight transport (`rl plugins`) or `package.module:object`. None: `shared_memory` where the policy and its
+    engines are on one Linux machine, else `files`."""
     enable_return_routed_experts: bool = False
     """The engine returns the experts that it sent each token to; for the backend's `moe_enable_routing_replay`, and
     only together with it."""
+    weight_sync_delta: bool = False
+    """Send what changed since the version that the engines hold, where that is less than half of a tensor; ranks and
+    engines keep the weights in host memory for it. For bfloat16 weights that travel far (docs/weight_sync.md)."""
+    weight_sync_whole_interval: int = 20
+    """With `weight_sync_delta`, whole weights at every so many syncs; also at first and after every failure."""
     weight_bucket_bytes: int = 268435456
     """Weights travel in buckets of at most so many bytes."""
     weight_sync_pause_mode: Literal["keep", "abort", "wait"] = "keep"
@@ -648,6 +654,12 @@ class Config:
     def pipeline_depth(self) -> int:
         """Steps that generation runs ahead of training; 0: they take turns."""
         return resolved("trainer.pipeline_depth", self.trainer.pipeline_depth)
+
+    @property
+    def weight_transport(self) -> str:
+        """By which weights get to the engines: a name of `rl plugins` or `package.module:object`."""
+        engine = self.generator.inference_engine
+        return resolved("generator.inference_engine.weight_sync_backend", engine.weight_sync_backend)
 
     @property
     def engine_dtype(self) -> Literal["bfloat16", "float16", "float32"]:

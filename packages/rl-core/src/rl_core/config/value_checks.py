@@ -77,6 +77,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.num_engines": (1, None),
     "generator.inference_engine.max_num_seqs": (1, None),
     "generator.inference_engine.weight_bucket_bytes": (1, None),
+    "generator.inference_engine.weight_sync_whole_interval": (1, None),
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
@@ -128,6 +129,7 @@ _TRAINING = frozenset(
     {
         "generator.sampling_params.temperature",
         "generator.inference_engine.weight_bucket_bytes",
+        "generator.inference_engine.weight_sync_whole_interval",
         "generator.inference_engine.weight_verification.interval",
         "generator.inference_engine.weight_verification.num_tokens",
     }

@@ -3,8 +3,9 @@
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
 `Inspectable`; of backends `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines
-`EnginePlanner`, `Sleepable`, `Scoring`, `WeightReceivers`, `Recovering`, `AdapterServing`; of environments `Tools`,
-`Placement`, `Snapshotable`; of trackers `PhaseAware`; of any with keys of its own `Configurable`.
+`EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
+`Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
+with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -28,11 +29,13 @@ from __future__ import annotations
 from rl_core.interfaces.inference import (
     AdapterServing,
     Completion,
+    DeltaReceiving,
     EngineHealth,
     EnginePlan,
     EnginePlanner,
     EngineSpec,
     GenerateRequest,
+    HostSharing,
     InferenceClient,
     InferencePlugin,
     Recovering,
@@ -41,6 +44,7 @@ from rl_core.interfaces.inference import (
     Scoring,
     Sleepable,
     StopReason,
+    WeightPreparing,
     WeightReceivers,
 )
 from rl_core.interfaces.messages import (
@@ -178,12 +182,15 @@ __all__ = [
     "RunTransport",
     "SamplingParams",
     "GenerateRequest",
+    "DeltaReceiving",
+    "HostSharing",
     "Completion",
     "EngineHealth",
     "Sampler",
     "InferenceClient",
     "Sleepable",
     "Recovering",
+    "WeightPreparing",
     "WeightReceivers",
     "Scoring",
     "AdapterServing",

@@ -152,6 +152,20 @@ class Scoring(Protocol):
 
 
 @runtime_checkable
+class WeightPreparing(Protocol):
+    """A client whose engines receive a version of a staged transport while they sample."""
+
+    async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
+        """Every engine receives the version and checks it. Nothing of it is served until `update_weights` is called
+        with the same rendezvous, which then loads it.
+
+        Raises:
+            WeightSyncError: an engine did not get it whole; all go on serving the version they have.
+        """
+        ...
+
+
+@runtime_checkable
 class AdapterServing(Protocol):
     """A client whose engines keep their model and serve low-rank adapters over it: the policy's own, which
     `update_weights` replaces in place, and others by name."""
@@ -253,6 +267,24 @@ class EnginePlanner(Protocol):
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
         """Raises ConfigError where the engine cannot be split like that, or the model's sizes are not known."""
+        ...
+
+
+@runtime_checkable
+class DeltaReceiving(Protocol):
+    """An engine's plug-in whose engines take syncs that send what changed (`Rendezvous.delta`)."""
+
+    @property
+    def receives_deltas(self) -> bool: ...
+
+
+@runtime_checkable
+class HostSharing(Protocol):
+    """An engine's plug-in that says whether its engines run on the controller's machine: weights then come through its
+    memory, unless the configuration names a transport."""
+
+    def is_on_this_host(self, options: Any) -> bool:
+        """All of them do, with these options of its own (`EngineSpec.options`)."""
         ...
 
 

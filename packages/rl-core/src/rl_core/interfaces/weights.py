@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightBucket:
-    """Some parameters, packed for one transfer. Each rank describes its own; layouts may differ between ranks."""
+    """Some parameters, for one transfer: packed as `data`, or as `parts` that are packed when they are asked for. Each
+    rank describes its own; layouts may differ between ranks."""
 
     names: tuple[str, ...]
     """Hugging Face parameter names, in the order in which they lie in `data`."""
@@ -21,10 +22,13 @@ class WeightBucket:
     """torch names without the prefix, e.g. `bfloat16`, one per name."""
     shapes: tuple[tuple[int, ...], ...]
     """Full (unsharded) shapes; a scalar is `()`."""
-    data: Tensor
-    """uint8, one axis, contiguous, no gaps, on any device."""
+    _data: Tensor | None = attrs.field(default=None, alias="data")
+    """uint8, one axis, contiguous, no gaps, on any device. Given as `data`."""
+    parts: tuple[Tensor, ...] | None = None
+    """The tensors, while nothing has packed them; None once `data` is there. Of a bucket that `pack_buckets` made they
+    are good until the next one is drawn, when it is packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
-    """CRC-32 of each tensor's bytes, where a receiver has computed them from what arrived."""
+    """CRC-32 of each tensor's bytes, where they have been computed: by a receiver from what arrived."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
@@ -32,6 +36,35 @@ class WeightBucket:
                 f"WeightBucket: {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; "
                 f"first {self.names[:1]}"
             )
+        if self._data is None and self.parts is None:
+            raise ValueError(f"WeightBucket: neither `data` nor `parts`; first {self.names[:1]}")
+        if self._data is not None:
+            object.__setattr__(self, "parts", None)  # of other bytes, where `attrs.evolve` gave the data
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes of all tensors: uint8, one axis, contiguous, no gaps, on any device. Packs `parts` once."""
+        if self._data is None:
+            import torch
+
+            parts = self.parts
+            if parts is None or len(parts) != len(self.names):
+                raise ValueError(f"WeightBucket of {self.names[:1]}…: its parts were let go by `taken`")
+            pieces = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+            object.__setattr__(self, "_data", torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8))
+            object.__setattr__(self, "parts", None)
+        assert self._data is not None
+        return self._data
+
+    @property
+    def num_bytes(self) -> int:
+        """Of `data`; packs nothing."""
+        return sum(part.nbytes for part in self.parts) if self._data is None and self.parts else self.data.numel()
+
+    def taken(self) -> None:
+        """Says that whoever drew the bucket has what it needs of `parts`, which are let go: it need not be packed."""
+        if self.parts is not None:
+            object.__setattr__(self, "parts", ())
 
 
 @attrs.frozen(kw_only=True)
@@ -50,6 +83,8 @@ class Manifest:
 
     version: int
     tensors: Mapping[str, TensorRecord]
+    num_sent_bytes: int | None = attrs.field(default=None, eq=False)
+    """Of a rank that sends what changed, or of all of them: what travelled. None: the tensors did."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +99,9 @@ class Rendezvous:
     """Whatever sender and receiver agreed upon: a directory, an address, a group size."""
     adapter: Mapping[str, Any] | None = None
     """Of a sync that sends a low-rank adapter alone: its `LoraConfig.peft_config`. No transport reads it."""
+    delta: Mapping[str, Any] | None = None
+    """Of a sync whose weights both sides keep: its own `id`, which no other sync has, and as `base` the id of the
+    weights whose changes are sent, None where all are. See `rl_core.rank_kit.weight_deltas`. No transport reads it."""
 
 
 class WeightSender(Protocol):

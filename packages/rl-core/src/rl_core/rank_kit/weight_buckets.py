@@ -2,49 +2,101 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, TensorRecord, WeightBucket
 
+_CHUNK_BYTES = 1 << 17
+"""Copied and summed at a time, in the cache: 1.05 of the speed of one after the other; 1 MiB at a time has 0.9."""
+
 
 def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Packs tensors into buckets of at most `max_bucket_bytes` (a larger tensor is a bucket of its own).
+    """Puts tensors into buckets of at most `max_bucket_bytes` (a larger tensor is a bucket of its own).
 
     Args:
-        named_tensors: full tensors, drained lazily: at most one bucket exists at a time.
+        named_tensors: full tensors, drained lazily: at most one bucket exists at a time. Each stays what it is until
+            the bucket after its own is drawn.
         max_bucket_bytes: bound of a bucket's data.
     """
     pending: list[tuple[str, Tensor]] = []
     pending_bytes = 0
     for name, tensor in named_tensors:
         if pending and pending_bytes + tensor.nbytes > max_bucket_bytes:
-            yield _bucket(pending)
+            yield from _packed_when_left(bucket_of(pending))
             pending, pending_bytes = [], 0
         pending.append((name, tensor.detach()))
         pending_bytes += tensor.nbytes
     if pending:
-        yield _bucket(pending)
+        yield from _packed_when_left(bucket_of(pending))
 
 
-def _bucket(named_tensors: list[tuple[str, Tensor]]) -> WeightBucket:
+def _packed_when_left(bucket: WeightBucket) -> Iterator[WeightBucket]:
+    """Whoever keeps a bucket and reads it after the next has been drawn finds its bytes of now."""
+    yield bucket
+    if bucket.parts:
+        bucket.data  # noqa: B018 - packs
+
+
+def bucket_of(named_tensors: Sequence[tuple[str, Tensor]]) -> WeightBucket:
+    """A bucket of these tensors, not packed yet."""
     return WeightBucket(
         names=tuple(name for name, _ in named_tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
-        data=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named_tensors]),
+        parts=tuple(tensor for _, tensor in named_tensors),
     )
+
+
+def packed_into(memory: Tensor, bucket: WeightBucket) -> WeightBucket:
+    """Packs a bucket into memory of the host, tensor by tensor, and lets its parts go; the bucket that lies there, with
+    the checksums of what was read.
+
+    Args:
+        memory: uint8, `bucket.num_bytes` of them, contiguous.
+    """
+    pieces = _pieces(bucket)
+    if any(piece.device != memory.device for piece in pieces):
+        memory.copy_(bucket.data)  # packed on the device and copied once: many small copies are slower
+        packed = attrs.evolve(bucket, data=memory)
+        return attrs.evolve(packed, checksums=tuple(checksum(piece) for piece in _pieces(packed)))
+    target, checksums, start = memory.numpy(), [], 0
+    for piece in pieces:
+        source, crc = piece.numpy(), 0
+        for at in range(0, len(source), _CHUNK_BYTES):
+            chunk = source[at : at + _CHUNK_BYTES]
+            target[start + at : start + at + len(chunk)] = chunk
+            crc = zlib_ng.crc32(chunk, crc)
+        checksums.append(crc)
+        start += len(source)
+    packed = attrs.evolve(bucket, data=memory, checksums=tuple(checksums))
+    bucket.taken()
+    return packed
+
+
+def _pieces(bucket: WeightBucket) -> list[Tensor]:
+    """Each tensor's bytes; packs nothing."""
+    if bucket.parts is not None:
+        return [part.contiguous().view(-1).view(torch.uint8) for part in bucket.parts]
+    sizes = [
+        getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+        for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+    ]
+    return list(bucket.data.split(sizes))
 
 
 def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     """The bucket's tensors by name, in order; each a copy-free view where its alignment allows, else a copy."""
+    if bucket.parts is not None:
+        yield from zip(bucket.names, bucket.parts, strict=True)
+        return
     start = 0
     for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype: torch.dtype = getattr(torch, dtype_name)
@@ -60,12 +112,15 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
         raise WeightSyncError(f"bucket of {bucket.names[:1]}…: {bucket.data.numel() - start} bytes belong to no tensor")
 
 
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes: zlib-ng's, which has zlib's values at six times its speed."""
+    return zlib_ng.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
 def tensor_record(tensor: Tensor) -> TensorRecord:
     """Shape, dtype and CRC-32 of a tensor's bytes."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return TensorRecord(
-        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), checksum=zlib.crc32(data.data)
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorRecord(shape=tuple(tensor.shape), dtype=dtype, checksum=checksum(tensor))
 
 
 def bucket_records(bucket: WeightBucket) -> dict[str, TensorRecord]:
@@ -96,15 +151,17 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
     """What all ranks sent, as one manifest. Raises WeightSyncError where two ranks sent different data under one
     name."""
     tensors: dict[str, TensorRecord] = {}
-    versions = set()
+    versions, sent_bytes = set(), []
     for manifest in manifests:
+        if manifest.num_sent_bytes is not None:
+            sent_bytes.append(manifest.num_sent_bytes)
         versions.add(manifest.version)
         for name, record in manifest.tensors.items():
             if tensors.setdefault(name, record) != record:
                 raise WeightSyncError(f"{name}: two ranks sent different tensors: {tensors[name]} and {record}")
     if len(versions) != 1:
         raise WeightSyncError(f"the ranks sent different versions: {sorted(versions)}")
-    return Manifest(version=versions.pop(), tensors=tensors)
+    return Manifest(version=versions.pop(), tensors=tensors, num_sent_bytes=sum(sent_bytes) if sent_bytes else None)
 
 
 def require_same(sent: Manifest, received: Manifest) -> None:

@@ -30,11 +30,13 @@ from rl_core.interfaces import (
     GenerateRequest,
     InferenceClient,
     Manifest,
+    Rendezvous,
     SamplingParams,
     Sleepable,
+    WeightPreparing,
     WeightTransport,
 )
-from rl_core.rank_kit.weight_buckets import pack_buckets, require_same
+from rl_core.rank_kit.weight_buckets import pack_buckets, require_same, tensor_record
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.reference_engine import slow_distribution
 
@@ -368,6 +370,38 @@ class InferenceClientConformance:
             self.test_logprobs_are_the_models_own(bench)
             (completion,) = bench.generate(bench.request("version", SamplingParams(max_tokens=5)))[0]
             assert set(completion.policy_versions) == {version}
+
+    def test_a_prepared_version_is_served_when_its_own_sync_says_so(self, bench: Bench) -> None:
+        client = bench.client
+        if not (isinstance(client, WeightPreparing) and bench.transport.is_staged):
+            pytest.skip("the client is not WeightPreparing, or the transport not staged")
+        version, given_up, tensors = bench.version + 1, bench.perturbed(31), bench.perturbed(32)
+
+        async def prepare(tensors: dict[str, Tensor]) -> Rendezvous:
+            rendezvous = bench.transport.open(num_ranks=1, num_engines=1)
+            sender = bench.transport.sender(rendezvous, 0, 1)
+            await asyncio.gather(
+                asyncio.to_thread(sender.send, pack_buckets(tensors.items(), 1 << 14), version),
+                client.prepare_weights(rendezvous, version),
+            )
+            return rendezvous
+
+        bench.transport.close(bench.run(prepare(given_up)))
+        assert bench.run(client.health()).version == bench.version
+        self.test_logprobs_are_the_models_own(bench)
+
+        async def update() -> Manifest:
+            rendezvous = await prepare(tensors)
+            await client.pause("keep")
+            arrived = await client.update_weights(rendezvous, version)
+            await client.resume()
+            bench.transport.close(rendezvous)
+            return arrived
+
+        expected = {name: tensor_record(tensor) for name, tensor in tensors.items()}
+        require_same(Manifest(version=version, tensors=expected), bench.run(update()))
+        bench.now_serving(tensors, version)
+        self.test_logprobs_are_the_models_own(bench)
 
     def test_an_engine_that_slept_serves_what_it_is_given_when_it_wakes(self, bench: Bench) -> None:
         client = bench.client

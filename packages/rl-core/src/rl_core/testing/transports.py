@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from rl_core import plugins
 from rl_core.errors import RLError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, WeightBucket, WeightSender, WeightTransport
 from rl_core.rank_kit.weight_buckets import merge_manifests, pack_buckets, require_same, tensor_record, unpack_bucket
+from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights, received
 
 _BUCKET_BYTES = 64
 
@@ -97,6 +98,10 @@ class Ranks:
 
     def send(self, version: int, rank: int) -> Manifest:
         return self.sender(rank).send(self._buckets(rank), version)
+
+    def send_delta(self, version: int, rank: int, delta: Mapping[str, Any], held: HeldWeights) -> Manifest:
+        """What changed since the base of `delta`."""
+        return DeltaSender(self.sender(rank), delta, held).send(self._buckets(rank), version)
 
     def sender(self, rank: int) -> WeightSender:
         return self.transport.sender(self.rendezvous, rank, len(self.parts))
@@ -192,6 +197,24 @@ class WeightTransportConformance:
             for _ in range(2):
                 require_same(sent, start("a late `receive`", _receive, ranks.rendezvous, 0).result()[1])
 
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_what_changed_since_the_last_sync_arrives_as_the_whole(self, num_ranks: int) -> None:
+        of_ranks, of_engine = [HeldWeights() for _ in range(num_ranks)], HeldWeights()
+        tensors, base = sample_tensors(), None
+        for version in (1, 2, 3):
+            delta = {"id": f"sync {version}", "base": base}
+            with self._sync(_dealt(tensors, num_ranks)) as (ranks, start):
+                receiving = start("an engine's `receive`", _receive, ranks.rendezvous, version, delta, of_engine)
+                sending = [
+                    start(f"rank {rank}'s `send`", ranks.send_delta, version, rank, delta, held)
+                    for rank, held in enumerate(of_ranks)
+                ]
+                sent = merge_manifests([manifest.result() for manifest in sending])
+                arrived, received_ = receiving.result()
+            require_same(sent, received_)
+            assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
+            tensors, base = {**tensors, "first.weight": arrived["first.weight"] + version}, delta["id"]
+
     def test_a_rank_drains_its_weights_also_when_the_sync_is_closed(self) -> None:
         with self._sync([sample_tensors()]) as (ranks, start):
             self._close(ranks.rendezvous)
@@ -261,8 +284,11 @@ def _dealt(tensors: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]
     return [dict(list(tensors.items())[rank::num_ranks]) for rank in range(num_ranks)]
 
 
-def _receive(rendezvous: Rendezvous, version: int) -> tuple[dict[str, Tensor], Manifest]:
+def _receive(
+    rendezvous: Rendezvous, version: int, delta: Mapping[str, Any] | None = None, held: HeldWeights | None = None
+) -> tuple[dict[str, Tensor], Manifest]:
     """What an engine does: everything by name, and a manifest of what it holds."""
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
-    tensors = {name: tensor for bucket in receiver.receive(version) for name, tensor in unpack_bucket(bucket)}
+    buckets = received(receiver, version, delta, held or HeldWeights())
+    tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
     return tensors, Manifest(version=version, tensors={name: tensor_record(tensor) for name, tensor in tensors.items()})

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Literal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import attrs
 
-from rl_core.interfaces import InferenceClient, Manifest, WeightReceivers, WeightTransport
+from rl_core.interfaces import InferenceClient, Manifest, WeightPreparing, WeightReceivers, WeightTransport
 from rl_core.rank_kit.weight_buckets import require_same
 from rl_core.workers import WorkerGroup
 
+R = TypeVar("R")
 PauseMode = Literal["keep", "abort", "wait"]
+
+
+@attrs.frozen(kw_only=True)
+class Publication:
+    """A sync that succeeded."""
+
+    sent: Manifest
+    """What the engines hold."""
+    pause_s: float
+    """How long they sampled nothing for it."""
 
 
 async def publish_weights(
@@ -24,8 +36,10 @@ async def publish_weights(
     max_bucket_bytes: int,
     num_engines: int = 1,
     pause_mode: PauseMode = "keep",
-) -> Manifest:
-    """Brings the engines to the group's weights, as `version`; returns what they hold.
+    delta: Mapping[str, Any] | None = None,
+) -> Publication:
+    """Brings the engines to the group's weights, as `version`. Where the transport is staged and the client is
+    `WeightPreparing`, engines sample until they have received it, and pause for the swap alone.
 
     Args:
         group: the ranks that send.
@@ -35,24 +49,42 @@ async def publish_weights(
         max_bucket_bytes: of what travels at a time.
         num_engines: of a client that does not say how many processes receive.
         pause_mode: what becomes of requests under way: see `InferenceClient.pause`.
+        delta: see `Rendezvous`; None: whole weights, which nobody keeps.
 
     Raises:
-        WeightSyncError: what arrived is not what was sent. The engines stay paused: they serve nothing until a good
-        sync.
+        WeightSyncError: what arrived is not what was sent. Engines that had been paused for it stay so, and serve
+        nothing until a good sync.
     """
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
     opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
-    rendezvous = attrs.evolve(opened, adapter=group.adapter)
+    rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta)
+
+    async def both(receiving: Awaitable[R]) -> tuple[Manifest, R]:
+        sender = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))
+        receiver = asyncio.ensure_future(receiving)
+        await _both_or_neither(sender, receiver, stop=lambda: transport.close(rendezvous))
+        return sender.result(), receiver.result()
+
     try:
-        await client.pause(pause_mode)
-        sending = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))
-        receiving = asyncio.ensure_future(client.update_weights(rendezvous, version))
-        await _both_or_neither(sending, receiving, stop=lambda: transport.close(rendezvous))
-        require_same(sending.result(), receiving.result())
+        if transport.is_staged and isinstance(client, WeightPreparing):
+            sent, _ = await both(client.prepare_weights(rendezvous, version))
+            paused_at = await _paused(client, pause_mode)
+            received = await client.update_weights(rendezvous, version)
+        else:
+            paused_at = await _paused(client, pause_mode)
+            sent, received = await both(client.update_weights(rendezvous, version))
+        require_same(sent, received)
         await client.resume()
     finally:
         transport.close(rendezvous)
-    return sending.result()
+    return Publication(sent=sent, pause_s=time.monotonic() - paused_at)
+
+
+async def _paused(client: InferenceClient, mode: PauseMode) -> float:
+    """When the engines were asked to pause; they have."""
+    asked_at = time.monotonic()
+    await client.pause(mode)
+    return asked_at
 
 
 async def _both_or_neither(

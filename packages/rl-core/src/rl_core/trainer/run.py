@@ -381,8 +381,7 @@ def _engines(config: Config, models: Models, client: InferenceClient | None, *, 
 
 
 def _transport(config: Config) -> WeightTransport:
-    name = config.generator.inference_engine.weight_sync_backend
-    transport = plugins.load("rl_core.weight_transports", name)
+    transport = plugins.load("rl_core.weight_transports", config.weight_transport)
     return transport.of_run(config.run_dir.resolve().name) if isinstance(transport, RunTransport) else transport
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import attrs
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import InferenceClient, Recovering, WeightReceivers, WeightTransport
 from rl_core.trainer.colocation import EngineTurns
-from rl_core.trainer.publish import PauseMode, publish_weights
+from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
+from rl_core.trainer.publish import PauseMode, Publication, publish_weights
 from rl_core.trainer.verification import VerificationSettings, verification_of
 from rl_core.workers import WorkerGroup
 
@@ -29,6 +30,8 @@ class ServingSettings:
     max_bucket_bytes: int
     num_engines: int
     pause_mode: PauseMode
+    delta_interval: int | None = None
+    """One sync in so many sends whole weights, the others what changed; None: all are whole."""
     verification: VerificationSettings
 
 
@@ -108,6 +111,7 @@ class ServedEngines:
         self._transport = transport
         self._turns = turns
         self._version = 0
+        self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
         self._verification = verification_of(settings.verification, policy, client, self._publish)
 
     @property
@@ -120,12 +124,12 @@ class ServedEngines:
 
     async def publish(self, version: int) -> dict[str, float]:
         self._version = version
-        await self._publish()
-        if self._verification is None:
-            return {}
-        agreed = await self._verification.after_sync(version)
-        await self._turns.to_engine()
-        return agreed
+        published = await self._publish()
+        metrics = {"time/pause": published.pause_s, **sent_share(published.sent)}
+        if self._verification is not None:
+            metrics |= await self._verification.after_sync(version)
+            await self._turns.to_engine()
+        return metrics
 
     async def prove(self) -> None:
         if self._verification is not None and self._settings.verification.prove_at_start:
@@ -150,13 +154,14 @@ class ServedEngines:
     async def to_models(self) -> None:
         await self._turns.to_models()
 
-    async def _publish(self) -> None:
-        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all."""
+    async def _publish(self) -> Publication:
+        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all; and with
+        whole weights, where changes were refused."""
         while True:
-            num_receivers = self._num_receivers()
+            num_receivers, delta = self._num_receivers(), self._next_delta()
             try:
                 async with self._turns.handover():
-                    await publish_weights(
+                    published = await publish_weights(
                         self._policy,
                         self._client,
                         self._transport,
@@ -164,12 +169,25 @@ class ServedEngines:
                         max_bucket_bytes=self._settings.max_bucket_bytes,
                         num_engines=self._settings.num_engines,
                         pause_mode=self._settings.pause_mode,
+                        delta=delta,
                     )
-                return
             except WeightSyncError as error:
-                if self._num_receivers() >= num_receivers:
+                if self._num_receivers() < num_receivers:
+                    logger.warning("publishing again, because an engine was lost: %s", error)
+                elif delta is not None and delta["base"] is not None:
+                    logger.warning("publishing again, with whole weights, because changes were refused: %s", error)
+                else:
                     raise
-                logger.warning("publishing again, because an engine was lost: %s", error)
+            else:
+                if self._deltas is not None and delta is not None:
+                    self._deltas.succeeded(delta)
+                return published
+
+    def _next_delta(self) -> Mapping[str, Any] | None:
+        if self._deltas is None:
+            return None
+        lacks_weights = isinstance(self._client, Recovering) and self._client.lacks_weights
+        return self._deltas.next(self._version, must_be_whole=lacks_weights)
 
     def _num_receivers(self) -> int:
         return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1

@@ -141,6 +141,7 @@ def serving_settings(config: Config) -> ServingSettings:
         max_bucket_bytes=engine.weight_bucket_bytes,
         num_engines=engine.num_engines,
         pause_mode=engine.weight_sync_pause_mode,
+        delta_interval=engine.weight_sync_whole_interval if engine.weight_sync_delta else None,
         verification=_verification(config),
     )
 

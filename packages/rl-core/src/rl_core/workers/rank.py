@@ -26,6 +26,7 @@ from rl_core.interfaces import (
     Worker,
     WorkerSpec,
 )
+from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,6 +91,7 @@ class RankHost:
 
     def __init__(self, backend: Backend, spec: WorkerSpec, rank: RankInfo):
         self._rank = rank
+        self._held = HeldWeights()
         self._worker: Worker = backend.create_worker(spec, rank)
 
     @property
@@ -110,7 +112,9 @@ class RankHost:
         return isinstance(self._worker, Perturbable)
 
     def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """The worker sends through this rank's end of the transport."""
+        """The worker sends through this rank's end of the transport: whole weights, or what changed."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
+        if rendezvous.delta is not None:
+            sender = DeltaSender(sender, rendezvous.delta, self._held)
         return self._worker.publish(sender, version, max_bucket_bytes)

@@ -24,7 +24,8 @@ import torch
 from rl_core.errors import DeadlineError, GenerationError, RLError
 from rl_core.interfaces import Completion, EngineHealth, GenerateRequest, Manifest, Rendezvous
 from rl_core.rank_kit.expert_choices import ExpertChoices
-from rl_rollout.local.model import eos_tokens, stage
+from rl_core.rank_kit.weight_deltas import HeldWeights
+from rl_rollout.local.model import StagedWeights, eos_tokens, stage
 from rl_rollout.local.rows import Ended, Sample
 from rl_rollout.local.scheduler import PauseMode, Scheduler
 from rl_rollout.local.stop_strings import StopStringWatch
@@ -59,6 +60,8 @@ class LocalEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._answers: set[asyncio.Future[Any]] = set()
+        self._held = HeldWeights()
+        self._staged: tuple[Rendezvous, StagedWeights] | None = None
         self._when_still: list[Callable[[], None]] = []
         self._thread: threading.Thread
         # The thread sets these before `start` returns.
@@ -149,11 +152,19 @@ class LocalEngine:
         calls = None if sample_ids is None else {self._calls[name] for name in sample_ids if name in self._calls}
         await self._ask(lambda: self._give_back(self._scheduler.abort(calls)), "the local engine to abort requests")
 
+    async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
+        """See `WeightPreparing`."""
+        self._require_alive()
+        self._staged = None
+        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version, self._held))
+        self._staged = (rendezvous, await self._wait(staging, f"weight version {version} to arrive"))
+
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """See `InferenceClient.update_weights`. The old version is served until the new one is whole and checked."""
-        self._require_alive()
-        staging = asyncio.ensure_future(asyncio.to_thread(stage, rendezvous, version))
-        staged = await self._wait(staging, f"weight version {version} to arrive")
+        if self._staged is None or self._staged[0] != rendezvous or self._staged[1].version != version:
+            await self.prepare_weights(rendezvous, version)
+        assert self._staged is not None
+        (_, staged), self._staged = self._staged, None
         await self._ask(
             lambda: self._scheduler.update_weights(staged), f"the local engine to load weight version {version}"
         )

@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord
 from rl_core.rank_kit.expert_choices import no_progress_bars
 from rl_core.rank_kit.weight_buckets import broken_weights_file, bucket_records, unpack_bucket
+from rl_core.rank_kit.weight_deltas import HeldWeights, received
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,12 +94,18 @@ class StagedWeights:
     manifest: Manifest
 
 
-def stage(rendezvous: Rendezvous, version: int) -> StagedWeights:
-    """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError."""
+def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeights:
+    """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError.
+
+    Args:
+        rendezvous: of the sync.
+        version: that must arrive.
+        held: what the engine received last, for a sync that sends what changed since.
+    """
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
-    for bucket in receiver.receive(version):
+    for bucket in received(receiver, version, rendezvous.delta, held):
         tensors |= unpack_bucket(bucket)
         records |= bucket_records(bucket)
     return StagedWeights(version=version, tensors=tensors, manifest=Manifest(version=version, tensors=records))

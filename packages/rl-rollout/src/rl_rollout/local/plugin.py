@@ -40,6 +40,7 @@ class LocalEnginePlugin:
     """InferencePlugin of the engine that runs in the trainer's process: no server, no Ray, one device."""
 
     contract_version: int = 2
+    receives_deltas: bool = True
     name: str = "local"
 
     def validate(self, spec: EngineSpec) -> None:
@@ -58,6 +59,10 @@ class LocalEnginePlugin:
         _require_known(spec)
         if spec.max_num_seqs < 1:
             raise ConfigError(f"{_SECTION}.max_num_seqs: {spec.max_num_seqs}, expected at least 1")
+
+    def is_on_this_host(self, options: object) -> bool:
+        """It is in the trainer's process."""
+        return True
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
         """See `EnginePlanner`. transformers caches latent attention's keys and values of every head."""

@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_core.rank_kit.weight_buckets import bucket_records
+from rl_core.rank_kit.host_memory import fresh_memory
+from rl_core.rank_kit.weight_buckets import bucket_records, packed_into
 from rl_rollout.transports.channel import Channel
 from rl_rollout.transports.sync_log import (
     CPU,
@@ -61,14 +62,16 @@ class BroadcastSender:
     def _send(self, channel: Channel, buckets: Iterator[WeightBucket], version: int) -> dict[str, TensorRecord]:
         tensors: dict[str, TensorRecord] = {}
         group: Group | None = None
+        stages = Stages()
         try:
             for bucket in buckets:
+                packed = stages.packed(bucket)
                 if group is None:
-                    group = self._open_group(channel, bucket.data, version)
-                channel.append(description(bucket, self._rank))
+                    group = self._open_group(channel, packed.data, version)
+                channel.append(description(packed, self._rank))
                 group.wait()
-                group.start_broadcast(bucket.data)
-                tensors |= bucket_records(bucket)
+                group.start_broadcast(packed.data)
+                tensors |= bucket_records(packed)
             if group is not None:
                 group.wait()
             channel.append(end_message(tensors, self._rank, version))
@@ -86,6 +89,23 @@ class BroadcastSender:
         backend = "nccl" if has_gpus else "gloo"
         channel.append({"kind": "group", "rank": self._rank, "backend": backend})
         return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
+
+
+class Stages:
+    """The memory that a rank's buckets are packed into on the host: two, in turns, for all buckets of a sync."""
+
+    def __init__(self) -> None:
+        self._stages = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    def packed(self, bucket: WeightBucket) -> WeightBucket:
+        """The bucket, packed; overwritten by the next but one. On a GPU, where torch keeps memory by itself, as it
+        is."""
+        if bucket.parts is None or any(part.is_cuda for part in bucket.parts):
+            return bucket
+        self._stages.reverse()
+        if self._stages[0].numel() < bucket.num_bytes:
+            self._stages[0] = fresh_memory(bucket.num_bytes)
+        return packed_into(self._stages[0][: bucket.num_bytes], bucket)
 
 
 class BroadcastReceiver:
@@ -229,7 +249,9 @@ class Group:
 
 
 def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.device) -> WeightBucket:
-    memory = torch.empty(message["num_bytes"], dtype=torch.uint8, device=group.device)
+    on_host = group.device.type == CPU
+    size = message["num_bytes"]
+    memory = fresh_memory(size) if on_host else torch.empty(size, dtype=torch.uint8, device=group.device)
     group.start_broadcast(memory)
     group.wait()
     data = memory.to(device)

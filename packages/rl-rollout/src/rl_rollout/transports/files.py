@@ -88,22 +88,21 @@ class FilesSender:
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
         """Writes each bucket as it comes: one at a time is in memory. Raises WeightSyncError if it cannot."""
-        from rl_core.rank_kit.weight_buckets import bucket_records, draining
+        from rl_core.rank_kit.weight_buckets import draining
 
         tensors: dict[str, TensorRecord] = {}
         entries = []
         try:
             with draining(buckets):
                 for i, bucket in enumerate(buckets):
-                    data = bucket.data.detach().cpu().numpy()
-                    path = self._directory_for(data.nbytes) / f"rank{self._rank}_{i}.bucket"
-                    data.tofile(path)
-                    records = bucket_records(bucket)
+                    num_bytes = bucket.num_bytes
+                    path = self._directory_for(num_bytes) / f"rank{self._rank}_{i}.bucket"
+                    records = _write_bucket(path, bucket)
                     tensors |= records
                     described = [
                         [name, record.dtype, record.shape, record.checksum] for name, record in records.items()
                     ]
-                    entries.append({"file": str(path), "num_bytes": data.nbytes, "tensors": described})
+                    entries.append({"file": str(path), "num_bytes": num_bytes, "tensors": described})
                 self._write_manifest({"version": version, "buckets": entries})
         except OSError as error:
             raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
@@ -187,13 +186,32 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
     return bucket
 
 
-def _read_bytes(path: Path) -> Tensor:
+def _write_bucket(path: Path, bucket: WeightBucket) -> dict[str, TensorRecord]:
+    """Straight from the tensors, which are let go; what was written."""
     import torch
 
-    data = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    with path.open("rb") as file:
-        file.readinto(data.numpy().data)
-    return data
+    from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
+
+    on_host = bucket if bucket.parts is not None else attrs.evolve(bucket, data=bucket.data.detach().cpu())
+    with path.open("wb", buffering=0) as file:
+        for _, tensor in unpack_bucket(on_host):
+            data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            while len(data):
+                data = data[file.write(data) :]
+    records = bucket_records(on_host)
+    bucket.taken()
+    return records
+
+
+def _read_bytes(path: Path) -> Tensor:
+    from rl_core.rank_kit.host_memory import fresh_memory
+
+    data = fresh_memory(path.stat().st_size)
+    with path.open("rb", buffering=0) as file:
+        view, at = data.numpy().data, 0
+        while count := file.readinto(view[at:]):
+            at += count
+    return data[:at]
 
 
 def _manifest_path(directory: Path, rank: int) -> Path:

@@ -3,6 +3,8 @@
 Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine has the whole version, or
 refuses it. While an engine checks a bucket, the rank writes the next one.
 
+Tensors are packed straight into the segment, and summed up while they are in the cache.
+
 A segment is memory without a name (memfd), which engines open through the rank's `/proc` entry; the kernel frees it
 with its last user, however that ends. A rank keeps its segments for the next sync, since fresh pages cost several times
 the copy. An engine holds a shared file lock on what it has mapped: a rank that cannot get the exclusive lock leaves the
@@ -14,14 +16,13 @@ there were.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_POLL_S = 0.02
-_BUCKETS_IN_WORK = 2
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ (Linux 5.14): maps all pages at once, where touching them one by one takes longer than the sum."""
 
 
 @attrs.frozen
@@ -97,41 +99,33 @@ class SharedMemorySender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Copies each bucket as it comes; checksums are computed beside the next copy. Raises WeightSyncError."""
-        from rl_core.rank_kit.weight_buckets import draining
+        """Packs each bucket into shared memory as it comes. Raises WeightSyncError."""
+        from rl_core.rank_kit.weight_buckets import bucket_records, draining
 
         tensors: dict[str, TensorRecord] = {}
-        announcing: deque[Future[dict[str, TensorRecord]]] = deque()
         count = 0
         try:
-            with draining(buckets), _pool_of(self._rank) as pool, ThreadPoolExecutor(1) as checking:
+            with draining(buckets), _pool_of(self._rank) as pool:
                 _require_same_host(self._rendezvous, f"rank {self._rank}")
                 for bucket in buckets:
-                    segment = pool.take(bucket.data.numel())
-                    segment.write(bucket.data)
-                    announcing.append(checking.submit(self._announce, bucket, segment, version, count))
+                    segment = pool.take(bucket.num_bytes)
+                    records = bucket_records(segment.write(bucket))
+                    self._announce(records, segment, version, count)
+                    tensors |= records
                     count += 1
-                    if len(announcing) == _BUCKETS_IN_WORK:
-                        tensors |= announcing.popleft().result()
-                for announced in announcing:
-                    tensors |= announced.result()
                 self._write(f"rank{self._rank}.json", {"version": version, "num_buckets": count})
         except OSError as error:
             raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
         return Manifest(version=version, tensors=tensors)
 
-    def _announce(self, bucket: WeightBucket, segment: Segment, version: int, index: int) -> dict[str, TensorRecord]:
-        from rl_core.rank_kit.weight_buckets import bucket_records
-
-        records = bucket_records(bucket)
+    def _announce(self, records: Mapping[str, TensorRecord], segment: Segment, version: int, index: int) -> None:
         entry = {
             "version": version,
             "path": segment.path,
-            "num_bytes": bucket.data.numel(),
+            "num_bytes": segment.num_bytes,
             "tensors": [[name, record.dtype, record.shape, record.checksum] for name, record in records.items()],
         }
         self._write(f"rank{self._rank}_{index}.json", entry)
-        return records
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         path = Path(self._rendezvous.data["directory"], name)
@@ -209,10 +203,13 @@ class Segment:
                 self.close()
                 raise
 
-    def write(self, data: Tensor) -> None:
-        """Copies a bucket's bytes, from whatever device, and lets engines in."""
-        self.tensor.copy_(data)
+    def write(self, bucket: WeightBucket) -> WeightBucket:
+        """Packs a bucket, from whatever device, and lets engines in; the bucket as it lies here."""
+        from rl_core.rank_kit.weight_buckets import packed_into
+
+        packed = packed_into(self.tensor, bucket)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return packed
 
     def lock(self) -> bool:
         """Whether no engine holds it; if so, none can until `write` is done."""
@@ -295,6 +292,8 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
             f"shared memory of rank {rank} cannot be read: the rank is gone, sends again already, or runs in another "
             f"container: {error}"
         ) from error
+    with contextlib.suppress(OSError):  # an older kernel: pages are mapped as they are read
+        mapped.madvise(_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

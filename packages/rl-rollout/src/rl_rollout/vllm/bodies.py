@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rl_core.interfaces import GenerateRequest, SamplingParams
+from rl_core.interfaces import GenerateRequest, Rendezvous, SamplingParams
 
 MAX_SAMPLES = 4096
 """Of one request."""
@@ -106,6 +106,11 @@ class UpdateBody(Body):
     adapter: dict[str, Any] | None
     version: Count
     timeout_s: Seconds
+    delta: dict[str, Any] | None = None
+
+    def rendezvous(self) -> Rendezvous:
+        """As the record of the contract; which transport it is of does not travel."""
+        return Rendezvous(transport="", receiver=self.receiver, data=self.data, adapter=self.adapter, delta=self.delta)
 
 
 class SleepBody(Body):

@@ -158,23 +158,22 @@ class RemoteInferenceClient:
         """See `InferenceClient.resume`."""
         await self._on_all("resume", {}, timeout_s=_SHORT_S)
 
+    async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
+        """See `WeightPreparing`. A server that dies meanwhile is left to the supervisor."""
+        await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
+        arguments = self._update_arguments(rendezvous, version)
+        await self._on_all("prepare_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
+
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
         """See `InferenceClient.update_weights`. A server that dies meanwhile is left to the supervisor.
 
         Raises:
             WeightSyncError: a server that lives did not get the version; none serves it then.
         """
-        timeout_s = _UPDATE_SHARE * self._timeout_s
-        arguments = {
-            "receiver": rendezvous.receiver,
-            "data": dict(rendezvous.data),
-            "adapter": None if rendezvous.adapter is None else dict(rendezvous.adapter),
-            "version": version,
-            "timeout_s": timeout_s,
-        }
+        arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         async with self._pool.updating():
-            answers = await self._on_all("update_weights", arguments, timeout_s=timeout_s + _SHORT_S)
+            answers = await self._on_all("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
             if not answers:
                 lost = f"weight version {version}: every server was lost meanwhile"
                 raise WeightSyncError(f"{lost}; {self._pool.described()}")
@@ -184,6 +183,16 @@ class RemoteInferenceClient:
                 raise WeightSyncError(f"weight version {version}: the servers received different weights")
             await self._pool.changed_version(version, list(manifests))
         return first
+
+    def _update_arguments(self, rendezvous: Rendezvous, version: int) -> dict[str, Any]:
+        return {
+            "receiver": rendezvous.receiver,
+            "data": dict(rendezvous.data),
+            "adapter": None if rendezvous.adapter is None else dict(rendezvous.adapter),
+            "delta": None if rendezvous.delta is None else dict(rendezvous.delta),
+            "version": version,
+            "timeout_s": _UPDATE_SHARE * self._timeout_s,
+        }
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
         """See `AdapterServing`. Waits for servers that are paused."""

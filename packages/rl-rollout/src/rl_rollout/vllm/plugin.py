@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import attrs
@@ -20,6 +21,7 @@ class VLLMPlugin:
     """InferencePlugin of vLLM servers: Ray actors of this run, or servers that somebody else started."""
 
     contract_version: int = 2
+    receives_deltas: bool = True
     name: str = "vllm"
     options_class: type = VLLMOptions
 
@@ -49,6 +51,10 @@ class VLLMPlugin:
                 f"trainer.policy.model.lora.rank: got {spec.lora.rank}, and vLLM serves adapters up to rank "
                 f"{MAX_LORA_RANKS[-1]}; lower it, or set trainer.policy.model.lora.merge_lora=true"
             )
+
+    def is_on_this_host(self, options: VLLMOptions) -> bool:
+        """Of servers that the run starts, on a Ray of its own; where a Ray is joined, it may have other machines."""
+        return options.external_server_urls is None and "RAY_ADDRESS" not in os.environ
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
         """See `EnginePlanner`."""

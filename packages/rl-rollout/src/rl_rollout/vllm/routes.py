@@ -85,10 +85,11 @@ class Handlers:
     async def resume(self, asked: bodies.Body) -> None:
         await self._engine.resume()
 
+    async def prepare_weights(self, asked: bodies.UpdateBody) -> None:
+        await self._engine.prepare_weights(asked.rendezvous(), asked.version, timeout_s=asked.timeout_s)
+
     async def update_weights(self, asked: bodies.UpdateBody) -> Any:
-        return await self._engine.update_weights(
-            asked.receiver, asked.data, asked.version, adapter=asked.adapter, timeout_s=asked.timeout_s
-        )
+        return await self._engine.update_weights(asked.rendezvous(), asked.version, timeout_s=asked.timeout_s)
 
     async def sleep(self, asked: bodies.SleepBody) -> None:
         await self._engine.sleep(asked.level)
@@ -118,6 +119,7 @@ ROUTES: Mapping[str, tuple[type[bodies.Body], Callable[..., Awaitable[Any]]]] = 
     "abort": (bodies.AbortBody, Handlers.abort),
     "pause": (bodies.PauseBody, Handlers.pause),
     "resume": (bodies.Body, Handlers.resume),
+    "prepare_weights": (bodies.UpdateBody, Handlers.prepare_weights),
     "update_weights": (bodies.UpdateBody, Handlers.update_weights),
     "sleep": (bodies.SleepBody, Handlers.sleep),
     "wake": (bodies.WakeBody, Handlers.wake),

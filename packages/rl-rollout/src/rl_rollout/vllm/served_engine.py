@@ -23,11 +23,12 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError, WeightSyncError
-from rl_core.interfaces import Completion, GenerateRequest, SamplingParams
+from rl_core.interfaces import Completion, GenerateRequest, Rendezvous, SamplingParams
 from rl_core.tasks import all_of
 from rl_rollout.transports.receivers import require_allowed
 from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.engine_cores import answers_of_all, require_single_calls
+from rl_rollout.vllm.preparing import arguments_of, prepared
 
 PauseMode = Literal["keep", "abort", "wait"]
 _MAX_SEED = 2**63
@@ -171,17 +172,15 @@ class ServedEngine:
         await self._engine.abort(asked)
         return list(chosen)
 
-    async def update_weights(
-        self,
-        receiver: str,
-        data: Mapping[str, Any],
-        version: int,
-        *,
-        adapter: Mapping[str, Any] | None = None,
-        timeout_s: float,
-    ) -> Mapping[str, Any]:
-        """Receives and loads a version under paused requests; returns the manifest of what arrived, as plain data:
-        every worker of every data-parallel engine has answered with it.
+    async def prepare_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> None:
+        """Every worker receives the version, and samples meanwhile. Raises WeightSyncError; the version before goes on
+        serving."""
+        require_allowed(rendezvous.receiver, self._receivers)
+        await prepared(self._engine, rendezvous, version, timeout_s=timeout_s)
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> Mapping[str, Any]:
+        """Receives a version, unless it is prepared, and loads it under paused requests; returns the manifest of what
+        arrived, as plain data: every worker of every data-parallel engine has answered with it.
 
         Tokens sampled so far keep the version that sampled them. Requests under way go on under the new weights, with
         their cache computed anew; the prefix cache is empty afterwards. Where routes are returned, requests are given
@@ -192,12 +191,12 @@ class ServedEngine:
             WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
             serves or, if `quarantine` says so, none.
         """
-        require_allowed(receiver, self._receivers)
+        require_allowed(rendezvous.receiver, self._receivers)
         async with self._changing:
             self.is_updating = True
             try:
                 async with asyncio.timeout(timeout_s):
-                    manifest = await self._update(receiver, data, adapter, version)
+                    manifest = await self._update(rendezvous, version)
             except (TimeoutError, asyncio.CancelledError) as error:
                 await self._enter_quarantine(f"an update did not end within {timeout_s:g} s")
                 if isinstance(error, asyncio.CancelledError):
@@ -324,14 +323,12 @@ class ServedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def _update(
-        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
-    ) -> Mapping[str, Any]:
+    async def _update(self, rendezvous: Rendezvous, version: int) -> Mapping[str, Any]:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         await self._outputs_processed()
         if self._returns_routes:
             await self.abort(None)
-        manifest = await self._received(receiver, data, adapter, version)
+        manifest = await self._received(rendezvous, version)
         if not await self._emptied_caches():
             await self._enter_quarantine("the prefix cache could not be emptied after an update")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}")
@@ -339,11 +336,9 @@ class ServedEngine:
         self.quarantine = None
         return manifest
 
-    async def _received(
-        self, receiver: str, data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
-    ) -> Mapping[str, Any]:
+    async def _received(self, rendezvous: Rendezvous, version: int) -> Mapping[str, Any]:
         # Without a deadline of its own: the core then answers nobody while a worker hangs, which heartbeats notice.
-        arguments = ("rl_receive_weights", None, (receiver, dict(data), adapter, version), None)
+        arguments = ("rl_receive_weights", None, arguments_of(rendezvous, version), None)
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +22,13 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_core import plugins
-from rl_core.errors import RLError, WeightSyncError
+from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket, WeightReceiver
 from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket
+from rl_core.rank_kit.weight_deltas import HeldWeights, received
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
+from rl_rollout.vllm.weights.preparation import Preparation, described
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, stored_tensors
 from rl_rollout.vllm.wire import manifest_record
 
@@ -39,6 +41,13 @@ _STORED = "rl_stored"
 _HELD = "rl_held"
 """Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
 and the names of its tensors. Missing before the first update."""
+
+_BASE = "rl_base"
+"""Attribute of a worker: what it received last, the base of a sync that sends what changed. Missing before the first
+update."""
+
+_PREPARATION = "rl_preparation"
+"""Attribute of a worker: the `Preparation` of the sync that comes next. Missing where none was begun."""
 
 
 @attrs.frozen(kw_only=True)
@@ -60,38 +69,80 @@ class WeightReceiverExtension:
         """Once, before the first request, of an engine with adapters."""
         adapters.start_with_zeros(self)
 
+    def rl_prepare_weights(
+        self,
+        version: int,
+        receiver: str,
+        data: Mapping[str, Any],
+        adapter: Mapping[str, Any] | None,
+        delta: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins to receive `version` of a staged transport, beside the model; parameters as `rl_receive_weights`."""
+        rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
+        before = getattr(self, _PREPARATION, None)
+        prepared = Preparation(rendezvous, version, lambda: list(_arriving(self, rendezvous, version)), before)
+        setattr(self, _PREPARATION, prepared)
+
+    def rl_preparation_state(self) -> dict[str, Any]:
+        """See `Preparation.state`, of the last one."""
+        return getattr(self, _PREPARATION).state()
+
     def rl_receive_weights(
-        self, receiver: str, rendezvous_data: Mapping[str, Any], adapter: Mapping[str, Any] | None, version: int
+        self,
+        version: int,
+        receiver: str,
+        data: Mapping[str, Any],
+        adapter: Mapping[str, Any] | None,
+        delta: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Receives `version` and loads it; called on every worker of the engine, through `collective_rpc`.
+        """Receives `version`, unless that is prepared, and loads it; called on every worker of the engine, through
+        `collective_rpc`.
 
         A staged transport's version, and an adapter by any transport, is loaded when all workers have it whole and
         checked. Other weights are loaded as they come; if that breaks off, this worker has no version that could be
         served until an update succeeds.
 
         Args:
-            receiver: `package.module:Class` of the transport's receiver.
-            rendezvous_data: `Rendezvous.data`.
-            adapter: `Rendezvous.adapter`.
             version: that must arrive.
+            receiver, data, adapter, delta: of the `Rendezvous`.
 
         Returns:
             The fields of `Outcome`. Nothing is raised: an exception would not say what the worker holds.
         """
         try:
-            rendezvous = Rendezvous(transport="", receiver=receiver, data=rendezvous_data, adapter=adapter)
-            _require_fitting(self, rendezvous)
-            receiving: WeightReceiver = plugins.load_receiver(receiver)(rendezvous)
-            with _received(receiving, version) as arriving:
+            rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
+            is_staged = plugins.load_receiver(receiver)(rendezvous).is_staged
+            with closing(_received(self, rendezvous, version)) as arriving:
                 if adapter is not None:
                     tensors = _load_adapter(self, _agreed(self, arriving, adapter), adapter)
                 else:
-                    buckets = fitting(arriving, _stored(self), _dtype(self))
-                    tensors = _load(self, _agreed(self, buckets) if receiving.is_staged else buckets)
+                    tensors = _load(self, _agreed(self, arriving) if is_staged else arriving)
         except Exception as error:
-            message = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
-            return attrs.asdict(Outcome(error=message, is_intact=getattr(self, _IS_INTACT, True)))
+            is_intact = getattr(self, _IS_INTACT, True)
+            return attrs.asdict(Outcome(error=described(error), is_intact=is_intact))
         return attrs.asdict(Outcome(manifest=manifest_record(Manifest(version=version, tensors=tensors))))
+
+
+def _arriving(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[WeightBucket, None, None]:
+    """The version's buckets, as far as they fit the model."""
+    _require_fitting(worker, rendezvous)
+    receiver: WeightReceiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
+    with closing(received(receiver, version, rendezvous.delta, _held_weights(worker))) as arriving:
+        if rendezvous.adapter is not None:
+            yield from arriving
+        else:
+            yield from fitting(arriving, _stored(worker), _dtype(worker))
+
+
+def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[WeightBucket, None, None]:
+    """As `_arriving`; what was prepared is there already."""
+    preparation: Preparation | None = worker.__dict__.pop(_PREPARATION, None)
+    if preparation is not None and preparation.is_of(rendezvous, version):
+        yield from preparation.buckets()
+        return
+    if preparation is not None:
+        preparation.wait()
+    yield from _arriving(worker, rendezvous, version)
 
 
 def _stored(worker: Any) -> Mapping[str, StoredTensor]:
@@ -105,16 +156,10 @@ def _dtype(worker: Any) -> str:
     return str(worker.model_config.dtype).removeprefix("torch.")
 
 
-@contextmanager
-def _received(receiving: WeightReceiver, version: int) -> Iterator[Iterator[WeightBucket]]:
-    """The buckets. Ends the receiving with the block: the senders need not find out by a deadline that nobody takes
-    any more."""
-    buckets = receiving.receive(version)
-    try:
-        yield buckets
-    finally:
-        if isinstance(buckets, Generator):
-            buckets.close()
+def _held_weights(worker: Any) -> HeldWeights:
+    if not hasattr(worker, _BASE):
+        setattr(worker, _BASE, HeldWeights())
+    return getattr(worker, _BASE)
 
 
 def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:

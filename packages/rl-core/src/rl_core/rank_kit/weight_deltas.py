@@ -1,0 +1,246 @@
+"""The two ends of a delta sync, which sends what changed since the weights that both sides hold (`Rendezvous.delta`).
+
+Any transport carries it, because what is sent are buckets. A rank keeps the bytes that it sent last; an engine keeps
+what it received, each tensor in host memory of its own, makes the changes in copies and loads the whole result as it
+loads any version. The manifests of both sides are of the result, and an engine refuses a tensor whose checksum is not
+the rank's before anything is loaded. Which weights are held is said by an id that no other sync has: a number of a
+version may come twice, with other weights.
+
+Layout: a bucket begins with a table in JSON, a row per tensor, which says how it is sent: whole, as `Changes`, or not
+at all where it is what it was. What is sent follows in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, TensorRecord, WeightBucket, WeightReceiver, WeightSender
+from rl_core.rank_kit.host_memory import fresh_memory
+from rl_core.rank_kit.weight_buckets import bucket_of, draining, tensor_record, unpack_bucket
+from rl_core.rank_kit.weight_changes import Changes, apply_changes, take_changes
+
+_TABLE = "delta/table/"
+_WHOLE = -1
+"""In a row's place of `Changes.width`: the tensor follows as it is."""
+
+
+@attrs.define(eq=False)
+class HeldWeights:
+    """What one side has of the last sync: the base of the next. One sync at a time uses it."""
+
+    id: str | None = None
+    """Of that sync; None: nothing that could be a base."""
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    """By name, contiguous, on the host."""
+
+    def drop(self) -> None:
+        """Lets everything go: the next sync has to bring whole weights."""
+        self.id, self.tensors = None, {}
+
+    def require(self, base: str, who: str) -> None:
+        """Raises WeightSyncError unless these are the weights that the changes are of."""
+        if self.id != base:
+            raise WeightSyncError(f"changes of the weights {base} were sent, and {who} holds {self.id or 'none'}")
+
+
+class DeltaSender:
+    """A rank's end: what it is given whole it sends as `delta` says, by another sender."""
+
+    def __init__(self, sender: WeightSender, delta: Mapping[str, Any], held: HeldWeights) -> None:
+        """
+        Args:
+            sender: of any transport.
+            delta: `Rendezvous.delta`.
+            held: what this rank sent last; afterwards what it sent now, nothing after an error.
+        """
+        self._sender = sender
+        self._delta = delta
+        self._held = held
+        self._num_bytes = 0
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        """See `WeightSender.send`; the manifest is of whole weights. Raises WeightSyncError where this rank does not
+        hold the base."""
+        records: dict[str, TensorRecord] = {}
+        try:
+            with draining(buckets):
+                if self._delta["base"] is None:
+                    self._held.drop()
+                    outgoing = self._kept(buckets, records)
+                else:
+                    self._held.require(self._delta["base"], "this rank")
+                    outgoing = self._changed(buckets, records)
+                self._held.id = None
+                self._sender.send(self._counted(outgoing), version)
+        except BaseException:
+            self._held.drop()
+            raise
+        for gone in self._held.tensors.keys() - records.keys():
+            del self._held.tensors[gone]
+        self._held.id = self._delta["id"]
+        return Manifest(version=version, tensors=records, num_sent_bytes=self._num_bytes)
+
+    def _counted(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        for bucket in buckets:
+            self._num_bytes += bucket.num_bytes
+            yield bucket
+
+    def _kept(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
+        """The buckets as they are."""
+        for bucket in buckets:
+            for name, tensor in unpack_bucket(bucket):
+                self._held.tensors[name] = _copied(tensor)
+                records[name] = tensor_record(self._held.tensors[name])
+            yield bucket
+
+    def _changed(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
+        """One for each of these, with the changes alone."""
+        for i, bucket in enumerate(buckets):
+            rows, sent = [], []
+            for name, tensor in unpack_bucket(bucket):
+                new = tensor.detach().cpu().contiguous()
+                records[name] = tensor_record(new)
+                changes = self._taken(name, new)
+                rows.append(_row(name, records[name], changes))
+                if changes is None:
+                    sent.append((name, new))
+                elif changes.count:
+                    sent.append((f"{name}/changes", changes.data))
+            table = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
+            yield bucket_of([(f"{_TABLE}{i}", table), *sent])
+            bucket.taken()
+
+    def _taken(self, name: str, new: Tensor) -> Changes | None:
+        """What changed, and is held from now on; None where the tensor goes whole."""
+        held = self._held.tensors.get(name)
+        is_alike = held is not None and (held.shape, held.dtype) == (new.shape, new.dtype)
+        changes = take_changes(held, new) if held is not None and is_alike else None
+        if changes is None:
+            self._held.tensors[name] = _copied(new)
+        return changes
+
+
+def received(
+    receiver: WeightReceiver, version: int, delta: Mapping[str, Any] | None, held: HeldWeights
+) -> Generator[WeightBucket, None, None]:
+    """An engine's end: the buckets of `receiver.receive`, each tensor whole and checked. Their memory is never written
+    again.
+
+    Args:
+        receiver: of any transport.
+        version: that must arrive.
+        delta: `Rendezvous.delta`.
+        held: what this engine received last; when all buckets were taken, what it received now, and nothing if they
+            were not.
+
+    Raises:
+        WeightSyncError: what `receiver` raises; the engine does not hold the base; a tensor with its changes is not
+            what the rank has, or lacks its changes.
+    """
+    arriving = receiver.receive(version)
+    base, held.tensors = dict(held.tensors), {}
+    held_id, held.id = held.id, None
+    try:
+        if delta is None:
+            yield from arriving
+            return
+        if delta["base"] is None:
+            for bucket in arriving:
+                held.tensors |= {name: _copied(tensor) for name, tensor in unpack_bucket(bucket)}
+                yield bucket
+        else:
+            _require_base(HeldWeights(held_id, base), delta["base"], arriving)
+            for bucket in arriving:
+                whole = _with_changes(bucket, base)
+                held.tensors |= dict(unpack_bucket(whole))
+                yield whole
+            if base:
+                raise WeightSyncError(f"changes of {len(base)} tensors did not come, of {sorted(base)[:3]}")
+        held.id = delta["id"]
+    finally:
+        if isinstance(arriving, Generator):
+            arriving.close()
+        if held.id is None:
+            held.drop()
+
+
+def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]) -> None:
+    """Runs through what arrives before it says no: of some transports the other engines' buckets wait for this one."""
+    try:
+        held.require(base, "this engine")
+    except WeightSyncError:
+        for _ in arriving:
+            pass
+        raise
+
+
+def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
+    """The bucket of whole tensors that one of `DeltaSender._changed` stands for. Each leaves `base`."""
+    sent = dict(unpack_bucket(bucket))
+    tables = [name for name in bucket.names if name.startswith(_TABLE)]
+    if len(tables) != 1 or bucket.names[0] != tables[0]:
+        raise WeightSyncError(f"changes were announced, and a bucket begins with {bucket.names[:1]}, not with a table")
+    rows = [_Row(*row) for row in json.loads(bytes(sent.pop(tables[0]).numpy()))]
+    whole, records = [], []
+    for row in rows:
+        before = base.pop(row.name, None)
+        tensor = _made(row, before, sent)
+        record = tensor_record(tensor)
+        if record != row.record:
+            raise WeightSyncError(f"{row.name} with its changes is {record}, and the rank's is {row.record}")
+        whole.append((row.name, tensor))
+        records.append(record)
+    if sent:
+        raise WeightSyncError(f"{len(sent)} tensors came that no table names: {sorted(sent)[:3]}")
+    return attrs.evolve(bucket_of(whole), checksums=tuple(record.checksum for record in records))
+
+
+def _made(row: _Row, before: Tensor | None, sent: dict[str, Tensor]) -> Tensor:
+    name = row.name if row.width == _WHOLE else f"{row.name}/changes"
+    if (row.width == _WHOLE or row.count) and name not in sent:
+        raise WeightSyncError(f"{name} did not come")
+    if row.width == _WHOLE:
+        return _copied(sent.pop(name))
+    if before is None:
+        raise WeightSyncError(f"{row.name} is to be changed, and was not among the weights that the changes are of")
+    if not row.count:
+        return before
+    tensor = _copied(before)
+    apply_changes(tensor, Changes(data=sent.pop(name), count=row.count, width=row.width))
+    return tensor
+
+
+@attrs.frozen
+class _Row:
+    """Of a bucket's table."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    checksum: int
+    """Of the new tensor."""
+    count: int
+    width: int
+    """Both as in `Changes`; `_WHOLE`."""
+
+    @property
+    def record(self) -> TensorRecord:
+        return TensorRecord(shape=tuple(self.shape), dtype=self.dtype, checksum=self.checksum)
+
+
+def _row(name: str, record: TensorRecord, changes: Changes | None) -> list[Any]:
+    count, width = (0, _WHOLE) if changes is None else (changes.count, changes.width)
+    return [name, list(record.shape), record.dtype, record.checksum, count, width]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On the host, in memory of its own."""
+    copy = fresh_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())

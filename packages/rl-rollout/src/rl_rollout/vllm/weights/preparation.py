@@ -1,0 +1,63 @@
+"""A version that a worker receives while its model samples with the one before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from rl_core.errors import RLError
+from rl_core.interfaces import Rendezvous, WeightBucket
+
+
+class Preparation:
+    """Receives on a thread of its own. Nothing of it is served until the worker takes the buckets and loads them."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        version: int,
+        receive: Callable[[], list[WeightBucket]],
+        before: Preparation | None,
+    ) -> None:
+        """
+        Args:
+            rendezvous: of the sync.
+            version: that must arrive.
+            receive: all of it, checked.
+            before: of an earlier sync, which ends first: both use what the worker holds.
+        """
+        self._sync = (rendezvous, version)
+        self._received: Future[list[WeightBucket]] = Future()
+        threading.Thread(target=self._run, args=(receive, before), name="rl-rollout-preparation", daemon=True).start()
+
+    def _run(self, receive: Callable[[], list[WeightBucket]], before: Preparation | None) -> None:
+        try:
+            if before is not None:
+                before.wait()
+            self._received.set_result(receive())
+        except BaseException as error:
+            self._received.set_exception(error)
+
+    def is_of(self, rendezvous: Rendezvous, version: int) -> bool:
+        """It receives this sync's version."""
+        return self._sync == (rendezvous, version)
+
+    def wait(self) -> None:
+        """Returns when it has ended, with all or with an error: after the transport's deadlines at the latest."""
+        wait([self._received])
+
+    def state(self) -> dict[str, bool | str | None]:
+        """Plain data: whether it has ended (`has_ended`), and the `error` if it failed."""
+        has_ended = self._received.done()
+        error = self._received.exception() if has_ended else None
+        return {"has_ended": has_ended, "error": None if error is None else described(error)}
+
+    def buckets(self) -> list[WeightBucket]:
+        """What arrived. Raises what went wrong."""
+        return self._received.result()
+
+
+def described(error: BaseException) -> str:
+    """For whoever reads the server's answer."""
+    return str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"

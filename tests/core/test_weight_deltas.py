@@ -1,0 +1,292 @@
+"""Delta syncs through memory: the result is the rank's bit for bit, and whatever does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import Manifest, WeightBucket
+from rl_core.rank_kit import weight_deltas
+from rl_core.rank_kit.weight_buckets import bucket_of, bucket_records, pack_buckets, require_same, unpack_bucket
+from rl_core.rank_kit.weight_deltas import DeltaSender, HeldWeights, received
+from rl_core.testing.reference_transport import MemoryReceiver, MemoryTransport
+from rl_core.testing.transports import sample_tensors
+
+BUCKET_BYTES = 64
+WHOLE = {"id": "1 (a)", "base": None}
+
+
+def after(delta: dict[str, Any], name: str) -> dict[str, Any]:
+    return {"id": name, "base": delta["id"]}
+
+
+def trained(tensors: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Other tensors: some elements changed, most did not, and of "embedding.weight" all did."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    new["embedding.weight"] = torch.randn(7, 5, generator=generator)
+    for name in ("first.weight", "transposed.weight", "steps"):
+        flat = new[name].contiguous().view(-1)
+        flat[int(torch.randint(len(flat), (1,), generator=generator))] += 1
+        new[name] = flat.view(new[name].shape)
+    return new
+
+
+@attrs.define
+class Sides:
+    """A rank and an engine that sync through memory."""
+
+    rank: HeldWeights = attrs.field(factory=HeldWeights)
+    engine: HeldWeights = attrs.field(factory=HeldWeights)
+    names_sent: list[str] = attrs.field(factory=list)
+    spoil: Callable[[list[WeightBucket]], list[WeightBucket]] = list
+    """What becomes of the buckets between the two; their checksums are then those of what arrives."""
+
+    def send(self, tensors: dict[str, Tensor], delta: dict[str, Any], rendezvous: Any) -> Manifest:
+        sender = DeltaSender(Spoiling(MemoryTransport().sender(rendezvous, 0, 1), self), delta, self.rank)
+        return sender.send(pack_buckets(tensors.items(), BUCKET_BYTES), 1)
+
+    def sync(self, tensors: dict[str, Tensor], delta: dict[str, Any]) -> tuple[Manifest, dict[str, Tensor], Manifest]:
+        rendezvous = (transport := MemoryTransport()).open(num_ranks=1, num_engines=1)
+        try:
+            sent = self.send(tensors, delta, rendezvous)
+            arrived, records = {}, {}
+            for bucket in received(MemoryReceiver(rendezvous), 1, delta, self.engine):
+                arrived |= dict(unpack_bucket(bucket))
+                records |= bucket_records(bucket)
+        finally:
+            transport.close(rendezvous)
+        return sent, arrived, Manifest(version=1, tensors=records)
+
+
+@attrs.frozen
+class Spoiling:
+    sender: Any
+    sides: Sides
+
+    def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
+        kept = self.sides.spoil([attrs.evolve(bucket, data=bucket.data.clone()) for bucket in buckets])
+        self.sides.names_sent = [name for bucket in kept for name in bucket.names]
+        return self.sender.send(iter(kept), version)
+
+
+def require_equal(arrived: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    assert arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (arrived[name].dtype, arrived[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.fixture
+def sides() -> Sides:
+    """Both hold `sample_tensors` as `WHOLE`."""
+    sides = Sides()
+    sides.sync(sample_tensors(), WHOLE)
+    return sides
+
+
+def test_changes_arrive_as_whole_weights_again_and_again(sides):
+    tensors, delta = sample_tensors(), WHOLE
+    for step in range(4):
+        tensors, delta = trained(tensors, step), after(delta, str(step))
+        sent, arrived, manifest = sides.sync(tensors, delta)
+        require_equal(arrived, tensors)
+        require_same(sent, manifest)
+        assert "embedding.weight" in sides.names_sent, "all of it changed, so it went whole"
+        assert {"first.weight", "second.weight", "second.weight/changes"}.isdisjoint(sides.names_sent)
+        assert "first.weight/changes" in sides.names_sent
+
+
+def test_a_whole_sync_is_what_it_is_without_deltas():
+    sides = Sides()
+    sent, arrived, manifest = sides.sync(sample_tensors(), WHOLE)
+    require_equal(arrived, sample_tensors())
+    require_same(sent, manifest)
+    assert sides.names_sent == list(sample_tensors())
+    assert sent.num_sent_bytes == sum(tensor.nbytes for tensor in sample_tensors().values())
+
+
+def test_the_bytes_that_are_sent_are_counted(sides):
+    tensors = {"weight": torch.randn(10_000).to(torch.bfloat16)}
+    sides = Sides()
+    sides.sync(tensors, WHOLE)
+    tensors["weight"][::100] += 1
+    sent, _, _ = sides.sync(tensors, after(WHOLE, "2"))
+    table_bytes = len(json.dumps([["weight", [10_000], "bfloat16", sent.tensors["weight"].checksum, 100, 1]]))
+    assert sent.num_sent_bytes == 100 * 3 + table_bytes
+
+
+def test_what_an_engine_keeps_is_never_written_again(sides):
+    tensors, delta, kept = sample_tensors(), WHOLE, []
+    for step in range(3):
+        tensors, delta = trained(tensors, step), after(delta, str(step))
+        kept.append((sides.sync(tensors, delta)[1], tensors))
+    for arrived, tensors in kept:
+        require_equal(arrived, tensors)
+
+
+def test_what_a_rank_trains_on_does_not_change_what_it_holds(sides):
+    tensors = sample_tensors()
+    sides.sync(tensors, after(WHOLE, "2"))
+    for tensor in tensors.values():
+        tensor.zero_()
+    _, arrived, _ = sides.sync(tensors, after(after(WHOLE, "2"), "3"))
+    require_equal(arrived, tensors)
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def require_healed(sides: Sides, tensors: dict[str, Tensor]) -> None:
+    """Nothing is a base any more, so changes are refused; a whole sync serves, and the changes after it."""
+    assert sides.engine.id is None
+    assert not sides.engine.tensors
+    with pytest.raises(WeightSyncError, match=r"holds none|holds \d"):
+        sides.sync(tensors, {"id": "9", "base": "8"})
+    sides.spoil = list
+    whole = {"id": "10", "base": None}
+    require_equal(sides.sync(tensors, whole)[1], tensors)
+    tensors = trained(tensors, 7)
+    require_equal(sides.sync(tensors, after(whole, "11"))[1], tensors)
+
+
+def test_an_engine_that_missed_a_version_refuses_the_changes_after_it(sides):
+    first, second = trained(sample_tensors(), 1), trained(trained(sample_tensors(), 1), 2)
+    missed = after(WHOLE, "2 (b)")
+    rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
+    sides.send(first, missed, rendezvous)
+    with pytest.raises(WeightSyncError, match=r"changes of the weights 2 \(b\) were sent, and this engine holds 1 \(a"):
+        sides.sync(second, after(missed, "3"))
+    require_healed(sides, second)
+
+
+def test_an_engine_that_was_started_again_refuses_changes(sides):
+    sides.engine = HeldWeights()
+    with pytest.raises(WeightSyncError, match="and this engine holds none"):
+        sides.sync(trained(sample_tensors()), after(WHOLE, "2"))
+    require_healed(sides, sample_tensors())
+
+
+def test_a_rank_that_does_not_hold_the_base_says_so_and_drains_its_weights(sides):
+    drained = []
+
+    def buckets() -> Iterator[WeightBucket]:
+        yield from pack_buckets(sample_tensors().items(), BUCKET_BYTES)
+        drained.append(True)
+
+    rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
+    sender = DeltaSender(MemoryTransport().sender(rendezvous, 0, 1), {"id": "3", "base": "2"}, sides.rank)
+    with pytest.raises(WeightSyncError, match=r"and this rank holds 1 \(a\)"):
+        sender.send(buckets(), 1)
+    assert drained
+    assert sides.rank.id is None
+
+
+def test_a_rank_that_broke_off_holds_no_base(sides):
+    def breaks() -> Iterator[WeightBucket]:
+        yield from pack_buckets(list(sample_tensors().items())[:2], BUCKET_BYTES)
+        raise ArithmeticError("this rank broke")
+
+    rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
+    sender = DeltaSender(MemoryTransport().sender(rendezvous, 0, 1), after(WHOLE, "2"), sides.rank)
+    with pytest.raises(ArithmeticError):
+        sender.send(breaks(), 1)
+    assert (sides.rank.id, sides.rank.tensors) == (None, {})
+
+
+def without_the_last(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    return buckets[:-1]
+
+
+def without_the_changes(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    """The first tensor that was changed is not there; the table says that it is."""
+    lacking = next(name for bucket in buckets for name in bucket.names if name.endswith("/changes"))
+    return [bucket_of([pair for pair in unpack_bucket(b) if pair[0] != lacking]) for b in buckets]
+
+
+def with_a_flipped_bit(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    """In the value of a change: no transport's checksum would notice, being made afterwards."""
+    tensors = [dict(unpack_bucket(bucket)) for bucket in buckets]
+    changes = next(tensor for of in tensors for name, tensor in of.items() if name.endswith("/changes"))
+    changes[-1] ^= 1
+    return [bucket_of(list(of.items())) for of in tensors]
+
+
+def without_its_table(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    return [bucket_of(list(unpack_bucket(bucket))[1:]) for bucket in buckets]
+
+
+TORN = {
+    without_the_last: r"changes of \d tensors did not come",
+    without_the_changes: "weight/changes did not come",
+    with_a_flipped_bit: "with its changes is TensorRecord.*and the rank's is TensorRecord",
+    without_its_table: "not with a table",
+}
+
+
+@pytest.mark.parametrize("spoil", TORN, ids=lambda spoil: spoil.__name__)
+def test_a_torn_delta_is_refused_and_healed_by_whole_weights(sides, spoil):
+    tensors = trained(sample_tensors())
+    sides.spoil = spoil
+    with pytest.raises(WeightSyncError, match=TORN[spoil]):
+        sides.sync(tensors, after(WHOLE, "2"))
+    require_healed(sides, tensors)
+
+
+def test_without_the_check_of_the_result_a_flipped_bit_is_loaded(sides, monkeypatch):
+    """The negative control of the test above: nothing else would notice."""
+    real = weight_deltas.tensor_record
+    monkeypatch.setattr(weight_deltas, "_with_changes", unchecked(weight_deltas._with_changes))
+    sides.spoil = with_a_flipped_bit
+    tensors = trained(sample_tensors())
+    sent, arrived, manifest = sides.sync(tensors, after(WHOLE, "2"))
+    assert weight_deltas.tensor_record is real
+    assert [name for name in tensors if not torch.equal(arrived[name], tensors[name])]
+    with pytest.raises(WeightSyncError, match="1 tensors differ"):
+        require_same(sent, manifest)
+
+
+def unchecked(with_changes: Callable[..., WeightBucket]) -> Callable[..., WeightBucket]:
+    def run(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
+        sent = dict(unpack_bucket(bucket))
+        rows = [weight_deltas._Row(*row) for row in json.loads(bytes(sent.pop(bucket.names[0]).numpy()))]
+        return bucket_of([(row.name, weight_deltas._made(row, base.pop(row.name, None), sent)) for row in rows])
+
+    return run
+
+
+def test_an_engine_that_wrote_into_what_it_received_refuses_the_changes(sides):
+    first = trained(sample_tensors())
+    _, arrived, _ = sides.sync(first, after(WHOLE, "2"))
+    arrived["second.weight"].fill_(3.0)
+    with pytest.raises(WeightSyncError, match=r"second.weight with its changes is"):
+        sides.sync(first, after(after(WHOLE, "2"), "3"))
+    require_healed(sides, first)
+
+
+def test_a_tensor_that_is_left_out_is_missed_and_a_new_one_comes_whole(sides):
+    tensors = trained(sample_tensors())
+    more = {**tensors, "new.weight": torch.ones(3)}
+    require_equal(sides.sync(more, after(WHOLE, "2"))[1], more)
+    with pytest.raises(WeightSyncError, match=r"changes of 1 tensors did not come, of \['new.weight'\]"):
+        sides.sync(tensors, after(after(WHOLE, "2"), "3"))
+
+
+def test_a_tensor_of_another_shape_goes_whole(sides):
+    tensors = {**sample_tensors(), "second.weight": torch.zeros(2, 8, dtype=torch.bfloat16)}
+    require_equal(sides.sync(tensors, after(WHOLE, "2"))[1], tensors)
+    assert "second.weight" in sides.names_sent
+
+
+def test_a_sync_without_deltas_leaves_no_base(sides):
+    rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
+    MemoryTransport().sender(rendezvous, 0, 1).send(pack_buckets(sample_tensors().items(), 64), 1)
+    assert len(list(received(MemoryReceiver(rendezvous), 1, None, sides.engine))) > 1
+    assert (sides.engine.id, sides.engine.tensors) == (None, {})

@@ -1,0 +1,120 @@
+"""Syncs that send what changed, from a real optimizer step to an engine's log-probs; what breaks is healed whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import LossSpec
+from rl_rollout.local.engine import LocalEngine
+from rl_rollout.local.model import load_model
+from tests.rollout.vllm.servers import write_model
+from tests.rollout.vllm.trainers import LIMITS, policy_of, serving
+
+VOCAB = 24
+TOKENS = [range(1, 20), range(3, 22, 2)]
+SHARE = "weight_sync/sent_share"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("changed") / "model", hidden_size=256, intermediate_size=512)
+
+
+async def local_engine(path):
+    load = partial(load_model, str(path), dtype="bfloat16", device="cpu", model_kwargs={})
+    return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=60.0, num_threads=1)
+
+
+async def train(policy: Any, seed: int) -> None:
+    """One AdamW step at lr 1e-6."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, VOCAB, (4, 32), generator=generator).tolist()
+    rows = [{"tokens": row, "loss_mask": [False] + [True] * 31, "loss_weights": [1 / 124] * 32} for row in tokens]
+    await policy.forward_backward(Batch.from_sequences(rows), LIMITS, LossSpec(name="cross_entropy"), temperature=1.0)
+    await policy.optim_step()
+
+
+async def scores_of(engine: LocalEngine) -> Any:
+    return (await engine.score(TOKENS))["local"]
+
+
+@pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
+async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(model_path, transport):
+    changed, whole = await local_engine(model_path), await local_engine(model_path)
+    async with policy_of(model_path, bf16=True) as policy:
+        by_changes, by_whole = serving(policy, changed, transport), serving(policy, whole, transport, interval=None)
+        assert (await by_changes.publish(0))[SHARE] == 1.0
+        before = await scores_of(changed)
+        for version in (1, 2, 3):
+            await train(policy, version)
+            assert 0 < (await by_changes.publish(version))[SHARE] < 0.08, "5 % and the tables of tiny tensors"
+            assert SHARE not in await by_whole.publish(version)
+            assert await scores_of(changed) == await scores_of(whole)
+        assert await scores_of(changed) != before, "a step of 1e-6 is seen in bfloat16"
+    await changed.close()
+    await whole.close()
+
+
+async def test_one_sync_in_so_many_is_whole(model_path):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path, bf16=True) as policy:
+        engines = serving(policy, engine, interval=3)
+        shares = [(await engines.publish(version))[SHARE] for version in range(7)]
+    assert [share == 1.0 for share in shares] == [True, False, False, True, False, False, True]
+    await engine.close()
+
+
+async def test_an_engine_that_lost_its_base_is_healed_by_whole_weights(model_path, caplog):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path, bf16=True) as policy:
+        engines = serving(policy, engine)
+        await engines.publish(0)
+        await train(policy, 1)
+        engine._held.drop()
+        assert (await engines.publish(1))[SHARE] == 1.0
+        assert "publishing again, with whole weights, because changes were refused" in caplog.text
+        assert "and this engine holds none" in caplog.text
+        assert (await engine.health()).version == 1
+        assert (await engines.publish(2))[SHARE] < 0.08
+    await engine.close()
+
+
+async def test_wrong_weights_in_the_base_are_noticed_and_healed(model_path, caplog):
+    engine, other = await local_engine(model_path), await local_engine(model_path)
+    async with policy_of(model_path, bf16=True) as policy:
+        engines, beside = serving(policy, engine), serving(policy, other, interval=None)
+        await engines.publish(0)
+        await train(policy, 1)
+        engine._held.tensors["model.norm.weight"][0] += 1
+        assert (await engines.publish(1))[SHARE] == 1.0
+        assert "model.norm.weight with its changes is" in caplog.text
+        await beside.publish(1)
+        assert await scores_of(engine) == await scores_of(other)
+    await engine.close()
+    await other.close()
+
+
+async def test_after_a_sync_that_failed_the_next_is_whole(model_path, monkeypatch):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path, bf16=True) as policy:
+        engines = serving(policy, engine)
+        await engines.publish(0)
+        honest = engine.update_weights
+
+        async def refuse(rendezvous, version):
+            await honest(rendezvous, version)
+            raise WeightSyncError("lost")
+
+        monkeypatch.setattr(engine, "update_weights", refuse)
+        with pytest.raises(WeightSyncError, match="lost"):
+            await engines.publish(1)
+        monkeypatch.undo()
+        assert (await engines.publish(2))[SHARE] == 1.0
+        assert (await engines.publish(3))[SHARE] < 0.08
+    await engine.close()

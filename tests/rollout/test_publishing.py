@@ -1,0 +1,87 @@
+"""When engines pause for a sync: for the swap alone where a version is staged, and for all of it where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces import GenerateRequest, SamplingParams, WeightBucket
+from tests.rollout.test_verification import local_engine
+from tests.rollout.vllm.servers import write_model
+from tests.rollout.vllm.trainers import Trainer, policy_of, serving
+
+ASKED = GenerateRequest(
+    sample_id="meanwhile", prompt_tokens=(1, 2, 3), params=SamplingParams(max_tokens=4, ignore_eos=True), seed=0
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("published") / "model")
+
+
+async def versions_sampled_meanwhile(model_path, transport) -> tuple[int, ...]:
+    """Of a request that comes when the rank has sent a bucket, which waits two seconds for the answer; empty if there
+    was none by then."""
+    engine, loop = await local_engine(model_path), asyncio.get_running_loop()
+    async with policy_of(model_path) as policy:
+        trainer = Trainer(policy, engine, transport)
+        await trainer.publish()
+        found: list[tuple[int, ...]] = []
+
+        def sampling_meanwhile(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            yield next(buckets)
+            asked = asyncio.run_coroutine_threadsafe(engine.generate(ASKED), loop)
+            try:
+                found.append(asked.result(timeout=2.0)[0].policy_versions)
+            except TimeoutError:
+                asked.cancel()
+                found.append(())
+            yield from buckets
+
+        trainer.send_only(sampling_meanwhile)
+        await trainer.publish()
+        assert (await engine.health()).version == trainer.version
+    await engine.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("transport", ["files", "shared_memory"])
+async def test_an_engine_samples_while_a_staged_version_arrives(model_path, transport):
+    assert await versions_sampled_meanwhile(model_path, transport) == (1,) * 4
+
+
+async def test_an_engine_pauses_while_a_version_comes_that_is_not_staged(model_path):
+    """The negative control of the test above."""
+    assert await versions_sampled_meanwhile(model_path, "broadcast") == ()
+
+
+async def test_a_staged_version_that_does_not_arrive_pauses_nobody(model_path):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path) as policy:
+        trainer = Trainer(policy, engine, "files")
+        await trainer.publish()
+
+        def breaks(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+            yield next(buckets)
+            raise WeightSyncError("the rank broke off")
+
+        trainer.send_only(breaks)
+        with pytest.raises(WeightSyncError, match="broke off"):
+            await trainer.publish()
+        (answer,) = await engine.generate(ASKED)
+        assert answer.policy_versions == (1,) * 4
+    await engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+async def test_the_pause_is_a_metric(model_path, transport):
+    engine = await local_engine(model_path)
+    async with policy_of(model_path) as policy:
+        metrics = await serving(policy, engine, transport, interval=None).publish(1)
+    assert metrics.keys() == {"time/pause"}
+    assert 0 < metrics["time/pause"] < 60
+    await engine.close()
