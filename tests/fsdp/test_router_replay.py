@@ -70,7 +70,9 @@ def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_
     for name, module in worker.scorer.named_modules():
         if name.endswith("mlp.experts"):
             module.register_forward_pre_hook(lambda _, args: used.append(args[1].clone()))
-    inputs = model_input(batch, predicted_tokens(batch), use_sample_packing=True, device=torch.device("cpu"))
+    inputs = model_input(
+        batch, predicted_tokens(batch), use_sample_packing=True, share_prefixes=False, device=torch.device("cpu")
+    )
     logprobs_S, _ = worker.scorer(inputs, temperature=1.0)
     for router in routers:
         router.weight.data.neg_()
@@ -79,10 +81,12 @@ def test_recomputation_repeats_the_choices_of_forward_whatever_the_router_would_
     assert torch.equal(used[0], used[3])
     assert torch.equal(used[1], used[2])
     worker.scorer(inputs, temperature=1.0)
-    routed_T, before_TK, now_TK = batch["routed"], used[0], used[4]
-    for chosen_TK in (before_TK, now_TK):
-        assert torch.equal(chosen_TK[routed_T], batch["routed_experts"][routed_T][:, 0].long())
-    assert not torch.equal(before_TK[~routed_T], now_TK[~routed_T]), "the router would have chosen otherwise"
+    is_given_T = torch.ones(batch.num_tokens, dtype=torch.bool).index_fill_(0, batch.offsets[1:] - 1, False)
+    routed_C, experts_CLK = batch["routed"][is_given_T], batch["routed_experts"][is_given_T]
+    before_CK, now_CK = used[0], used[4]
+    for chosen_CK in (before_CK, now_CK):
+        assert torch.equal(chosen_CK[routed_C], experts_CLK[routed_C][:, 0].long())
+    assert not torch.equal(before_CK[~routed_C], now_CK[~routed_C]), "the router would have chosen otherwise"
 
 
 def test_two_models_in_one_process_do_not_share_routes(tmp_path: Path):

@@ -80,7 +80,8 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
     with asyncio.Runner() as runner:
 
         def call(method: Callable[..., Any], *arguments: Any) -> Any:
-            return runner.run(_answer(method, arguments, timeout_s))
+            # Not `runner.run`, which forgets a Ctrl-C that comes when the coroutine has just returned.
+            return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s))
 
         environment = call(factory, row, options)
         try:

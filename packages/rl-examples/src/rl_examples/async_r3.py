@@ -26,6 +26,7 @@ recipe = Recipe(
         "trainer.policy.model.path": "runs/arithmetic/start_moe_model_seed${trainer.seed}",
         "trainer.policy.fsdp_config.moe_enable_routing_replay": True,
         "trainer.max_staleness": 2,
+        "trainer.pipeline_depth": 2,
         "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
         "trainer.max_training_steps": 100,
         "generator.inference_engine.enable_return_routed_experts": True,

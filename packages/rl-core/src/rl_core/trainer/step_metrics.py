@@ -25,6 +25,10 @@ def data_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
+_MOST_AGES = 32
+"""That have a metric of their own: a bound may be any number."""
+
+
 def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int, bound: int) -> dict[str, float]:
     """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on, none of which is
     older than `bound`."""
@@ -47,7 +51,7 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
         "rollout/max_turns": sum(trajectory.end == "max_turns" for trajectory in trajectories) / len(trajectories),
         "rollout/staleness_max": float(max(ages)),
         "rollout/staleness_mean": sum(ages) / len(ages),
-        **{f"rollout/staleness/{age}": ages.count(age) / len(ages) for age in range(bound + 1)},
+        **{f"rollout/staleness/{age}": ages.count(age) / len(ages) for age in range(min(bound, _MOST_AGES) + 1)},
         **({"rollout/greedy_reward": sum(known) / len(known)} if known else {}),
         **{f"environment/{name}": value for name, value in means.items()},
     }

@@ -253,11 +253,12 @@ class SegmentPool:
         return segment
 
 
-_pools: dict[int, SegmentPool] = {}
+_pools: dict[tuple[int, int], SegmentPool] = {}
+"""By process and rank: a forked process has its parent's segments, but others would look for them there."""
 
 
 def _pool_of(rank: int) -> SegmentPool:
-    return _pools.setdefault(rank, SegmentPool())
+    return _pools.setdefault((os.getpid(), rank), SegmentPool())
 
 
 def _read_bucket(entry: Mapping[str, Any], rank: int) -> WeightBucket:
