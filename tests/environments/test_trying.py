@@ -88,7 +88,14 @@ def test_the_end_of_the_input_ends_the_game_and_closes_the_environment(tmp_path:
 def test_ctrl_c_ends_the_game_without_a_traceback():
     command = [RL, "try", ODD, "--row", "{}"]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=HERE,
+        # A shell's background job, as this test may be part of, ignores the signal, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while "lines" not in process.stdout.readline():

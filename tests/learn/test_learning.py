@@ -38,6 +38,8 @@ class Case:
     """Greedy accuracy on held-out problems after the last step."""
     below: float = 1.01
     """The same, for a run that must not learn."""
+    starts_below: float = 0.35
+    """Held-out accuracy of a start from which learning shows."""
     rl_seconds: float = 600.0
     """Steps and evaluations together; generous where several people share the cores."""
     recipe: str = "quickstart"
@@ -63,7 +65,8 @@ CASES = (
         name="sft_grpo",
         says="supervised fine-tuning, then GRPO",
         recipe="sft_grpo",
-        at_least=0.85,
+        starts_below=0.5,
+        at_least=0.75,
     ),
     Case(
         name="control",
@@ -274,6 +277,7 @@ CASES = (
             name=name,
             says=says,
             recipe="smollm2",
+            starts_below=0.3,
             overrides=overrides,
             at_least=0.7,
             # Seen 20 minutes of computing on one thread for the full weights.
@@ -314,9 +318,7 @@ def test_it_learns_what_it_must(case: Case, directory: Path, tmp_path: Path):
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     record(Result.of_run(case.name, case.says, case.overrides, summary, curve, recipe=case.recipe))
-    assert summary["accuracy_before"] <= (0.3 if case.recipe == "smollm2" else 0.35), (
-        "the start is too good to show learning"
-    )
+    assert summary["accuracy_before"] <= case.starts_below, "the start is too good to show learning"
     assert case.at_least <= summary["accuracy_after"] < case.below
     assert summary["rl_seconds"] < case.rl_seconds
     if case.max_logprob_diff is not None:

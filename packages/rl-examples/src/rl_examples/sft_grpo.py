@@ -27,7 +27,7 @@ recipe = Recipe(
     makes=(TRAIN, HELD_OUT, _START),
 )
 
-START_STEPS = 350
+START_STEPS = 335
 
 
 def prepare(config: Config) -> None:
