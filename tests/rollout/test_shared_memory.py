@@ -134,7 +134,7 @@ def test_segments_that_a_sync_did_not_need_are_given_back():
     sender = shared_memory.sender(rendezvous, 0, 1)
     for size in (100, 200):
         sender.send(pack_buckets([("a", torch.zeros(size))], 1 << 20), 0)
-    assert [segment.num_bytes for segment in module._pools[0]._used] == [800]
+    assert [segment.num_bytes for segment in module._pool_of(0)._used] == [800]
     shared_memory.close(rendezvous)
 
 
