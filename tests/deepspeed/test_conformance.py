@@ -62,6 +62,7 @@ class TestDeepSpeed(BackendConformance):
         further(FOUR),
         further(FOUR, options=zero(1)),
         further(TWO[3], spec={"share_prefixes": True}),
+        further(TWO[2], spec={"gradient_checkpointing": "selective"}),
         further(TWO[2], spec={"share_prefixes": True}, options=zero(2, others=ULYSSES)),
         further(ROUTED),
     )

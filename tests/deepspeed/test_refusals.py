@@ -61,6 +61,13 @@ def test_what_would_be_wrong_is_refused_with_its_key(options: DeepSpeedOptions, 
         deepspeed.validate(spec_of(options), world_size)
 
 
+def test_selective_checkpointing_is_refused_where_parameters_are_gathered_inside_layers():
+    for stage in (1, 2):
+        deepspeed.validate(spec_of(zero(stage=stage), gradient_checkpointing="selective"), 2)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=selective: .* set .*stage=2"):
+        deepspeed.validate(spec_of(zero(stage=3), gradient_checkpointing="selective"), 2)
+
+
 def test_router_replay_of_a_critic_is_refused():
     options = DeepSpeedOptions(moe_enable_routing_replay=True)
     with pytest.raises(ConfigError, match=r"trainer\.critic\.deepspeed_config\.moe_enable_routing_replay"):

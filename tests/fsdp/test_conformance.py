@@ -14,7 +14,7 @@ from rl_core.testing import VARIANTS, BackendConformance, Variant
 from rl_fsdp import FsdpOptions, fsdp, fsdp1
 
 PADDED = {"use_sample_packing": False}
-RECOMPUTED = {"gradient_checkpointing": True}
+RECOMPUTED, SELECTIVE = {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}
 UNTIED = {"tie_word_embeddings": False}
 FULL = Variant(world_size=2, checkpoint=UNTIED)
 REPLICAS = Variant(world_size=2, checkpoint=UNTIED, options=FsdpOptions(fsdp_size=1), parity_only=True)
@@ -75,7 +75,7 @@ class TestFsdp(BackendConformance):
         *mixtures(ULYSSES),
         FOUR,
         further(FOUR, options=FsdpOptions()),
-        attrs.evolve(FULL, spec=SHARED | RECOMPUTED, parity_only=True),
+        attrs.evolve(FULL, spec=SHARED | SELECTIVE, parity_only=True),
         attrs.evolve(ULYSSES, spec=SHARED, parity_only=True),
         further(ONE, spec=SHARED),
         further(FOUR, spec=SHARED),
@@ -88,6 +88,8 @@ class TestFsdp(BackendConformance):
         experts(2, sequence_parallel_size=2)[FORCED],
         attrs.evolve(experts(2)[FORCED], spec=SHARED),
         further(ROUTED, world_size=4, options=FsdpOptions(fsdp_size=2, **FOLLOWING)),
+        further(ROUTED, world_size=2, spec=SELECTIVE),
+        further(ULYSSES, spec=SELECTIVE),
     )
     resumes = ((FULL, ONE), (FULL, FOUR), (ONE, FULL), (FOUR, FULL), (FULL, ULYSSES))
     preload = ("rl_fsdp.worker", "rl_fsdp.sharding", "rl_fsdp.fsdp1")
@@ -104,6 +106,7 @@ class TestFsdp1(BackendConformance):
         attrs.evolve(ULYSSES, parity_only=True),
         further(FOUR),
         further(FULL, spec=SHARED),
+        further(FULL, spec=SELECTIVE),
         experts(2)[FORCED],
     )
     resumes = ((FULL, ONE), (FULL, further(FOUR)), (ONE, FULL))

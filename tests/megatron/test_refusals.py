@@ -316,3 +316,8 @@ def test_refusing_imports_neither_torch_nor_megatron():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert printed.strip() == "set()"
+
+
+def test_selective_checkpointing_is_megatrons_own_choice(spec_of):
+    spec = attrs.evolve(spec_of(DENSE, {}), gradient_checkpointing="selective")
+    assert "recompute_granularity=selective" in refusal(spec, 1)

@@ -82,6 +82,11 @@ def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
             f"{where}.overlap_comm: with stage 1 gradients are summed once, in the step, so nothing overlaps: set "
             "stage=2, or leave it out"
         )
+    if spec.gradient_checkpointing == "selective" and zero.stage == 3 and spec.optimizer is not None:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing=selective: stage 3 gathers parameters inside a layer, which torch cannot "
+            f"tell apart from what it computes again: set {where}.stage=2, or trainer.gradient_checkpointing=true"
+        )
     if zero.zero_hpz_partition_size < 1 or world_size % zero.zero_hpz_partition_size:
         raise ConfigError(
             f"{where}.zero_hpz_partition_size: {zero.zero_hpz_partition_size} does not divide {world_size} ranks"

@@ -311,8 +311,9 @@ class TrainerConfig:
     """What the sequences of a packed micro-batch begin with alike (a group's prompt, an episode's earlier turns) is
     computed once, and limits count what is computed; the result stays. `auto`: where the backend can and
     `use_sample_packing` is on."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in backward: less memory, about a third more computation."""
+    gradient_checkpointing: bool | Literal["selective"] = True
+    """Recompute activations in backward: less memory, about a third more computation. `selective` keeps the results of
+    matrix products and attention, so little is computed twice, and needs memory in between."""
     bf16: bool = True
     """Compute in bfloat16 (trained parameters stay float32); else float32."""
     logprobs_chunk_size: int = 1024

@@ -126,8 +126,9 @@ class WorkerSpec:
     """An instance of the backend's own options class."""
     bf16: bool
     """Compute in bfloat16 (parameters stay float32 where they are trained); else float32."""
-    gradient_checkpointing: bool
-    """Recompute activations in backward."""
+    gradient_checkpointing: bool | Literal["selective"]
+    """Recompute activations in backward; `"selective"`: all but the results of matrix products and attention. A backend
+    that knows one kind takes any true value for it: the gradient is the same."""
     use_sample_packing: bool
     """A micro-batch is one packed stream; else a padded rectangle."""
     share_prefixes: bool = False

@@ -99,6 +99,12 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
     """
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
+    if spec.gradient_checkpointing == "selective":
+        raise ConfigError(
+            f"trainer.gradient_checkpointing=selective: Megatron says itself what it computes again; set "
+            f"{where}.transformer_config_kwargs.recompute_granularity=selective and recompute_modules, with "
+            "trainer.gradient_checkpointing=false"
+        )
     if model is None:
         model = taken_config(spec.model.path, f"{section}.model.path")
     else:

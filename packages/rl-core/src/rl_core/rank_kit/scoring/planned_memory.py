@@ -27,7 +27,8 @@ class ActivationBytes:
     hidden: float
     """The states between two layers."""
     inputs: float
-    """What a layer keeps until backward: its input where it is computed again, else all of `kept`."""
+    """What a layer keeps until backward: its input where it is computed again, with selective checkpointing the results
+    of its products too, else all of `kept`."""
     kept: float
     """What the largest layer keeps while it is computed with gradients."""
     passing: float
@@ -47,7 +48,7 @@ class ActivationBytes:
         return cls(
             num_layers=shape.num_layers,
             hidden=hidden,
-            inputs=hidden if spec.gradient_checkpointing else kept,
+            inputs=_kept_until_backward(spec, shape, tokens, hidden=hidden, kept=kept),
             kept=kept,
             passing=tokens * size * max(_backward_elements(shape, layer) for layer in layers),
             after_layers=hidden * (6 if spec.bf16 and spec.role != "critic" else 4),
@@ -74,6 +75,31 @@ class ActivationBytes:
     def in_last_layer(self) -> float:
         """In the backward of the first layer, when all others are done."""
         return self.kept + self.passing + self.hidden
+
+
+def _kept_until_backward(spec: WorkerSpec, shape: ModelShape, tokens: float, *, hidden: float, kept: float) -> float:
+    if spec.gradient_checkpointing != "selective":
+        return hidden if spec.gradient_checkpointing else kept
+    size = 2 if spec.bf16 else 4
+    layers = range(shape.num_layers)
+    return hidden + sum(tokens * size * _product_elements(shape, layer) for layer in layers) / shape.num_layers
+
+
+def _product_elements(shape: ModelShape, layer: int) -> float:
+    """Elements per token that matrix products and attention of one layer result in."""
+    if shape.latent is not None:
+        latent, heads = shape.latent, shape.num_heads
+        query = heads * (latent.qk_head_dim + latent.qk_rope_head_dim)
+        down = latent.kv_rank + latent.qk_rope_head_dim + (latent.q_rank or 0)
+        attention = query + down + heads * (latent.qk_head_dim + 2 * latent.v_head_dim)
+    else:
+        attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    attention += shape.hidden_size
+    if layer not in shape.moe_layers:
+        return attention + 2 * shape.ffn_hidden_size + shape.hidden_size
+    per_expert = 2 * shape.expert_ffn_hidden_size + shape.hidden_size
+    shared = 2 * shape.shared_ffn_hidden_size + (shape.hidden_size if shape.shared_ffn_hidden_size else 0)
+    return attention + shape.num_experts + shape.experts_per_token * per_expert + shared
 
 
 def _kept_elements(shape: ModelShape, layer: int, *, in_bf16: bool) -> float:

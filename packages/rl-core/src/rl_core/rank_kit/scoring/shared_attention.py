@@ -58,7 +58,9 @@ class _SharedAttention(torch.autograd.Function):
         merged_lse = torch.logaddexp(own_lse, prefix_lse)
         merged = output[rows] * (own_lse - merged_lse).exp()[..., None]
         merged += prefix_output * (prefix_lse - merged_lse).exp()[..., None]
-        output[rows], lse[rows] = merged.to(output.dtype), merged_lse
+        # New tensors: selective checkpointing keeps what a kernel has returned, for the layer's second computation.
+        output = output.index_copy(0, rows, merged.to(output.dtype))
+        lse = lse.index_copy(0, rows, merged_lse)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.settings = shared, scaling, kernel
         return output

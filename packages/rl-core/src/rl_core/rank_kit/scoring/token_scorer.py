@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.algorithms.logprobs import chunked_logprobs
 from rl_core.batch import Batch
@@ -22,6 +20,7 @@ from rl_core.rank_kit.scoring.attention import PACKED_ATTENTION
 from rl_core.rank_kit.scoring.lora import Making, add_adapters, as_they_are
 from rl_core.rank_kit.scoring.micro_batch import ModelInput, autocast, model_input, predicted_tokens, predicting_states
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
+from rl_core.rank_kit.scoring.recomputation import recompute_layers
 from rl_core.rank_kit.scoring.router_replay import follow, require_followed_routes
 from rl_core.rank_kit.scoring.value_head import ValueScorer, load_head
 from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
@@ -147,7 +146,7 @@ def load_scorer(
                 inputs = two_sequences(model, spec, device)
                 require_followed_routes(model, scorer.choices, inputs, compute_dtype, routes_key)
     if spec.gradient_checkpointing and is_trained:
-        _recompute_layers(model, where)
+        recompute_layers(model, spec.gradient_checkpointing, where)
     if not keeps_float32:
         # Adapters and heads too; buffers, as rotary frequencies, stay what they are.
         for weight in scorer.parameters():
@@ -281,18 +280,3 @@ def _own_logprobs(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
     logits_TV = model(input_ids=tokens_T[None], use_cache=False).logits[0]
     logits_TV = logits_TV.to(torch.promote_types(torch.float32, logits_TV.dtype))
     return logits_TV[:-1].log_softmax(-1).gather(1, tokens_T[1:, None]).squeeze(1)
-
-
-def _recompute_layers(model: PreTrainedModel, where: str) -> None:
-    """Wraps every decoder layer's `forward`, not its call: hooks of a sharding wrapper stay outside and run once.
-
-    transformers' own switch works in training mode only, which would also switch dropout on.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: "
-            "set trainer.gradient_checkpointing=false"
-        )
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

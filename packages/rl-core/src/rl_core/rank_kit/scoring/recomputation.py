@@ -1,0 +1,69 @@
+"""Gradient checkpointing of a Hugging Face model's decoder layers: what backward computes again.
+
+`True` keeps a layer's input alone and computes the layer again. `"selective"` keeps the results of matrix products and
+attention, which cost nearly all of the time, and computes again what lies between them: norms, rotary embedding,
+activation functions (Korthikanti et al. 2022, arXiv 2205.05198, choose the other way round: they recompute attention,
+which no longer keeps its scores).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl_core.errors import ConfigError
+
+_aten: Any = torch.ops.aten
+
+KEPT = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+)
+"""Operations whose results selective checkpointing keeps."""
+
+
+def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], where: str) -> None:
+    """Wraps every decoder layer's `forward`, not its call: hooks of a sharding wrapper stay outside and run once.
+
+    transformers' own switch works in training mode only, which would also switch dropout on.
+
+    Args:
+        model: whose layers are computed again in backward.
+        which: see the module.
+        where: section of the model, for messages.
+
+    Raises:
+        ConfigError: the model marks no layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} marks no layers for gradient checkpointing: "
+            "set trainer.gradient_checkpointing=false"
+        )
+    contexts = partial(create_selective_checkpoint_contexts, _kept) if which == "selective" else noop_context_fn
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
+
+def _kept(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
