@@ -79,9 +79,12 @@ def written(config: Config, path: Path) -> str:
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Every path with its time of change and content."""
+    """Every path with its time of change and content; of locks, which their runs touch, without the time."""
     return {
-        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        str(path.relative_to(root)): (
+            0 if path.suffix == ".rl-lock" else path.stat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
         for path in root.rglob("*")
     }
 
