@@ -29,10 +29,12 @@ VENV := .venv
 READY := $(VENV)/ready
 QUICKSTART_READY := $(VENV)/quickstart-ready
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/
-# Most tests leave cores idle and run side by side; those around Ray or a server take the whole machine, one after another.
+# Most tests run side by side, as many as there are cores. Those around Ray or a server start many processes of their own
+# and run in two lanes (`tests/conftest.py`).
 SIDE_BY_SIDE := -n logical --maxprocesses=8 --dist=worksteal
+IN_TWO_LANES := -n 2 --dist=loadgroup
 # The first one forks, which it can only before Ray is in its process; the second must publish while episodes are played.
-ONE_AFTER_ANOTHER := tests/examples/test_killed_ranks.py tests/rollout/test_many_episodes.py tests/ray tests/rollout/vllm tests/third_party_backend
+AROUND_SERVERS := tests/examples/test_killed_ranks.py tests/rollout/test_many_episodes.py tests/ray tests/rollout/vllm tests/third_party_backend
 PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -68,8 +70,8 @@ real-model: $(READY)  ## make the pretrained model of tests/real_model, once, in
 test: $(READY)  ## run all tests (ARGS="tests/core -k grpo" runs some)
 ifeq ($(ARGS),)
 	@status=0; \
-	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(ONE_AFTER_ANOTHER)) || status=$$?; \
-	$(RUN)python -m pytest $(ONE_AFTER_ANOTHER) || status=$$?; \
+	$(RUN)python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(AROUND_SERVERS)) || status=$$?; \
+	$(RUN)python -m pytest $(IN_TWO_LANES) $(AROUND_SERVERS) || status=$$?; \
 	exit $$status
 else
 	$(RUN)python -m pytest $(ARGS)

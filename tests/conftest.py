@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Tiny models run up to 15 times slower when two threads share a busy core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,24 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("reproducible")
+
+
+OWN_SERVERS = (
+    "tests/examples/test_killed_ranks.py",
+    "tests/rollout/vllm/test_faults.py",
+    "tests/rollout/vllm/test_recipes.py",
+    "tests/rollout/vllm/test_split_engines.py",
+    "tests/third_party_backend",
+)
+"""Tests that start ranks and servers of their own: one lane of `make test`. The other is those that share servers."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Two lanes for `--dist=loadgroup`, each in one process: servers take long to start, and one core at that."""
+    own = tuple(str(config.rootpath / path) for path in OWN_SERVERS)
+    for item in items:
+        lane = "own servers" if str(item.path).startswith(own) else "shared servers"
+        item.add_marker(pytest.mark.xdist_group(lane))
 
 
 def pytest_report_header() -> str:
