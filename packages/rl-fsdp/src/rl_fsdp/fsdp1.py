@@ -108,6 +108,7 @@ class Fsdp1Shards:
 
     def step(self, settings: StepSettings) -> float:
         """See `Shards`."""
+        self._reshard()
         scale_gradients(self.scorer, settings.gradient_scale)
         limit = settings.max_grad_norm if settings.max_grad_norm > 0 else math.inf
         return step_if_finite(self.optimizer, settings, self._root.clip_grad_norm_(limit).item())
@@ -205,6 +206,13 @@ class Fsdp1Shards:
             if handle.flat_param.grad is not None:
                 handle.flat_param.grad = handle.flat_param.grad.to(device)
         torch.cuda.synchronize()
+
+    def _reshard(self) -> None:
+        """What scoring left gathered would be taken for the weights after the step, and has no gradients."""
+        for handle in self._root._all_handles or []:
+            if handle.uses_sharded_strategy and not handle.needs_unshard():
+                handle.reshard(free_unsharded_flat_param=True)
+                handle.post_reshard()
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, weight in self._root.named_parameters():
