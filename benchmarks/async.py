@@ -15,11 +15,14 @@ Printed per depth and bound, and for two rules of other projects in place of our
     age       versions behind of the groups that were trained on: mean, share that is above one, largest
     wasted    groups that were played and not trained on, of all that did not fail
 
+Streamed rows train groups as they finish (`trainer.stream_groups`). There, each part costs its share of the step's
+scoring and training, and 0.5 s more for the two calls.
+
 The rate rule starts a group while no more than (bound + 1) batches are under way, finished or not, and takes what is
 finished, in order: the bound holds on average. Drop by age keeps as much under way and throws away what is older than
 the bound when a step begins.
 
-    PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0]      (about four minutes of one core)
+    PYTHONPATH=. python benchmarks/async.py [--most 8] [--seed 0] [--streamed]      (about four minutes of one core)
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ PROMPTS, SAMPLES, GROUPS_PER_STEP = 10_000, 8, 500
 SLOTS = 1_000
 MEAN_S, SPREAD, LONGEST_S = 25.0, 0.8, 150.0
 STRAGGLERS, STRAGGLER_S, LOST, FAILED = 0.01, 250.0, 0.001, 0.005
-SCORE_S, TRAIN_S, SYNC_S = 15.0, 75.0, 5.0
+SCORE_S, TRAIN_S, SYNC_S, CALL_S = 15.0, 75.0, 5.0, 0.25
 STEPS = PROMPTS // GROUPS_PER_STEP
 
 
@@ -164,15 +167,34 @@ class Update:
     critic_nonfinite_steps = 0
 
     async def score(self, batch: Batch) -> Batch:
-        await asyncio.sleep(SCORE_S)
+        await asyncio.sleep(_share(batch, SCORE_S))
         return batch.with_columns(old_logprobs=batch["rollout_logprobs"])
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
         return batch, {}
 
-    async def train(self, batch: Batch, step: int) -> Metrics:
+    async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         await asyncio.sleep(TRAIN_S)
+        return batch, {}
+
+    async def add(self, batch: Batch, step: int) -> Batch:
+        await asyncio.sleep(_share(batch, TRAIN_S))
+        return batch
+
+    async def finish(self, step: int) -> Metrics:
         return {}
+
+    def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
+        return {}
+
+    def agreement(self, batch: Batch, version: int) -> Metrics:
+        return {}
+
+
+def _share(batch: Batch, seconds: float) -> float:
+    """Of the time for a whole batch; a part costs its call too."""
+    share = batch.num_sequences / GROUPS_PER_STEP
+    return seconds if share == 1.0 else seconds * share + CALL_S
 
 
 class RateRule(GroupBuffer):
@@ -213,6 +235,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        """`at` is when the step ended."""
         self.groups: list[list[int]] = []
 
     def phase(self, name: str) -> None: ...
@@ -242,7 +265,9 @@ class Measured:
     wasted: float
 
 
-def simulate(*, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupBuffer, seed: int = 0) -> Measured:
+def simulate(
+    *, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupBuffer, streams: bool = False, seed: int = 0
+) -> Measured:
     """One run by these rules."""
     engines, rows = Engines(seed), Rows()
 
@@ -253,6 +278,7 @@ def simulate(*, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupB
             pipeline_depth=depth,
             version=0,
             last_version=STEPS - 1,
+            in_parts=streams,
         )
         settings = RolloutSettings(
             num_samples=1, params=SamplingParams(), seed=0, drop_zero_variance=False, max_dropped_groups=PROMPTS
@@ -275,7 +301,7 @@ def simulate(*, depth: int, bound: int, buffer_class: type[GroupBuffer] = GroupB
         }
         with tempfile.TemporaryDirectory() as directory:
             loop = TrainingLoop(
-                loop_settings(Path(directory)),
+                loop_settings(Path(directory), streams=streams),
                 **parts,
                 buffer=buffer,
                 generator=engines,
@@ -318,7 +344,7 @@ def arrivals_bound(rows: Rows, finished: dict[int, float]) -> float:
     return total
 
 
-def loop_settings(directory: Path) -> LoopSettings:
+def loop_settings(directory: Path, *, streams: bool) -> LoopSettings:
     """Nothing but training."""
     return LoopSettings(
         last_step=STEPS,
@@ -334,6 +360,7 @@ def loop_settings(directory: Path) -> LoopSettings:
         worker_timeout_s=1e9,
         saves_in_background=False,
         merge_steps=False,
+        stream_groups=streams,
     )
 
 
@@ -341,16 +368,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=8, help="largest depth and bound")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--streamed", action="store_true", help="only the streamed rows")
     options = parser.parse_args()
     failures.setLevel("ERROR")
     print("| rule | depth | bound | time | arrivals | idle: trainer | slots | age: mean | > 1 | largest | wasted |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     bounds = range(options.most + 1)
-    cells = [("ours", depth, bound, GroupBuffer) for depth in bounds for bound in bounds if depth <= bound]
-    cells += [("rate", bound, bound, RateRule) for bound in bounds]
-    cells += [("drop by age", bound, bound, DropByAge) for bound in bounds]
+    streamed = [("streamed", *cell, GroupBuffer) for cell in ((0, 0), (1, 1), (1, 4), (2, 4), (4, 4))]
+    cells = [cell for cell in streamed if cell[2] <= options.most]
+    if not options.streamed:
+        cells += [("ours", depth, bound, GroupBuffer) for depth in bounds for bound in bounds if depth <= bound]
+        cells += [("rate", bound, bound, RateRule) for bound in bounds]
+        cells += [("drop by age", bound, bound, DropByAge) for bound in bounds]
     for rule, depth, bound, buffer_class in cells:
-        found = simulate(depth=depth, bound=bound, buffer_class=buffer_class, seed=options.seed)
+        found = simulate(
+            depth=depth, bound=bound, buffer_class=buffer_class, streams=rule == "streamed", seed=options.seed
+        )
         times = f"{found.time:.2f} | {found.arrivals:.2f} | {found.trainer_idle:.0%} | {found.slots_idle:.0%}"
         ages = f"{found.age:.2f} | {found.older:.0%} | {found.oldest:.0f}"
         print(f"| {rule} | {depth} | {bound} | {times} | {ages} | {found.wasted:.1%} |", flush=True)

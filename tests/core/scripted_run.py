@@ -6,6 +6,7 @@ an environment that only wait and record.
     start 3 at 1     group 3 is started, at policy version 1          finish 3, drop 3    it can be trained on, or not
     greedy 3 at 1    its greedy answer is
     take 2: 3 4      step 2 takes groups 3 and 4                      score, train 2      step 2 begins to
+    add 2: 3            streamed: group 3 is added to step 2's gradient; `train 2` is then its optimizer step
     pause, send 2, serve 2    a weight sync of version 2              published 2         groups are started with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
     save 2, copy 2, checkpoint 2    a checkpoint begins, at once or in the background, and is complete
@@ -80,6 +81,8 @@ class Script:
     """What a callback asks for at the end of a step."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of `LoopSettings`."""
+    streams: bool = False
+    """Groups are trained on as they finish."""
     plays_greedy: bool = False
     drop_zero_variance: bool = False
     max_dropped_groups: int = 4
@@ -97,7 +100,7 @@ class EventLog:
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
         self.entries: list[tuple[float, str]] = []
-        self._errors = errors
+        self._errors: list[Mapping[str, Exception]] = [errors]
         self._reactions: dict[str, list[tuple[float, Callable[[], object]]]] = {}
 
     def __call__(self, event: str) -> None:
@@ -105,8 +108,13 @@ class EventLog:
         self.entries.append((clock.time(), event))
         for delay_s, reaction in self._reactions.pop(event, ()):
             clock.call_later(delay_s, reaction)
-        if event in self._errors:
-            raise self._errors[event]
+        for errors in self._errors:
+            if event in errors:
+                raise errors[event]
+
+    def raise_too(self, errors: Mapping[str, Exception]) -> None:
+        """These as well, which may come to be known later."""
+        self._errors.append(errors)
 
     def when(self, event: str, reaction: Callable[[], object], *, after_s: float = 0.0) -> None:
         """Calls `reaction` so many seconds after the first `event`."""
@@ -137,7 +145,8 @@ class RecordedBuffer(GroupBuffer):
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
         groups = await super().take(timeout_s)
-        self.log(f"take {self._next_step}: {' '.join(str(group.group_id) for group in groups)}")
+        step = self._next_step + self.is_within_step
+        self.log(f"take {step}: {' '.join(str(group.group_id) for group in groups)}")
         return groups
 
 
@@ -305,7 +314,8 @@ class ScriptedUpdate:
 
     async def score(self, batch: Batch) -> Batch:
         self._log("score")
-        await asyncio.sleep(self._script.score_s)
+        share = len(batch["group_id"].unique()) / self._script.groups_per_step if self._script.streams else 1.0
+        await asyncio.sleep(self._script.score_s * share)
         return batch.with_columns(old_logprobs=batch["rollout_logprobs"])
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
@@ -315,6 +325,19 @@ class ScriptedUpdate:
         self._log(f"train {step}")
         await asyncio.sleep(self._script.train_s)
         return batch, {"policy/loss": (1.0, 1.0)}
+
+    async def add(self, batch: Batch, step: int) -> Batch:
+        groups = dict.fromkeys(batch["group_id"].tolist())
+        self._log(f"add {step}: {' '.join(str(group) for group in groups)}")
+        await asyncio.sleep(self._script.train_s * len(groups) / self._script.groups_per_step)
+        return batch
+
+    async def finish(self, step: int) -> Metrics:
+        self._log(f"train {step}")
+        return {"policy/loss": (1.0, 1.0)}
+
+    def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
+        return {}
 
     def agreement(self, batch: Batch, version: int) -> Metrics:
         return rollout_agreement(batch, version)
@@ -405,6 +428,7 @@ class ScriptedRun:
             version=state.step,
             last_version=script.steps - 1,
             finished=[one.group for one in stored],
+            in_parts=script.streams,
         )
         self.buffer.log = log
         self.reports = RecordedReports(log, script)
@@ -517,14 +541,18 @@ class ScriptedRun:
 
     @property
     def taken(self) -> list[tuple[int, list[int]]]:
-        """Steps, and the groups that each took."""
+        """Steps, and the groups that each took, at once or in parts."""
         takes = [event.removeprefix("take ").split(":") for event in self.events_of("take")]
         return [(int(step), [int(group) for group in groups.split()]) for step, groups in takes]
 
     @property
     def trained(self) -> dict[int, list[int]]:
         """Steps that were finished, and the groups that each was trained on."""
-        return {step: groups for step, groups in self.taken if step in self.reports.rows}
+        trained: dict[int, list[int]] = {}
+        for step, groups in self.taken:
+            if step in self.reports.rows:
+                trained.setdefault(step, []).extend(groups)
+        return trained
 
 
 _SERVING = ServingSettings(
@@ -552,5 +580,6 @@ def _settings(script: Script, directory: Path) -> LoopSettings:
         worker_timeout_s=600.0,
         saves_in_background=False,
         merge_steps=False,
+        stream_groups=script.streams,
     )
     return attrs.evolve(settings, **script.settings)

@@ -208,6 +208,14 @@ class ForgetsTheSchedule(PlainWorker):
         self.steps_done = steps_done
 
 
+class LosesItsGradientsWhenItScores(PlainWorker):
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return found
+
+
 class LosesItsGradientsWhenLookedAt(PlainWorker):
     def gradients(self):
         found = super().gradients()
@@ -371,6 +379,7 @@ IGNORED: tuple[dict[str, Any], ...] = (
 ROUTED = Variant(checkpoint=MOE, forced_routes=True)
 FAULTS: list[tuple[Callable[[WorkerSpec, RankInfo], Worker], Variant, str]] = [
     (IgnoresTemperature, ONE, "test_logprobs_and_entropies_of_the_stream"),
+    (LosesItsGradientsWhenItScores, ONE, "test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch"),
     (ScoresOneTokenLate, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (LooksIntoTheNextSequence, ONE, "test_logprobs_and_entropies_of_the_stream"),
     (plain.ReturnsScoresInThePlansOrder, ONE, "test_logprobs_and_entropies_of_the_stream"),

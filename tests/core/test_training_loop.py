@@ -850,7 +850,7 @@ class ForgetsWhatIsFinished(RecordedBuffer):
         return tuple(group for group in super().outstanding if group not in self._finished)
 
     @property
-    def finished(self) -> tuple[FinishedGroup, ...]:
+    def untrained(self) -> tuple[FinishedGroup, ...]:
         return ()
 
 

@@ -219,6 +219,8 @@ async def test_kl_in_the_reward_changes_the_advantages_and_steers_its_coefficien
     batch, metrics = update.prepare(batch)
     assert batch["rewards"].tolist() == pytest.approx([0.0, -0.1, 0.9, 0.0, -0.1, -0.1])
     assert metrics["policy/kl"] == (4.0, 4.0)
+    assert update.kl_coef == 0.1, "it holds for all parts of a step"
+    assert update.observed(batch, metrics) == {}
     assert update.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 

@@ -159,6 +159,16 @@ CASES = (
             ),
         )
     ),
+    Case(
+        name="streamed",
+        says="groups are trained on as they finish, one update per batch",
+        overrides=(
+            "trainer.stream_groups=true",
+            "trainer.placement.colocate_all=false",
+            "trainer.update_epochs_per_batch=1",
+        ),
+        at_least=0.8,
+    ),
     *(
         Case(
             name=f"depth_{depth}_bound_{bound}_seed{seed}",

@@ -53,6 +53,14 @@ class MegatronBackend:
         replays = transformer_fields(options, self.config_section)["moe_enable_routing_replay"]
         return bool(replays) and options.moe_routing_replay_source == "scoring"
 
+    def has_own_losses(self, options: MegatronOptions) -> bool:
+        """See `OwnLosses`."""
+        fields = transformer_fields(options, self.config_section)
+        coefficients = fields["moe_aux_loss_coeff"]
+        balances = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
+        is_balanced = fields["moe_router_load_balancing_type"] != "none" and balances
+        return is_balanced or bool(fields.get("moe_z_loss_coeff"))
+
     def needs_own_process(self) -> bool:
         """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes
         torch."""

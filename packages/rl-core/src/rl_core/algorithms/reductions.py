@@ -4,12 +4,19 @@ The controller computes the weights from the mini-batch (one optimizer step's to
 workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of the means sum to 1. A
 sequence or prompt without a trained token has no part in any denominator, and a mask without any trained token gives
 zeros.
+
+Every reduction divides by a number of tokens, sequences or prompts last. Where a mini-batch is not all there yet, its
+parts (whole prompts) take `Reduction.summed`, weights before that division and their divisor: gradients and divisors
+add up, and the one is divided by the other at the end.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Generic, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -24,8 +31,35 @@ from rl_core.algorithms.checks import (
 from rl_core.algorithms.groups import sequence_sum
 from rl_core.errors import ConfigError
 
+P = ParamSpec("P")
 
-def token_mean(loss_mask_T: Tensor) -> Tensor:
+
+class SummedWeights(NamedTuple):
+    """Loss weights before the last division."""
+
+    weights_T: Tensor
+    """float64 [T]; 0 where nothing is trained."""
+    divisor: Tensor
+    """int64, 0-d: the trained tokens, or the sequences or prompts with one. Those of parts that share none add up to
+    that of the whole."""
+
+
+class Reduction(Generic[P]):
+    """A reduction by name and parameters. Called with a whole mini-batch, it gives the loss weights, float32 [T]."""
+
+    def __init__(self, summed: Callable[P, SummedWeights]):
+        self.summed = summed
+        """The same of a part of a mini-batch, before the division."""
+        functools.update_wrapper(self, summed)
+        self.__signature__ = inspect.signature(summed).replace(return_annotation="Tensor")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        weights_T, divisor = self.summed(*args, **kwargs)
+        return (weights_T / divisor.clamp(min=1)).float()
+
+
+@Reduction
+def token_mean(loss_mask_T: Tensor) -> SummedWeights:
     """Every trained token counts the same: w_t = m_t / sum_u m_u.
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 12.
@@ -41,10 +75,11 @@ def token_mean(loss_mask_T: Tensor) -> Tensor:
     """
     require_same_length(loss_mask_T=loss_mask_T)
     require_bool(loss_mask_T=loss_mask_T)
-    return loss_mask_T.float() / loss_mask_T.count_nonzero().clamp(min=1)
+    return SummedWeights(loss_mask_T.double(), loss_mask_T.count_nonzero())
 
 
-def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+@Reduction
+def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> SummedWeights:
     """The mean over sequences of each sequence's token mean: w_t = m_t / (n_i · S).
 
     n_i is the number of trained tokens of the token's sequence i, S the number of sequences that have one.
@@ -62,11 +97,11 @@ def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> Tensor:
     """
     _require_stream(loss_mask_T, sequence_T)
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
-    num_trained = (tokens_S > 0).sum()
-    return _weights(loss_mask_T, sequence_T, tokens_S * num_trained)
+    return SummedWeights(_weights(loss_mask_T, sequence_T, tokens_S), (tokens_S > 0).sum())
 
 
-def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Tensor:
+@Reduction
+def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> SummedWeights:
     """The mean over prompts of the token mean over all samples of a prompt: w_t = m_t / (n_p · P).
 
     n_p is the number of trained tokens of the token's prompt p, P the number of prompts that have one.
@@ -89,11 +124,11 @@ def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Ten
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
     ids_P, index_S = torch.unique(group_N[: tokens_S.numel()], return_inverse=True)
     tokens_P = tokens_S.new_zeros(ids_P.numel()).index_add(0, index_S, tokens_S)
-    num_trained = (tokens_P > 0).sum()
-    return _weights(loss_mask_T, sequence_T, tokens_P[index_S] * num_trained)
+    return SummedWeights(_weights(loss_mask_T, sequence_T, tokens_P[index_S]), (tokens_P > 0).sum())
 
 
-def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> Tensor:
+@Reduction
+def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> SummedWeights:
     """The mean over sequences of each sequence's token sum over a constant: w_t = m_t / (max_seq_len · S).
 
     S is the number of sequences with a trained token. Long and short sequences weigh the same per token, whatever the
@@ -116,11 +151,11 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
     if max_seq_len < 1:
         raise ConfigError(f"max_seq_len: {max_seq_len} is not a positive number of tokens")
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
-    num_trained = (tokens_S > 0).sum()
-    return _weights(loss_mask_T, sequence_T, torch.full_like(tokens_S, max_seq_len) * num_trained)
+    return SummedWeights(loss_mask_T.double() / max_seq_len, (tokens_S > 0).sum())
 
 
-def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Tensor:
+@Reduction
+def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> SummedWeights:
     """The mean over prompts of the token sum over all samples of a prompt: w_t = m_t / P.
 
     P is the number of prompts with a trained token. For losses whose tokens add up to one number per prompt, such as
@@ -141,11 +176,11 @@ def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -
     require_int64(group_N=group_N)
     require_row_per_sequence(sequence_T, group_N=group_N)
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
-    num_prompts = group_N[: tokens_S.numel()][tokens_S > 0].unique().numel()
-    return _weights(loss_mask_T, sequence_T, torch.full_like(tokens_S, num_prompts))
+    groups_P = group_N[: tokens_S.numel()][tokens_S > 0].unique()
+    return SummedWeights(loss_mask_T.double(), torch.tensor(groups_P.numel()))
 
 
-REDUCTIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+REDUCTIONS: Mapping[str, Reduction[...]] = MappingProxyType(
     {
         "token_mean": token_mean,
         "sequence_mean": sequence_mean,
@@ -165,5 +200,5 @@ def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
 
 def _weights(loss_mask_T: Tensor, sequence_T: Tensor, denominator_S: Tensor) -> Tensor:
     # A denominator is 0 only where no token is trained; 1 in its place keeps the infinity out of 0 · inf.
-    weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).reciprocal().float()
+    weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).double().reciprocal()
     return weight_S[sequence_T] * loss_mask_T

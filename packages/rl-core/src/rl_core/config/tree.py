@@ -329,6 +329,10 @@ class TrainerConfig:
     """Steps that generation runs ahead of training, at most `max_staleness`: a group is started only where the batch of
     this step and those of so many more have room for it. Groups that take long may lag behind further, up to
     `max_staleness`."""
+    stream_groups: bool = False
+    """Groups are trained on as they finish, while the step's others are still being sampled; the result is the same up
+    to rounding. For engines on devices of their own (`placement.colocate_all=false`), one optimizer step per batch,
+    and a loss and advantages that need nothing of the other groups; whatever else is refused."""
     max_consecutive_nonfinite_steps: int = 3
     """So many skipped optimizer steps (loss or gradient not finite) in a row stop the run."""
 
@@ -389,7 +393,8 @@ class TrainerConfig:
     """`policy/entropy` is computed in step 1 and in every so many steps; 0: never. A loss that reads entropies computes
     them in every step."""
     generation_timeout_s: float = 1800.0
-    """Longest wait for a training batch or an evaluation to be generated."""
+    """Longest wait for a training batch (with `stream_groups`, for the next part of one) or an evaluation to be
+    generated."""
     worker_timeout_s: float = 3600.0
     """Longest wait for one call to the training ranks."""
     worker_start_timeout_s: float = 1800.0

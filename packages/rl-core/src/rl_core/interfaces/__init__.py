@@ -2,8 +2,8 @@
 
 A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`Inspectable`; of backends `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines
-`EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
+`Inspectable`; of backends `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of
+engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
 `Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
 with keys of its own `Configurable`.
 
@@ -102,6 +102,7 @@ from rl_core.interfaces.training import (
     OptimizerConfig,
     OptimizerStep,
     OptimizerUpdate,
+    OwnLosses,
     Perturbable,
     Plan,
     Planner,
@@ -167,6 +168,7 @@ __all__ = [
     "Rehearser",
     "Backend",
     "RouteFollowing",
+    "OwnLosses",
     "PrefixSharing",
     "RouteRecording",
     "ModelProving",

@@ -522,6 +522,16 @@ class PrefixSharing(Protocol):
 
 
 @runtime_checkable
+class OwnLosses(Protocol):
+    """A backend that can add losses of its own to what is minimised, such as those that balance experts."""
+
+    def has_own_losses(self, options: Any) -> bool:
+        """Whether these options of the policy ask for any: each then weighs in every call of `forward_backward` as for
+        a whole mini-batch."""
+        ...
+
+
+@runtime_checkable
 class RouteRecording(Protocol):
     """A backend that can send the policy's tokens to the experts that its own scoring pass chose."""
 

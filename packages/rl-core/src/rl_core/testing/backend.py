@@ -438,6 +438,42 @@ class BackendConformance:
         difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
         assert difference <= limit, f"weights after another step differ by {difference:.1e}, allowed {limit:g}"
 
+    def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
+        """Weights come undivided, the division with the step (`trainer.stream_groups`); between the parts the model
+        scores, is exported and saved, which neither sees nor changes pending gradients. Saved in the middle of the
+        second step, the state is that of the first."""
+        self._require_version(2)
+        group = case.start()
+        divisor = 64.0
+        second = steps_of(case.batch)[1]
+        before, expected = group.weights(), None
+        for number, batch in enumerate(steps_of(case.batch)[:2]):
+            undivided = batch.with_columns(loss_weights=batch["loss_weights"] * divisor)
+            loss, before = 0.0, group.weights()
+            last = batch.num_sequences - 1
+            for sequences in ([last], range(last)):
+                part = undivided.select(sequences)
+                loss += group.forward_backward(part, LIMITS, LOSS, temperature=TEMPERATURE)["loss"][0] / divisor
+                group.forward(part, LIMITS, temperature=TEMPERATURE)
+                require_equal(group.weights(), before, "between two parts")
+                if number == 1 and sequences == [last]:
+                    group.call(Worker.save_state, case.directory / "in_the_middle")
+            expected_loss = backward(case.reference, batch, LOSS)
+            assert loss == pytest.approx(expected_loss, rel=10 * self.tolerances.loss)
+            step = group.optim_step(OptimizerUpdate(gradient_scale=1.0 / divisor))
+            expected = case.reference.optim_step()
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+        difference, limit = largest_difference(group.weights(), weights(case.reference)), self._weight_tolerance(case)
+        assert difference <= limit, f"weights after two steps in parts differ by {difference:.1e}, allowed {limit:g}"
+        group.call(Worker.load_state, case.directory / "in_the_middle")
+        require_equal(group.weights(), before, "loaded from the middle of the second step")
+        group.forward_backward(second, LIMITS, LOSS, temperature=TEMPERATURE)
+        again = group.optim_step()
+        assert expected is not None
+        assert again.grad_norm == pytest.approx(expected.grad_norm, rel=self.tolerances.gradient_norm)
+        difference = largest_difference(group.weights(), weights(case.reference))
+        assert difference <= limit, f"the second step, taken again from its middle, differs by {difference:.1e}"
+
     def test_three_optimizer_steps(self, case: Case) -> None:
         group, before = case.start(), weights(case.reference)
         norms = []

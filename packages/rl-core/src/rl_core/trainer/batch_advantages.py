@@ -85,14 +85,23 @@ def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple
 
 def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> Batch:
     """Adds `loss_weights`: the chosen reduction over the whole mini-batch, 0 where nothing is trained."""
-    function = REDUCTIONS[reduction]
+    return batch.with_columns(loss_weights=REDUCTIONS[reduction](*_reduction_columns(batch, reduction), **params))
+
+
+def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
+    """Adds `loss_weights` to a part of a mini-batch, whole groups. They are still to be divided by the sum over all
+    parts of the second result."""
+    weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
+    return batch.with_columns(loss_weights=weights_T.float()), float(divisor)
+
+
+def _reduction_columns(batch: Batch, reduction: str) -> list[Tensor]:
     made = {
         "loss_mask_T": lambda: batch["loss_mask"],
         "sequence_T": lambda: batch.sequence_index,
         "group_N": lambda: batch["group_id"],
     }
-    columns = (made[name]() for name in positional_parameters(function))
-    return batch.with_columns(loss_weights=function(*columns, **params))
+    return [made[name]() for name in positional_parameters(REDUCTIONS[reduction])]
 
 
 def _require_steps_in_order(batch: Batch) -> None:

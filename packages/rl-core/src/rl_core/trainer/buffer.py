@@ -5,7 +5,10 @@ generation runs ahead; with `max_staleness` k, at least d, a group that was star
 version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
 
 - a group is started at version v only if the steps up to v + d have room for every group that is outstanding;
-- a step takes finished groups, oldest first, but waits while leaving the rest behind would make one of them expire.
+- a step takes finished groups, oldest first, as far as all others can still be trained on before they expire.
+
+A step takes its groups at once, when all of them are there; streamed, it takes those that are there, again and again,
+until it is full. A place that a group under way will need is left free by the same rule.
 
 So d = 0 is synchronous training (a step's groups are all started at its own version). With more, most groups are at
 most d versions old, those that take long are overtaken until they are k versions old, and a group that selection drops
@@ -37,7 +40,7 @@ class GroupBuffer:
     """Permissions to start groups, and the groups that are finished.
 
     consumes     groups from the generating task (`finish`, `drop`)
-    produces     `groups_per_step` groups for every step (`take`)
+    produces     `groups_per_step` groups for every step (`take`), at once or in parts
     waits for    `permission`: a step being taken or a version being published; `take`: enough finished groups
     unblocked by `take`, `trained`, `rejected`, `published`, `drop`, `finish`, `fail`
     """
@@ -51,13 +54,16 @@ class GroupBuffer:
         version: int,
         last_version: int,
         finished: Sequence[FinishedGroup] = (),
+        in_parts: bool = False,
     ):
         """
         Args:
             pipeline_depth: from 0 to `max_staleness`.
             version: the policy's version now; one optimizer batch makes one version.
             last_version: the version at which the last step is trained; no group is started that no step needs.
-            finished: groups of an earlier run that none of its steps took, and that can be trained within the bound.
+            finished: groups of an earlier run that none of its steps was trained on, and that can be trained within
+                the bound.
+            in_parts: `take` gives what a step can have at the moment, at least one group, until the step is full.
         """
         assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step
@@ -68,7 +74,11 @@ class GroupBuffer:
         self._last_version = last_version
         self._outstanding = {group.group_id: group.start_version for group in finished}
         self._finished = {group.group_id: group for group in finished}
-        self._taken: tuple[int, ...] = ()
+        self._in_parts = in_parts
+        self._taken: dict[int, FinishedGroup] = {}
+        """Those of the step that is trained, or, while it is not full, of `next_step`."""
+        self._places = groups_per_step
+        """That `next_step` has left."""
         self._given_up: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
@@ -98,6 +108,16 @@ class GroupBuffer:
     def finished(self) -> tuple[FinishedGroup, ...]:
         """Those that no step took."""
         return tuple(self._finished.values())
+
+    @property
+    def untrained(self) -> tuple[FinishedGroup, ...]:
+        """Finished groups that no finished step accounts for: those that a step took, and those that none took."""
+        return (*self._taken.values(), *self._finished.values())
+
+    @property
+    def is_within_step(self) -> bool:
+        """A step took some of its groups, and others are still to come."""
+        return self._places < self._groups_per_step
 
     @property
     def num_under_way(self) -> int:
@@ -143,14 +163,15 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
-        """The groups of the next step, oldest first; waits for them. Raises DeadlineError, or what generation failed
-        with."""
+        """The groups of the next step, or of its next part, oldest first; waits for them. Raises DeadlineError, or
+        what generation failed with."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
             except TimeoutError:
+                there = self._groups_per_step - self._places + len(self._finished)
                 raise DeadlineError(
-                    f"step {self._next_step}: {len(self._finished)} of {self._groups_per_step} groups were finished in "
+                    f"step {self._next_step}: {there} of {self._groups_per_step} groups were finished in "
                     f"{timeout_s:g} s (trainer.generation_timeout_s); {len(self._outstanding)} are outstanding"
                 ) from None
             if self._failure:
@@ -158,14 +179,16 @@ class GroupBuffer:
             taken = self._choice()
             for group in taken:
                 del self._outstanding[group.group_id], self._finished[group.group_id]
-            self._taken = tuple(group.group_id for group in taken)
-            self._next_step += 1
+                self._taken[group.group_id] = group
+            self._places -= len(taken)
+            if not self._places:
+                self._next_step, self._places = self._next_step + 1, self._groups_per_step
             self._changed.notify_all()
             return taken
 
     async def trained(self) -> None:
-        """The groups of the last `take` were trained on; those dropped before this call count in the same step."""
-        self._taken = ()
+        """The groups that the step took were trained on; those dropped before this call count in the same step."""
+        self._taken = {}
         self._given_up.clear()
         async with self._changed:
             self._changed.notify_all()
@@ -174,30 +197,43 @@ class GroupBuffer:
         """The groups of the last `take` are given up: the step is to be taken again."""
         async with self._changed:
             self._given_up.update(self._taken)
-            self._taken = ()
+            self._taken = {}
             self._next_step -= 1
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
         last_planned = min(self._version + self._pipeline_depth, self._last_version)
-        steps_left = last_planned - self._next_step + 1
-        return len(self._outstanding) < steps_left * self._groups_per_step
+        return len(self._outstanding) < self._room_until(last_planned)
 
     def _is_over(self) -> bool:
         # The last step's groups may be rejected as long as they are not trained on.
         return self._failure is not None or (self._next_step > self._last_version and not self._taken)
 
+    def _room_until(self, step: int) -> int:
+        """Places that the steps until this one have left, itself included."""
+        return (step - self._next_step) * self._groups_per_step + self._places
+
     def _choice(self) -> list[FinishedGroup]:
-        """The oldest finished groups, if there are enough and no other group would expire; else an empty list."""
-        by_age = sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id))
-        chosen = by_age[: self._groups_per_step]
-        if len(chosen) < self._groups_per_step:
+        """The oldest finished groups, as many as the step can take so that no other one expires; an empty list where
+        that is none, or where a step that is not taken in parts would not be full."""
+        if not self._in_parts and len(self._finished) < self._places:
             return []
-        left = Counter(self._outstanding.values()) - Counter(group.start_version for group in chosen)
-        count = 0
-        for start_version in sorted(left):
-            count += left[start_version]
-            room = (start_version + self._max_staleness - self._next_step) * self._groups_per_step
-            if count > room:
-                return []
-        return chosen
+        chosen, spare = [], self._spare_places()
+        for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
+            # It takes a place from older ones; to itself and younger ones it leaves as many as they need.
+            older = [version for version in spare if version < group.start_version]
+            if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
+                break
+            for version in older:
+                spare[version] -= 1
+            chosen.append(group)
+        return chosen if self._in_parts or len(chosen) == self._places else []
+
+    def _spare_places(self) -> dict[int, int]:
+        """For each start version of outstanding groups: places until those expire, without what they and older ones
+        need. Never below 0."""
+        counts, needed, spare = Counter(self._outstanding.values()), 0, {}
+        for version in sorted(counts):
+            needed += counts[version]
+            spare[version] = self._room_until(version + self._max_staleness) - needed
+        return spare

@@ -60,8 +60,9 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
 def merged(batch: Batch) -> tuple[Batch, Metrics]:
     """The batch with the steps that continue each other as one sequence, and how much that saves."""
+    before = float(batch.num_tokens)
     batch, merge = merge_steps(batch)
-    return batch, {"rollout/merged_tokens": (merge.tokens_saved, 1.0)}
+    return batch, {"rollout/merged_tokens": (merge.tokens_saved * before, before)}
 
 
 def _require_whole(trajectory: Trajectory) -> None:

@@ -24,6 +24,7 @@ from rl_core.errors import GenerationError
 from rl_core.interfaces import Metrics, Trajectory
 from rl_core.seeds import seed_of
 from rl_core.trainer.buffer import FinishedGroup
+from rl_core.workers.group import add_metrics
 
 
 class Selection:
@@ -55,6 +56,7 @@ class Selection:
         self._seed = seed
         self._rejected_in_a_row = 0
         self._metrics: dict[str, tuple[float, float]] = {}
+        self._masked: list[Metrics] = []
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -101,7 +103,7 @@ class Selection:
         ]
 
     def masked(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        """The batch with `loss_mask` cleared where the run's rules say so; `sampled` stays as it is.
+        """The batch, or a part of it, with `loss_mask` cleared where the run's rules say so; `sampled` stays as it is.
 
         Args:
             trajectories: what `batch` was collated from: `trajectory_id` is the index here.
@@ -111,18 +113,18 @@ class Selection:
             overlong = torch.tensor([trajectory.is_cut for trajectory in trajectories])
             result = overlong_mask(batch["loss_mask"], sequence_T, overlong[trajectory_N])
             batch = batch.with_columns(loss_mask=result.loss_mask_T)
-            self._metrics |= result.metrics
+            self._masked.append(result.metrics)
         if self._mask_zero_variance:
             rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
             result = zero_variance_mask(batch["loss_mask"], sequence_T, rewards[trajectory_N], batch["group_id"])
             batch = batch.with_columns(loss_mask=result.loss_mask_T)
-            self._metrics |= result.metrics
+            self._masked.append(result.metrics)
         return batch
 
     def lap(self) -> Metrics:
         """`selection/…` of the last batch, of the rules that are switched on."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        metrics, masked, self._metrics, self._masked = self._metrics, self._masked, {}, []
+        return {**metrics, **add_metrics(masked)}
 
     def _reject(self, num_groups: int) -> None:
         self._rejected_in_a_row += 1

@@ -1,6 +1,7 @@
 """The one training loop.
 
 Two tasks, joined by a bounded buffer. With `pipeline_depth` 0 they take turns; with more, generation runs ahead.
+Streamed, a step is trained on while its last groups are still being played (`trainer.step_training`).
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|
@@ -20,45 +21,30 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import attrs
 
-from rl_core.batch import Batch
-from rl_core.interfaces import Callback, Control, Generator, Metrics, Trajectory
+from rl_core.interfaces import Callback, Control, Generator
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.checkpoint import RunState
-from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.collate import collate
 from rl_core.trainer.concurrency import alongside, unless_set
 from rl_core.trainer.data import DataRow
 from rl_core.trainer.evaluation import evaluate, evaluation_failures
 from rl_core.trainer.group_selection import Selection, has_zero_variance
 from rl_core.trainer.models import Models
 from rl_core.trainer.remote_checkpoints import CheckpointCopies
+from rl_core.trainer.reporter import Reporter
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
 from rl_core.trainer.saving import CheckpointSaver
 from rl_core.trainer.serving import Engines
 from rl_core.trainer.step_metrics import data_metrics, divided, queue_metrics, rollout_metrics
+from rl_core.trainer.step_training import StepTraining, TrainedStep
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate
 
 logger = logging.getLogger(__name__)
-
-
-class Reporter(Protocol):
-    """Who is told what happened; `rl_core.reports.run_reporter` writes it into the run directory."""
-
-    def phase(self, name: str) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None: ...
-
-    def failed_samples(
-        self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
-    ) -> None: ...
-
-    def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +65,8 @@ class LoopSettings:
     saves_in_background: bool
     merge_steps: bool
     """Steps that continue each other are trained as one sequence."""
+    stream_groups: bool = False
+    """Groups are trained on as they finish."""
     fingerprint: Mapping[str, Any] | None = None
     """What the run is, written into its checkpoints; None: nothing."""
     checkpoint_copies: CheckpointCopies | None = None
@@ -120,6 +108,16 @@ class TrainingLoop:
         self._reporter = reporter
         self._callbacks = callbacks
         self._times = PhaseTimes(clock)
+        self._training = StepTraining(
+            update,
+            selection,
+            engines,
+            times=self._times,
+            tell_phase=reporter.phase,
+            merges_steps=settings.merge_steps,
+            in_parts=settings.stream_groups,
+            clock=clock,
+        )
         self._stop = asyncio.Event()
         self._saver = CheckpointSaver(
             settings.checkpoint_root,
@@ -134,7 +132,6 @@ class TrainingLoop:
         self._between_versions = asyncio.Lock()
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
-        self._is_whole_version = True
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
         """Metrics of the last step that was done, until its row is complete."""
         self._row_is_written = False
@@ -188,13 +185,13 @@ class TrainingLoop:
                 groups = await self._next_groups()
                 if groups is None:
                     break
-                await self._step(groups)
+                await self._train_on(groups)
 
     async def _save_after(self, error: Exception) -> None:
         """Saves the last finished step before the run ends with an error; says so where that cannot be done. Samples
         that failed since then are written under the step that was not reached."""
         self._reporter.failed_samples(self.steps_done + 1, self._rollouts.failed())
-        if self.steps_done == 0 or not self._is_whole_version:
+        if self.steps_done == 0 or not self._training.weights_are_whole:
             return
         try:
             self._write_row()
@@ -204,45 +201,38 @@ class TrainingLoop:
         except Exception as second:
             logger.warning("step %d could not be saved after %s: %s", self.steps_done, type(error).__name__, second)
 
-    async def _step(self, groups: list[FinishedGroup]) -> None:
+    async def _train_on(self, groups: list[FinishedGroup]) -> None:
+        """Trains on groups that were taken; with a step's last ones, ends the step."""
         step = self.steps_done + 1
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        batch, merging = self._batch(trajectories)
         queue = queue_metrics(self._buffer) if self._engines.is_sampled_from else {}
         with self._times.phase("checkpoint"):
             await self._saver.poll()
         async with self._between_versions:
-            self._reporter.phase("score")
-            with self._times.phase("score"):
-                await self._engines.to_models()
-                batch = await self._update.score(batch)
-            samples = self._engines.is_sampled_from
-            batch = self._selection.masked(batch, trajectories)
-            self._is_whole_version = False
-            batch, prepared = self._update.prepare(batch)
-            self._reporter.phase("train")
-            with self._times.phase("train"):
-                batch, trained = await self._update.train(batch, step)
-            self._is_whole_version, self.steps_done = True, step
-            agreement = self._update.agreement(batch, version=step - 1) if samples else {}
-            await self._buffer.trained()
-            counts, failed = self._rollouts.lap()
-            metrics = divided({**merging, **agreement, **prepared, **trained, **self._selection.lap()})
-            self._row_is_written = False
-            bound = self._buffer.max_staleness
-            told = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
-            self._row = metrics | told | counts | queue
-            self._reporter.train_samples(step, trajectories, batch)
-            self._reporter.failed_samples(step, failed)
-            self._row |= await self._publish()
+            trained = await self._training.train(groups, step, is_last=not self._buffer.is_within_step)
+            if trained is None:
+                return
+            self.steps_done = step
+            row = await self._begin_row(trained, queue)
+            row |= await self._publish()
         if not self._engines.are_shared:
             await self._buffer.published(step)
         for callback in self._callbacks:
-            callback.on_groups(step, trajectories)
+            callback.on_groups(step, trained.trajectories)
         await self._finish_step()
 
-    def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
-        return merged(collate(trajectories)) if self._settings.merge_steps else (collate(trajectories), {})
+    async def _begin_row(self, trained: TrainedStep, queue: Mapping[str, float]) -> dict[str, float]:
+        """Of a step that was trained; reports its samples."""
+        step, groups, batch = self.steps_done, trained.groups, trained.batch
+        samples, bound = self._engines.is_sampled_from, self._buffer.max_staleness
+        agreement = self._update.agreement(batch, version=step - 1) if samples else {}
+        await self._buffer.trained()
+        counts, failed = self._rollouts.lap()
+        self._row_is_written = False
+        told = rollout_metrics(groups, batch, version=step - 1, bound=bound) if samples else data_metrics(batch)
+        self._row = row = {**divided({**trained.metrics, **agreement}), **told, **counts, **queue}
+        self._reporter.train_samples(step, trained.trajectories, batch)
+        self._reporter.failed_samples(step, failed)
+        return row
 
     async def _finish_step(self) -> None:
         """Evaluates, asks the callbacks, writes the row and saves, as far as each is due. A stop leaves the evaluation
@@ -304,7 +294,7 @@ class TrainingLoop:
         self._reporter.step(self.steps_done, dict(self._row))
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
-        """The groups of the next step; None when the run is to stop."""
+        """The groups of the next step, or of its next part; None when the run is to stop."""
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:

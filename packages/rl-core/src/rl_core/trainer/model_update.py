@@ -1,8 +1,9 @@
-"""One model, policy or critic, trained on a batch: an optimizer step per mini-batch and pass."""
+"""One model, policy or critic, trained on a batch: an optimizer step per mini-batch and pass, or, where the batch comes
+in parts, one for all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -12,10 +13,10 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.columns import INPUT_COLUMNS
 from rl_core.errors import NonFiniteError
-from rl_core.interfaces import LossSpec, Metrics, OptimizerStep
+from rl_core.interfaces import LossSpec, Metrics, OptimizerStep, OptimizerUpdate
 from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.seeds import seed_of
-from rl_core.trainer.batch_advantages import with_loss_weights
+from rl_core.trainer.batch_advantages import with_loss_weights, with_summed_loss_weights
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_core.workers.group import add_metrics
 
@@ -64,34 +65,68 @@ class ModelUpdate:
         self._objective = objective_from_spec(settings.loss)
         self._first_is_own = first_is_own
         self._keeps_first = keeps_first
+        self._added: list[Metrics] = []
+        self._divisor = 0.0
+        """Of the reduction, over the parts that were added."""
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """One optimizer step per mini-batch and epoch; the batch with what the first one gave back, and metrics."""
         settings = self._settings
-        interval = settings.entropy_interval
-        measures_entropy = interval > 0 and (step == 1 or step % interval == 0)
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):
             for number, sequences_M in enumerate(mini_batch_sequences(batch, settings.groups_per_mini_batch)):
-                is_first = epoch == number == 0
-                loss = attrs.evolve(
-                    settings.loss,
-                    old_is_current=is_first and self._first_is_own,
-                    measures_entropy=measures_entropy,
-                )
-                returns = ("logprobs",) if is_first and self._keeps_first else ()
-                mini_batch = self._for_workers(
-                    batch.select(sequences_M), loss, seed_of(settings.seed, step, epoch, number)
-                )
-                metrics = await self._group.forward_backward(
-                    mini_batch, settings.limits, loss, temperature=settings.temperature, returns=returns
-                )
-                if returns:
-                    batch = with_trained_logprobs(batch, sequences_M, metrics["logprobs"])
-                parts.append({name: value for name, value in metrics.items() if name not in returns})
-                parts.append(self._checked(await self._group.optim_step(), step))
-        return batch, {f"{settings.name}/{name}": value for name, value in add_metrics(parts).items()}
+                mini_batch = with_loss_weights(batch.select(sequences_M), settings.reduction, settings.reduction_params)
+                seed = seed_of(settings.seed, step, epoch, number)
+                scores, metrics = await self._accumulated(mini_batch, step, seed, is_first=epoch == number == 0)
+                if scores:
+                    batch = with_trained_logprobs(batch, sequences_M, scores["logprobs"])
+                parts += [metrics, self._checked(await self._group.optim_step(), step)]
+        return batch, self._named(parts)
+
+    async def add(self, batch: Batch, step: int) -> Batch:
+        """Adds the gradient of a part, whole groups, of the batch, which is one mini-batch; `finish` takes the
+        optimizer step. The part with what the pass gave back."""
+        settings = self._settings
+        part, divisor = with_summed_loss_weights(batch, settings.reduction, settings.reduction_params)
+        scores, metrics = await self._accumulated(part, step, seed_of(settings.seed, step, 0, 0), is_first=True)
+        self._divisor += divisor
+        self._added.append(metrics)
+        if scores:
+            batch = with_trained_logprobs(batch, torch.arange(batch.num_sequences), scores["logprobs"])
+        return batch
+
+    async def finish(self, step: int) -> Metrics:
+        """The optimizer step over all parts that were added: its gradient and loss are those of the batch at once."""
+        scale, added = 1.0 / max(self._divisor, 1.0), add_metrics(self._added)
+        self._added, self._divisor = [], 0.0
+        loss = {"loss": (added["loss"][0] * scale, 1.0)}
+        result = await self._group.optim_step(OptimizerUpdate(gradient_scale=scale))
+        return self._named([{**added, **loss}, self._checked(result, step)])
+
+    async def _accumulated(
+        self, weighted: Batch, step: int, seed: int, *, is_first: bool
+    ) -> tuple[dict[str, Tensor], Metrics]:
+        """Adds the gradient of what has its loss weights; the scores that are kept, and metrics."""
+        settings, interval = self._settings, self._settings.entropy_interval
+        loss = attrs.evolve(
+            settings.loss,
+            old_is_current=is_first and self._first_is_own,
+            measures_entropy=interval > 0 and (step == 1 or step % interval == 0),
+        )
+        returns = ("logprobs",) if is_first and self._keeps_first else ()
+        metrics = await self._group.forward_backward(
+            self._for_workers(weighted, loss, seed),
+            settings.limits,
+            loss,
+            temperature=settings.temperature,
+            returns=returns,
+        )
+        scores = {name: metrics.pop(name) for name in returns}
+        return scores, metrics
+
+    def _named(self, parts: Iterable[Metrics]) -> Metrics:
+        return {f"{self._settings.name}/{name}": value for name, value in add_metrics(parts).items()}
 
     def judged(self, batch: Batch, step: int) -> dict[str, float]:
         """The loss of a scored batch, as one mini-batch, and the loss's metrics; nothing is trained.
@@ -114,7 +149,6 @@ class ModelUpdate:
     def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
         """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
         sent."""
-        mini_batch = with_loss_weights(mini_batch, self._settings.reduction, self._settings.reduction_params)
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}

@@ -32,6 +32,7 @@ from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting_rows, r
 from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
 from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
+from rl_core.trainer.streaming import require_streamable
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,14 @@ _UPDATE_READS = (
     "trainer.max_staleness",
     "trainer.pipeline_depth",
     "trainer.seed",
+)
+_STREAMING_READS = (
+    "generator.type",
+    "generator.n_samples_per_prompt",
+    "trainer.strategy",
+    "trainer.placement",
+    "trainer.train_batch_size",
+    "trainer.policy",
 )
 _BUDGET_READS = (
     "trainer.max_tokens_per_microbatch",
@@ -340,7 +349,10 @@ def _require_environment(row: DataRow, name: str | None) -> None:
 def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes: Mistakes) -> None:
     """Notes what the trainer does not understand of the algorithm, and what the backend cannot train."""
     if not mistakes.about(*_UPDATE_READS):
-        mistakes.passes(update_settings, config)
+        with mistakes.gathered():
+            update = update_settings(config)
+            if config.trainer.stream_groups and not mistakes.about(*_STREAMING_READS):
+                require_streamable(config, update)
     # Data that the recipe is going to make cannot be counted yet: any schedule will do until then.
     steps, roles = sys.maxsize, []
     if not mistakes.about("trainer.epochs", "trainer.train_batch_size", "trainer.max_training_steps"):

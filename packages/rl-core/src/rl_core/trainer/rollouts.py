@@ -106,8 +106,8 @@ class Rollouts:
         return tuple(self._restart)
 
     def stored(self) -> tuple[StoredGroup, ...]:
-        """The buffer's finished groups, with what is counted of them later. None of a run in step, which repeats itself
-        bit for bit where it plays again whatever its next step is made of."""
+        """The buffer's finished groups that no step was trained on, with what is counted of them later. None of a run
+        in step, which repeats itself bit for bit where it plays again whatever its next step is made of."""
         if not self._buffer.runs_ahead:
             return ()
         failed: dict[int, list[Trajectory]] = {}
@@ -119,7 +119,7 @@ class Rollouts:
                 failed=tuple(failed.get(group.group_id, ())),
                 greedy_tokens=self._greedy_tokens[group.group_id],
             )
-            for group in self._buffer.finished
+            for group in self._buffer.untrained
         )
 
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:

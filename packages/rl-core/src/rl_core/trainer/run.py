@@ -195,6 +195,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
             version=state.step,
             last_version=total_steps - 1,
             finished=[one.group for one in stored],
+            in_parts=trainer.stream_groups,
         )
         rollouts = Rollouts(
             generator,

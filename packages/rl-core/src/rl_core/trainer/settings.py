@@ -129,6 +129,7 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
         worker_timeout_s=trainer.worker_timeout_s,
         saves_in_background=trainer.async_save,
         merge_steps=config.generator.step_wise_trajectories and config.generator.merge_stepwise_output,
+        stream_groups=trainer.stream_groups,
         fingerprint=fingerprint,
         checkpoint_copies=copies_of(config),
     )

@@ -134,35 +134,14 @@ class BatchUpdate:
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds advantages; applies KL in the reward, normalisation and off-policy correction."""
-        settings = self._settings
-        metrics: dict[str, tuple[float, float]] = {}
-        if settings.kl_in_reward is not None:
-            batch, kl = with_kl_in_reward(batch, coef=self.kl_coef, estimator=settings.kl_in_reward)
-            metrics |= {**kl, "policy/kl_coef": (self.kl_coef, 1.0)}
-            if settings.adaptive_kl is not None:
-                total, weight = kl["policy/kl"]
-                observed = total / max(weight, 1.0)
-                self.kl_coef = adaptive_kl_coef(
-                    self.kl_coef, observed, num_samples=batch.num_sequences, **settings.adaptive_kl
-                )
-        if settings.estimator is None:
-            return batch, metrics
-        batch = with_advantages(batch, settings.estimator, settings.estimator_params)
-        if self._critic is not None:
-            metrics |= explained_variance(batch)
-        if settings.normalize_advantages:
-            batch = with_normalized_advantages(batch)
-        if settings.correction_params is not None:
-            batch, correction = with_off_policy_correction(batch, settings.correction_params)
-            metrics |= {**correction}
-        return batch, metrics
+        return prepared(batch, self._settings, kl_coef=self.kl_coef)
 
     async def judged(self, batch: Batch, step: int) -> dict[str, float]:
         """The training loss of held-out rows and its metrics, `eval/…`, all rows as one mini-batch; nothing is
         trained."""
         scored = await self.score(batch, judges=True)
-        prepared, _ = self.prepare(scored)
-        return {f"eval/{name}": value for name, value in self._policy.judged(prepared, step).items()}
+        batch, _ = self.prepare(scored)
+        return {f"eval/{name}": value for name, value in self._policy.judged(batch, step).items()}
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """All optimizer steps of the batch: policy and critic at the same time, one after the other where they share
@@ -179,6 +158,34 @@ class BatchUpdate:
             (batch, of_policy), (_, of_critic) = await all_of(calls)
         return batch, {**of_policy, **of_critic}
 
+    async def add(self, batch: Batch, step: int) -> Batch:
+        """Adds the gradients of a part of the step's batch, of policy and critic; as `train`, the part comes back."""
+        if self._critic is None:
+            return await self._policy.add(batch, step)
+        others = batch.without_columns(*ROUTE_COLUMNS)
+        batch, _ = await all_of([self._policy.add(batch, step), self._critic.add(others, step)])
+        return batch
+
+    async def finish(self, step: int) -> Metrics:
+        """The one optimizer step over all parts that were added."""
+        of_models = await all_of([model.finish(step) for model in (self._policy, self._critic) if model is not None])
+        return {name: value for metrics in of_models for name, value in metrics.items()}
+
+    def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
+        """What only the whole batch shows, once it is prepared, and the step after it reads: adapts the KL
+        coefficient.
+
+        Args:
+            batch: the step's.
+            metrics: those of `prepare`, of all its parts.
+        """
+        adaptive = self._settings.adaptive_kl
+        if adaptive is not None and "policy/kl" in metrics:
+            total, weight = metrics["policy/kl"]
+            observed = total / max(weight, 1.0)
+            self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, num_samples=batch.num_sequences, **adaptive)
+        return {} if self._critic is None else explained_variance(batch)
+
     def agreement(self, batch: Batch, version: int) -> Metrics:
         """`rollout_agreement` of a batch that `train` has returned, over the tokens whose log-probs were computed under
         the weights at the start of the update."""
@@ -190,6 +197,24 @@ class BatchUpdate:
         is_first_T[batch.token_index(first_M)] = True
         is_known_T = torch.where(is_first_T, batch["loss_mask"], scoring.first_is_own)
         return rollout_agreement(batch, version, among=is_known_T)
+
+
+def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
+    """A scored batch with advantages, and with KL in the reward, normalisation and off-policy correction as far as the
+    settings ask for them."""
+    metrics: dict[str, tuple[float, float]] = {}
+    if settings.kl_in_reward is not None:
+        batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)
+        metrics |= {**kl, "policy/kl_coef": (kl_coef, 1.0)}
+    if settings.estimator is None:
+        return batch, metrics
+    batch = with_advantages(batch, settings.estimator, settings.estimator_params)
+    if settings.normalize_advantages:
+        batch = with_normalized_advantages(batch)
+    if settings.correction_params is not None:
+        batch, correction = with_off_policy_correction(batch, settings.correction_params)
+        metrics |= {**correction}
+    return batch, metrics
 
 
 _POLICY_SCORES = {

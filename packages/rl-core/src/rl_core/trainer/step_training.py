@@ -1,0 +1,159 @@
+"""A step's groups become a gradient and a new version of the weights: at once, or streamed, as they finish.
+
+Streamed, a part (the groups that were finished when the trainer was free) is collated, scored, given advantages and
+loss weights alone, and its gradient is added to those before it, while the step's other groups are still being sampled.
+The optimizer step comes with the last part. `trainer.streaming` says which configurations get the same step from it.
+
+Parts grow with load: while one is trained, the next one gathers. A trainer that is slower than the engines has few
+large ones, and one that is faster has time for small ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from rl_core.batch import Batch
+from rl_core.columns import ROUTE_COLUMNS
+from rl_core.interfaces import Metrics, Trajectory
+from rl_core.trainer.buffer import FinishedGroup
+from rl_core.trainer.collate import collate, merged
+from rl_core.trainer.group_selection import Selection
+from rl_core.trainer.serving import Engines
+from rl_core.trainer.timing import PhaseTimes
+from rl_core.trainer.update import BatchUpdate
+from rl_core.workers.group import add_metrics
+
+
+@attrs.frozen(kw_only=True)
+class TrainedStep:
+    """What a step was trained on, and how it went."""
+
+    groups: tuple[FinishedGroup, ...]
+    """Oldest first."""
+    batch: Batch
+    """Of their trajectories, in this order, as it was trained on; without routes where it came in parts."""
+    metrics: Metrics
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Of all groups; `trajectory_id` in the batch is the index here."""
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
+
+
+class StepTraining:
+    """Trains the models on what a step takes, in one call or in several."""
+
+    def __init__(
+        self,
+        update: BatchUpdate,
+        selection: Selection,
+        engines: Engines,
+        *,
+        times: PhaseTimes,
+        tell_phase: Callable[[str], None],
+        merges_steps: bool,
+        in_parts: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """
+        Args:
+            tell_phase: is told what begins, for people.
+            merges_steps: steps that continue each other are trained as one sequence.
+            in_parts: steps are streamed.
+        """
+        self._update = update
+        self._selection = selection
+        self._engines = engines
+        self._times = times
+        self._tell_phase = tell_phase
+        self._merges_steps = merges_steps
+        self._in_parts = in_parts
+        self._clock = clock
+        self._parts: list[tuple[Sequence[FinishedGroup], Batch]] = []
+        self._metrics: list[Metrics] = []
+        self._overlapped_s = 0.0
+        self.weights_are_whole = True
+        """They are those of the last finished step: none is being trained on the ranks, nor has failed there. Gradients
+        of a step that is not finished may be pending."""
+
+    async def train(self, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> TrainedStep | None:
+        """Trains on these groups of the step; None where others are to come.
+
+        Args:
+            is_last: the step has no others.
+        """
+        begun = self._clock()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        batch, merging = self._batch(trajectories)
+        self._tell_phase("score")
+        with self._times.phase("score"):
+            await self._engines.to_models()
+            batch = await self._update.score(batch)
+        batch = self._selection.masked(batch, trajectories)
+        self.weights_are_whole = False
+        batch, prepared = self._update.prepare(batch)
+        self._tell_phase("train")
+        with self._times.phase("train"):
+            trained: Metrics = {}
+            if self._in_parts:
+                batch = await self._update.add(batch, step)
+                trained = await self._update.finish(step) if is_last else {}
+            else:
+                batch, trained = await self._update.train(batch, step)
+        self._parts.append((groups, batch))
+        self._metrics += [merging, prepared]
+        result = self._finished(trained) if is_last else None
+        if not is_last:
+            self._overlapped_s += self._clock() - begun
+        self.weights_are_whole = True
+        return result
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
+        return merged(collate(trajectories)) if self._merges_steps else (collate(trajectories), {})
+
+    def _finished(self, trained: Metrics) -> TrainedStep:
+        parts, metrics, overlapped_s = self._parts, add_metrics(self._metrics), self._overlapped_s
+        self._parts, self._metrics, self._overlapped_s = [], [], 0.0
+        groups, batch = whole_step(parts) if self._in_parts else parts[0]
+        observed = self._update.observed(batch, metrics)
+        streamed = {"time/train_overlapped": (overlapped_s, 1.0), "rollout/parts": (float(len(parts)), 1.0)}
+        return TrainedStep(
+            groups=tuple(groups),
+            batch=batch,
+            metrics={
+                **metrics,
+                **observed,
+                **trained,
+                **self._selection.lap(),
+                **(streamed if self._in_parts else {}),
+            },
+        )
+
+
+def whole_step(
+    parts: Sequence[tuple[Sequence[FinishedGroup], Batch]],
+) -> tuple[list[FinishedGroup], Batch]:
+    """All groups of a step's parts and their batch, as if they had been taken at once: oldest first."""
+    came = [group for groups, _ in parts for group in groups]
+    counts = [sum(len(group.trajectories) for group in groups) for groups, _ in parts]
+    firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+    batch = Batch.concat(
+        [
+            # Routes need no one type in all parts, and are read no more.
+            one.without_columns(*ROUTE_COLUMNS).with_columns(trajectory_id=one["trajectory_id"] + first)
+            for (_, one), first in zip(parts, firsts.tolist(), strict=True)
+        ]
+    )
+    order = sorted(range(len(came)), key=lambda index: (came[index].start_version, came[index].group_id))
+    sizes = torch.tensor([len(group.trajectories) for group in came])
+    starts = sizes.cumsum(0) - sizes
+    trajectories = torch.cat([starts[index] + torch.arange(int(sizes[index])) for index in order])
+    place = torch.empty_like(trajectories)
+    place[trajectories] = torch.arange(len(trajectories))
+    batch = batch.with_columns(trajectory_id=place[batch["trajectory_id"]])
+    rows = torch.argsort(batch["trajectory_id"], stable=True)
+    return [came[index] for index in order], batch.select(rows)

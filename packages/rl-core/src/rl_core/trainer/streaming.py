@@ -1,0 +1,185 @@
+"""Which runs may train on groups as they finish (`trainer.stream_groups`): those whose step comes out the same.
+
+What a part of a step is given (advantages, masks, loss weights before their last division) must not depend on the
+step's other groups. What the configuration says is read from it; what functions do is tried out on made-up groups,
+together and each alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from rl_core import plugins
+from rl_core.batch import Batch
+from rl_core.config import Config, needs_engine, needs_reference
+from rl_core.errors import ConfigError, ConfigErrors
+from rl_core.interfaces import Backend, OwnLosses
+from rl_core.rank_kit.objectives import objective_from_spec
+from rl_core.trainer.update import UpdateSettings, prepared
+
+_KEY = "trainer.stream_groups"
+_SCALE_VERSION = 2
+"""Of the contract of backends: since when a worker can scale gradients."""
+_TOLERANCE = 1e-5
+"""Of advantages and weights of size 1, in float32; sums in another order move the seventh digit."""
+
+
+def require_streamable(config: Config, update: UpdateSettings) -> None:
+    """The configured run may be streamed.
+
+    Args:
+        config: resolved.
+        update: what it says of a step.
+
+    Raises:
+        ConfigError: it would give another step; ConfigErrors: for several reasons.
+    """
+    found = [*_unfit_keys(config, update), *_unfit_backend(config)]
+    if not found:
+        found = list(_unfit_functions(config, update))
+    if found:
+        raise found[0] if len(found) == 1 else ConfigErrors(found)
+
+
+def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]:
+    trainer, algorithm, placement = config.trainer, config.trainer.algorithm, config.trainer.placement
+    if not needs_engine(config):
+        yield ConfigError(
+            f"{_KEY}: got true with generator.type={config.generator.type}, whose responses are the rows' own; there "
+            "is no sampling to train beside, so leave it out"
+        )
+    if placement.colocate_all:
+        yield ConfigError(
+            f"trainer.placement.colocate_all: got true with {_KEY}=true; models train while engines sample, so they "
+            f"cannot take turns on the same devices. Set colocate_all=false, or {_KEY}=false"
+        )
+    if placement.colocate_policy_ref and needs_reference(config):
+        yield ConfigError(
+            f"trainer.placement.colocate_policy_ref: got true with {_KEY}=true; policy and reference would leave their "
+            f"devices to each other for every part of a step. Set colocate_policy_ref=false, or {_KEY}=false"
+        )
+    sizes = {"trainer.policy_mini_batch_size": trainer.policy_mini_batch_size}
+    if update.critic is not None:
+        sizes["trainer.critic_mini_batch_size"] = trainer.critic_mini_batch_size
+    for key, size in sizes.items():
+        if size != trainer.train_batch_size:
+            yield ConfigError(
+                f"{key}: got {size} of trainer.train_batch_size={trainer.train_batch_size} with {_KEY}=true; the first "
+                f"of several optimizer steps would train on the groups that finish first, which are not like the "
+                f"others. Give both the same number, or {_KEY}=false"
+            )
+    if trainer.update_epochs_per_batch != 1:
+        yield ConfigError(
+            f"trainer.update_epochs_per_batch: got {trainer.update_epochs_per_batch} with {_KEY}=true, which takes one "
+            f"optimizer step per batch. Give 1, or {_KEY}=false"
+        )
+    if algorithm.dynamic_sampling.type == "replace":
+        yield ConfigError(
+            f"trainer.algorithm.dynamic_sampling.type: replace chooses among all groups of a batch, and {_KEY}=true "
+            f"trains on the first before the last are there. Give filter, or {_KEY}=false"
+        )
+    if algorithm.advantage_batch_normalize:
+        yield ConfigError(
+            f"trainer.algorithm.advantage_batch_normalize: got true with {_KEY}=true; mean and deviation of a batch "
+            f"are known when all its groups are there. Set it to false, or {_KEY}=false"
+        )
+    if hasattr(objective_from_spec(update.policy.loss).function, "prepare"):
+        yield ConfigError(
+            f"trainer.algorithm.policy_loss_type: {algorithm.policy_loss_type!r} needs statistics of the whole "
+            f"mini-batch before its gradient, which {_KEY}=true begins without. Choose e.g. regular, or {_KEY}=false"
+        )
+
+
+def _unfit_backend(config: Config) -> Iterator[ConfigError]:
+    backend: Backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+    if backend.contract_version < _SCALE_VERSION:
+        yield ConfigError(
+            f"trainer.strategy: the backend {backend.name!r} was written for version {backend.contract_version} of its "
+            f"contract and scales no gradients, as {_KEY}=true needs (docs/plugins.md#contract-versions). Choose "
+            f"another, or {_KEY}=false"
+        )
+    section = backend.config_section
+    if isinstance(backend, OwnLosses) and backend.has_own_losses(config.trainer.policy.options(section)):
+        yield ConfigError(
+            f"trainer.policy.{section}: asks for auxiliary losses, whose weight is that of a whole mini-batch, and "
+            f"{_KEY}=true gives its parts one by one. Switch them off, or {_KEY}=false"
+        )
+
+
+def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigError]:
+    """The advantages, then what else is prepared with them: tried out."""
+    estimation = attrs.evolve(update, kl_in_reward=None, correction_params=None)
+    name = config.trainer.algorithm.advantage_estimator
+    for what, settings in (
+        (f"trainer.algorithm.advantage_estimator: {name!r} gives a group", estimation),
+        ("trainer.algorithm: KL in the reward or off-policy correction give a group", update),
+    ):
+        if difference := difference_alone(settings, num_samples=config.generator.n_samples_per_prompt):
+            yield ConfigError(
+                f"{what} other advantages or weights beside other groups than alone (by {difference:.2g}), and "
+                f"{_KEY}=true has not all of them when it begins. Switch its normalisation over the batch off, choose "
+                f"another, e.g. grpo, or {_KEY}=false"
+            )
+            return
+
+
+def difference_alone(settings: UpdateSettings, *, num_samples: int) -> float:
+    """How far what three made-up groups are given differs between all together and each alone; 0 where it does not."""
+    largest = 0.0
+    for seed in range(4):
+        batch = _made_up(num_samples, seed)
+        together, _ = prepared(batch, settings, kl_coef=0.1)
+        for group in batch["group_id"].unique():
+            rows = torch.nonzero(batch["group_id"] == group).squeeze(1)
+            alone, _ = prepared(batch.select(rows), settings, kl_coef=0.1)
+            same = together.select(rows)
+            for column in alone:
+                largest = max(largest, _difference(alone[column].double(), same[column].double()))
+    return largest if largest > _TOLERANCE else 0.0
+
+
+def _difference(first: Tensor, second: Tensor) -> float:
+    equal = (first == second) | (first.isnan() & second.isnan())
+    return float(torch.where(equal, 0.0, (first - second).abs()).nan_to_num(math.inf).max())
+
+
+def _made_up(num_samples: int, seed: int) -> Batch:
+    """Three prompts' samples, the last of each in two steps, with all that is there before advantages are made. Rewards
+    are from 0 to 1, of every other seed 0 or 1."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> list[float]:
+        return torch.rand(*shape, generator=dice).tolist()
+
+    sequences = []
+    for trajectory in range(3 * num_samples):
+        group, sample = divmod(trajectory, num_samples)
+        steps = 2 if sample == num_samples - 1 else 1
+        for step in range(steps):
+            length = int(torch.randint(3, 7, (), generator=dice))
+            reward = random(1)[0]
+            sampled = [0, *[1] * (length - 1)]
+            sequences.append(
+                {
+                    "tokens": [1] * length,
+                    "sampled": sampled,
+                    "loss_mask": sampled,
+                    "policy_version": [one - 1 for one in sampled],
+                    "rewards": [*[0.0] * (length - 1), float(round(reward)) if seed % 2 else reward],
+                    **{
+                        name: [-value * one for value, one in zip(random(length), sampled, strict=True)]
+                        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
+                    },
+                    "group_id": group,
+                    "greedy_score": 0.25 * (group + seed) % 1.0,
+                    "trajectory_id": trajectory,
+                    "step_index": step,
+                    "is_last_step": step == steps - 1,
+                }
+            )
+    return Batch.from_sequences(sequences)
