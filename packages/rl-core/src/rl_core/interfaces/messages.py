@@ -48,7 +48,7 @@ def require_tools(tools: object) -> Sequence[ToolSchema]:
         raise DataError(f"the environment's tools are no JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; give each its own")
+        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; rename one")
     return tools
 
 
