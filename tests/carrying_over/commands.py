@@ -210,7 +210,7 @@ FRAGMENTS = (
         ),
         model="latent experts",
         says=(
-            "trainer.strategy: given twice (command line): 'fsdp', then 'megatron'; the last one counts",
+            "trainer.strategy: set twice (command line): 'fsdp', then 'megatron'; the last one is used",
             "trainer.fully_async.max_staleness_steps: is called trainer.max_staleness here",
         ),
     ),

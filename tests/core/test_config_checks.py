@@ -338,10 +338,10 @@ def test_bounds_are_of_keys_that_exist():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data.train_data": []}, "data.train_data: no file given"),
+        ({"data.train_data": []}, "data.train_data: got no file"),
         ({"data.train_data": ["nope.parquet"]}, "data.train_data: the file nope.parquet does not exist"),
         ({"data.val_data": ["./nope"]}, "data.val_data: the file ./nope does not exist"),
-        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: no model given"),
+        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: got no model"),
         ({"trainer.policy.model.path": "./nowhere"}, "the directory ./nowhere does not exist"),
         ({"trainer.policy.model.path": "bare"}, "bare has no config.json"),
         ({"trainer.policy.model.path": "mute"}, "mute has no tokenizer"),

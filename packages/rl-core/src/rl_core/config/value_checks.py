@@ -300,7 +300,8 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
     if depth is not None and depth > bound:
         yield ConfigError(
             f"trainer.pipeline_depth: {depth} steps ahead is more than trainer.max_staleness={bound} allows, so "
-            f"groups could become too old to be trained on; set it to at most {bound}, or set trainer.max_staleness={depth}"
+            f"groups could become too old to be trained on; set it to at most {bound}, or set "
+            f"trainer.max_staleness={depth}"
         )
 
 

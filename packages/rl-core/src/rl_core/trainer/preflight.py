@@ -404,5 +404,6 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
             "(trainer.max_prompt_length + generator.sampling_params.max_generate_length) padded to "
-            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; set it to at least {padded}"
+            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; set it to at least "
+            f"{padded}"
         )

@@ -172,7 +172,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         path = Path(trainer.resume_path or "")
         if not path.is_dir():
             raise CheckpointError(
-                f"trainer.resume_path: {path} is not a directory; set it to a checkpoint such as …/checkpoints/step_000010"
+                f"trainer.resume_path: {path} is not a directory; set it to a checkpoint such as "
+                "…/checkpoints/step_000010"
             )
         return path
     found = complete_checkpoints(config.ckpt_dir)
@@ -214,7 +215,8 @@ def require_own_files(config: Config) -> None:
                 pass
         except (DataError, OSError) as error:
             raise ConfigError(
-                f"trainer.run_dir: {run_dir} is not a run directory: {error}. Choose another directory, or move that file"
+                f"trainer.run_dir: {run_dir} is not a run directory: {error}. Choose another directory, or move that "
+                "file"
             ) from error
     if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(

@@ -278,7 +278,8 @@ def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
             f"{setup.key(_END_COUNTS[0])}: two stages with first and last counts and virtual stages are not split "
-            "right by Megatron-Core 0.16.1: set only one of the counts, or leave virtual_pipeline_model_parallel_size out"
+            "right by Megatron-Core 0.16.1: set only one of the counts, or leave "
+            "virtual_pipeline_model_parallel_size out"
         )
     return None
 
