@@ -84,7 +84,7 @@ class Manifest:
     version: int
     tensors: Mapping[str, TensorRecord]
     num_sent_bytes: int | None = attrs.field(default=None, eq=False)
-    """With changes instead of whole tensors: statistics of what one rank, or all ranks, sent. None: whole tensors."""
+    """Bytes that one rank, or all ranks, sent, if they sent only changes. None: they sent whole tensors."""
 
 
 @attrs.frozen(kw_only=True)
