@@ -39,7 +39,7 @@ PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart real-model test check learn soak bench docs public-api constraints release parity gpu gpu-check clean
+.PHONY: help setup quickstart quickstart-picture real-model test check learn soak bench docs public-api constraints release parity gpu gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -98,6 +98,9 @@ docs: $(READY)  ## write the generated pages of docs/ again
 	mv docs/configuration.md.new docs/configuration.md
 	$(RUN)python -m tools.megatron_page > docs/megatron.md.new
 	mv docs/megatron.md.new docs/megatron.md
+
+quickstart-picture: quickstart  ## run the quick start and draw the README's picture from it: docs/quickstart.png
+	$(RUN)python -m tools.quickstart_picture runs/quickstart docs/quickstart.png
 
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
 	rm -rf .parity

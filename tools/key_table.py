@@ -47,9 +47,9 @@ def outcome(key: str, value: Any) -> str:
             raise
     for warning in caught:
         said = _without_source(str(warning.message).removeprefix(f"{key}: "))
-        if warning.category is ConfigWarning and said.startswith("has no effect and can go: "):
-            return f"no effect: {said.removeprefix('has no effect and can go: ')}"
-        if found := re.fullmatch(r"is called (\S+) here, and taken as that", said):
+        if warning.category is ConfigWarning and said.startswith("has no effect and can be removed: "):
+            return f"no effect: {said.removeprefix('has no effect and can be removed: ')}"
+        if found := re.fullmatch(r"is called (\S+) here, and is read as that", said):
             return f"→ `{found[1]}`"
     if key in ALIASES:
         return f"→ `{ALIASES[key]}`"

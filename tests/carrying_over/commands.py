@@ -83,7 +83,7 @@ FRAGMENTS = (
         says=(
             "generator.num_inference_engines: is called generator.inference_engine.num_engines here",
             "generator.weight_sync_backend: is called",
-            "generator.batched: has no effect and can go: each prompt is a request of its own",
+            "generator.batched: has no effect and can be removed: each prompt is a request of its own",
             "generator.async_engine: has no effect",
         ),
     ),
@@ -162,7 +162,7 @@ FRAGMENTS = (
             "trainer.policy.megatron_config.lora_config.lora_type=lora",
             "trainer.policy.megatron_config.empty_cuda_cache=true",
         ),
-        says=("ddp_config.average_in_collective: has no effect and can go: gradients are sums",),
+        says=("ddp_config.average_in_collective: has no effect and can be removed: gradients are sums",),
     ),
     Fragment(
         name="megatron, gradients summed during the backward pass",
@@ -210,7 +210,7 @@ FRAGMENTS = (
         ),
         model="latent experts",
         says=(
-            "trainer.strategy: given twice (command line): 'fsdp', then 'megatron'; the last one counts",
+            "trainer.strategy: set twice (command line): 'fsdp', then 'megatron'; the last one is used",
             "trainer.fully_async.max_staleness_steps: is called trainer.max_staleness here",
         ),
     ),
@@ -239,7 +239,7 @@ FRAGMENTS = (
             "trainer.policy.model.lora.alpha=32",
             "trainer.policy.model.lora.lora_sync_path=$DATA/lora",
         ),
-        says=("lora_sync_path: has no effect and can go: an adapter needs no folder",),
+        says=("lora_sync_path: has no effect and can be removed: an adapter needs no folder",),
     ),
     Fragment(name="a KL term", keys=("trainer.algorithm.use_kl_loss=True",)),
 )

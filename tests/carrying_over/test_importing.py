@@ -95,7 +95,7 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
     file, output = write(tmp_path, "run.sh", SKYRL), tmp_path / "out" / "run.yaml"
     result = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
     assert result.exception is None, result.output
-    assert "generator.batched: has no effect and can go" in result.stderr
+    assert "generator.batched: has no effect and can be removed" in result.stderr
     assert "not translated   trainer.recompute_old_logprobs_per_minibatch: not supported" in result.stderr
     assert "not translated   trainer.run_name: $RUN has no value in the script" in result.stderr
     assert "# Not translated: trainer.recompute_old_logprobs_per_minibatch" in output.read_text()
@@ -106,7 +106,7 @@ def test_a_script_of_skyrl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch
     assert (engine.backend, engine.num_engines, engine.weight_sync_backend) == ("vllm", 4, "broadcast")
     assert (config.generator.n_samples_per_prompt, config.trainer.epochs) == (5, 1)
     again = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
-    assert "exists already" in str(again.exception)
+    assert "already exists" in str(again.exception)
 
 
 def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

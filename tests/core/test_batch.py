@@ -202,7 +202,7 @@ def test_a_wrong_batch_cannot_be_built(offsets, columns, message):
 
 
 def test_wrong_sequences_are_named():
-    with pytest.raises(ShapeError, match="no sequences given"):
+    with pytest.raises(ShapeError, match="got no sequences"):
         Batch.from_sequences([])
     with pytest.raises(ShapeError, match="sequence 1 has no 'sampled', sequence 0 has"):
         Batch.from_sequences([TWO[0], {"tokens": [1], "rewards": [0], "group_id": 1}])
@@ -235,7 +235,7 @@ def test_what_does_not_fit_together_is_named():
         batch["reward"]
     with pytest.raises(ShapeError, match=r"batch 1 differs from batch 0 in columns \['rewards'\]"):
         Batch.concat([batch, batch.without_columns("rewards")])
-    with pytest.raises(ShapeError, match="no batches given"):
+    with pytest.raises(ShapeError, match="got no batches"):
         Batch.concat([])
     with pytest.raises(ShapeError, match="sizes sum to 3, the batch has 2"):
         batch.split([1, 2])

@@ -190,7 +190,7 @@ def test_help_imports_nothing_heavy():
         ),
         (["generate", "small"], "Missing option '--output'"),
         (["train", "json:loads"], "error: 'json:loads' is not a recipe: it is the function loads. Expected a"),
-        (["train", "site"], "error: site: is a directory; give a recipe's name, a .yaml file or package.module:recipe"),
+        (["train", "site"], "error: site: is a directory; use a recipe's name, a .yaml file or package.module:recipe"),
         (["train", "site/cli_recipes.py"], "is a file whose name does not end in .yaml"),
         (
             ["train", "small", "trainer.callbacks=[json:dumps]"],
@@ -206,7 +206,7 @@ def test_help_imports_nothing_heavy():
             ],
             "error: trainer.algorithm.off_policy_correction: the loss 'dppo' corrects by itself and cannot use one",
         ),
-        (["eval", "small", "data.val_data=[]"], "error: data.val_data: no file given; give e.g. data.val_data="),
+        (["eval", "small", "data.val_data=[]"], "error: data.val_data: got no file; set e.g. data.val_data="),
     ],
 )
 def test_what_cannot_run_as_asked_ends_with_2_and_one_message(rl: Run, arguments: list[str], message: str):
@@ -435,7 +435,7 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
         assert "Traceback" not in err
         return err
 
-    assert "nothing was written; to start again, give the same command" in interrupted()
+    assert "nothing was written; to start again, run the same command" in interrupted()
     Path("my run").mkdir()
     Path("my run/config.yaml").touch()
     assert "no checkpoint yet; to start again:\n  rl train 'my run/config.yaml'\n" in interrupted()
@@ -448,7 +448,7 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
 def test_a_key_given_twice_is_one_warning_line(rl: Run):
     code, out, err = rl("config", "small", "trainer.seed=1", "trainer.seed=2")
     assert code == 0
-    assert err == "warning: trainer.seed: given twice (command line): 1, then 2; the last one counts\n"
+    assert err == "warning: trainer.seed: set twice (command line): 1, then 2; the last one is used\n"
     assert "trainer.seed  " in out
 
 

@@ -212,7 +212,7 @@ def test_the_defaults_pass():
             "max_cpu_loras: 2 is less than max_loras=3",
         ),
         ("trainer.critic.model.lora.merge_lora=false", r"critic\.model\.lora\.merge_lora: a critic is not sent"),
-        ("trainer.max_tokens_per_microbatch=100", "cannot hold the longest sequence.*give at least 1536, or -1"),
+        ("trainer.max_tokens_per_microbatch=100", "cannot hold the longest sequence.*set it to at least 1536, or -1"),
         ("trainer.max_tokens_per_microbatch=0", "cannot hold the longest sequence"),
         ("trainer.algorithm.use_kl_loss=true trainer.algorithm.use_kl_in_reward=true", "switch one off"),
         ("trainer.algorithm.kl_ctrl.type=adaptive", "use_kl_in_reward=true, or type=fixed"),
@@ -220,13 +220,13 @@ def test_the_defaults_pass():
         ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: got None"),
         ("trainer.resume_mode=from_path", "from_path needs one"),
         ("trainer.resume_path=x", "a path belongs to from_path"),
-        ("generator.n_samples_per_prompt=1", "advantage_estimator=grpo compares the samples .* give at least 2"),
+        ("generator.n_samples_per_prompt=1", "advantage_estimator=grpo compares the samples .* set it to at least 2"),
         (
             "generator.n_samples_per_prompt=1 trainer.algorithm.advantage_estimator=a:b "
             "trainer.algorithm.dynamic_sampling.type=filter",
             "dynamic_sampling.type=filter compares the samples",
         ),
-        ("generator.sampling_params.temperature=0", "above 0 .*greedy answers of one prompt are all the same"),
+        ("generator.sampling_params.temperature=0", "above 0 .*greedy answers to one prompt are all the same"),
         ("generator.sampling_params.top_p=1.1", "at most 1"),
         (
             "generator.eval_sampling_params.top_k=0",
@@ -327,7 +327,7 @@ def test_other_run_names_are_accepted(name: str):
 
 
 def test_a_scoring_temperature_other_than_the_sampling_one_warns():
-    with pytest.warns(ConfigWarning, match="speak of two distributions"):
+    with pytest.warns(ConfigWarning, match="log-probs of different distributions"):
         check_values(from_mapping({"trainer.algorithm.temperature": 0.9}))
 
 
@@ -338,10 +338,10 @@ def test_bounds_are_of_keys_that_exist():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data.train_data": []}, "data.train_data: no file given"),
+        ({"data.train_data": []}, "data.train_data: got no file"),
         ({"data.train_data": ["nope.parquet"]}, "data.train_data: the file nope.parquet does not exist"),
         ({"data.val_data": ["./nope"]}, "data.val_data: the file ./nope does not exist"),
-        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: no model given"),
+        ({"trainer.policy.model.path": None}, "trainer.policy.model.path: got no model"),
         ({"trainer.policy.model.path": "./nowhere"}, "the directory ./nowhere does not exist"),
         ({"trainer.policy.model.path": "bare"}, "bare has no config.json"),
         ({"trainer.policy.model.path": "mute"}, "mute has no tokenizer"),

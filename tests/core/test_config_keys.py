@@ -102,7 +102,7 @@ def test_a_key_from_elsewhere_names_its_successor_or_the_reason(override: str, s
     ],
 )
 def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(override: str):
-    with pytest.warns(ConfigWarning, match="has no effect and can go"):
+    with pytest.warns(ConfigWarning, match="has no effect and can be removed"):
         assert from_mapping({}, [override]) == from_mapping({})
 
 
@@ -137,7 +137,7 @@ def test_a_key_that_asks_for_nothing_that_is_missing_is_dropped_with_a_warning(o
     ],
 )
 def test_a_key_under_another_name_is_taken_with_a_warning(overrides: list[str], same: list[str]):
-    with pytest.warns(ConfigWarning, match="here, and taken as that"):
+    with pytest.warns(ConfigWarning, match="here, and is read as that"):
         assert from_mapping({}, overrides) == from_mapping({}, same)
 
 

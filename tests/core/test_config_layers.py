@@ -1,4 +1,4 @@
-"""Layers: which value counts, where it came from, and what is said of a key given twice."""
+"""Layers: which value counts, where it came from, and what is said of a key set twice."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_files_values_carry_their_line_and_may_be_nested_or_dotted(tmp_path: P
 
 
 def test_a_key_twice_on_the_command_line_warns_and_the_last_one_counts():
-    with pytest.warns(ConfigWarning, match=r"trainer\.seed: given twice \(command line\): 3, then 4"):
+    with pytest.warns(ConfigWarning, match=r"trainer\.seed: set twice \(command line\): 3, then 4"):
         config = from_mapping({}, ["trainer.seed=3", "trainer.epochs=2", "trainer.seed=4"])
     assert (config.trainer.seed, config.trainer.epochs) == (4, 2)
 
@@ -82,15 +82,15 @@ def test_a_key_twice_on_the_command_line_warns_and_the_last_one_counts():
 def test_a_key_twice_in_a_file_warns_with_both_lines_also_nested_and_dotted(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer:\n  seed: 1\n  epochs: 2\ntrainer.seed: 7\n")
-    with pytest.warns(ConfigWarning, match=rf"trainer\.seed: given twice \({file}:2 and {file}:4\): 1, then 7"):
+    with pytest.warns(ConfigWarning, match=rf"trainer\.seed: set twice \({file}:2 and {file}:4\): 1, then 7"):
         assert load(str(file)).config.trainer.seed == 7
     file.write_text("trainer:\n  seed: 1\n  seed: 2\n")
-    with pytest.warns(ConfigWarning, match=rf"given twice \({file}:2 and {file}:3\)"):
+    with pytest.warns(ConfigWarning, match=rf"set twice \({file}:2 and {file}:3\)"):
         assert load(str(file)).config.trainer.seed == 2
 
 
 def test_two_spellings_of_a_key_are_one_key():
-    with pytest.warns(ConfigWarning, match=r"trainer\.use_sample_packing: given twice"):
+    with pytest.warns(ConfigWarning, match=r"trainer\.use_sample_packing: set twice"):
         config = from_mapping({}, ["trainer.use_sample_packing=true", "trainer.remove_microbatch_padding=false"])
     assert config.trainer.use_sample_packing is False
 

@@ -54,7 +54,7 @@ async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, addr
     (found,) = complete_checkpoints(config.ckpt_dir)
     assert load_state(found) == state_of(3)
     fetch_checkpoint(config)  # it is there by now
-    with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not go on"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not resume"):
         fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 
 

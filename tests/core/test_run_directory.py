@@ -98,7 +98,7 @@ async def test_a_run_moves_nothing_that_no_run_wrote(tmp_path: Path, caplog: pyt
         "metrics.jsonl",
         "samples.jsonl",
     ]
-    assert "holds files that no run wrote: they stay there" in caplog.text
+    assert "holds files that no run wrote; they stay there" in caplog.text
 
 
 async def test_a_run_does_not_move_the_model_that_it_starts_from(tmp_path: Path):
@@ -120,7 +120,7 @@ async def test_a_directory_with_files_of_such_names_that_no_run_wrote_is_refused
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 0.1}\n{"loss": 0.2}\n')
     for mode in ("none", "latest"):
-        with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*other is no run's directory: .*line 1"):
+        with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*other is not a run directory: .*line 1"):
             open_run_directory(config_of(tmp_path / "other", resume_mode=mode))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["metrics.jsonl"]

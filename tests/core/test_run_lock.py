@@ -125,7 +125,7 @@ def test_a_second_process_is_told_pid_host_and_start_of_the_first_and_changes_no
             message, run_dir = str(refused.value), re.escape(str(tmp_path / "run"))
             who = rf"process (\d+) on (\S+), started (.+), writes {run_dir}\. Wait for that run or stop it"
             found = re.match(
-                rf"trainer\.run_dir: {run_dir} is in use: {who}, or give another trainer\.run_name", message
+                rf"trainer\.run_dir: {run_dir} is in use: {who}, or choose another trainer\.run_name", message
             )
             assert found, message
             assert (int(found[1]), found[2]) == (first.pid, socket.gethostname())
@@ -311,7 +311,9 @@ def test_a_directory_below_one_that_cannot_be_written_has_its_lock_inside():
 
 def test_a_lock_file_that_cannot_be_made_is_an_error_with_the_key(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*/file/run cannot be locked: .* Give another directory"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.run_dir: .*/file/run cannot be locked: .* Choose another directory"
+    ):
         held_directories(config_of(tmp_path / "file" / "run")).__enter__()
 
 

@@ -224,7 +224,7 @@ def without_its_table(buckets: list[WeightBucket]) -> list[WeightBucket]:
 
 
 TORN = {
-    without_the_last: r"changes of \d tensors did not come",
+    without_the_last: r"changes of \d tensors did not arrive",
     without_the_changes: "weight/changes did not come",
     with_a_flipped_bit: "with its changes is TensorRecord.*and the rank's is TensorRecord",
     without_its_table: "not with a table",
@@ -275,7 +275,7 @@ def test_a_tensor_that_is_left_out_is_missed_and_a_new_one_comes_whole(sides):
     tensors = trained(sample_tensors())
     more = {**tensors, "new.weight": torch.ones(3)}
     require_equal(sides.sync(more, after(WHOLE, "2"))[1], more)
-    with pytest.raises(WeightSyncError, match=r"changes of 1 tensors did not come, of \['new.weight'\]"):
+    with pytest.raises(WeightSyncError, match=r"changes of 1 tensors did not arrive, first \['new.weight'\]"):
         sides.sync(tensors, after(after(WHOLE, "2"), "3"))
 
 

@@ -119,7 +119,7 @@ def test_a_mistake_is_one_message_and_an_exit_code():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["guess"], ConfigError, "give the row to play"),
+        (["guess"], ConfigError, "name the row to play"),
         (["guess", "--row", "{"], DataError, "is not JSON"),
         (["guess", "--row", "[1]"], DataError, "expected a JSON object"),
         (["guess", "--row", '{"prompt": "?", "number": 12}'], DataError, "a number from 0 to 9; got number=12"),

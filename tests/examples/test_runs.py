@@ -392,7 +392,7 @@ def test_evaluation_and_generation_use_the_model_that_is_named(small_run: BuildC
     assert run_generation(config, output) == 40 * 4
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         run_generation(config, output)
     assert run_generation(config, tmp_path / "few.jsonl", limit=3) == 3 * 4
     assert (tmp_path / "few.jsonl").read_text() == "".join(output.read_text().splitlines(keepends=True)[: 3 * 4])

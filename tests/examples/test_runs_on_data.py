@@ -111,7 +111,7 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
             {**PAIRS, "generator__eval_n_samples_per_prompt": 1},
             "generator.eval_n_samples_per_prompt: got 1; a row has 2",
         ),
-        ({**PAIRS, "trainer__algorithm__loss_reduction": "token_mean"}, "give prompt_token_sum"),
+        ({**PAIRS, "trainer__algorithm__loss_reduction": "token_mean"}, "set it to prompt_token_sum"),
         ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "right for one optimizer step"),
         ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "right for one optimizer step"),
         ({"trainer__algorithm__policy_loss_type": "reward_model"}, "take pairs from data, with generator.type=dataset"),

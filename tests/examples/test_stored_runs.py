@@ -138,7 +138,7 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
         preflight(small_run(stopped, trainer__train_batch_size=16, generator__n_samples_per_prompt=2))
     (message,) = [record.getMessage() for record in caplog.records if "going on" in record.getMessage()]
     assert message == (
-        "going on with other settings than step_000004 was made with: trainer.train_batch_size: 8 → 16; "
+        "resuming with settings that differ from those of step_000004: trainer.train_batch_size: 8 → 16; "
         "generator.n_samples_per_prompt: 4 → 2"
     )
 
@@ -238,7 +238,7 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
     assert [path.name for path in list_checkpoints(left / "checkpoints")] == ["step_000005", "step_000006"]
     assert len(list((left / "checkpoints").iterdir())) == 2
     said = (tmp_path / "disk.log").read_text()
-    assert "step_000002.partial was removed, the run goes on and saves as soon as there is room" in said
+    assert "step_000002.partial was removed; the run continues and saves as soon as there is room" in said
     assert "rows of" in said
     assert "Traceback" not in said
 

@@ -200,7 +200,7 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (MOE, 2, {PP: 2, "moe_token_dispatcher_type": "allgather"}, {}, "use alltoall"),
         (MOE, 1, {"moe_token_dispatcher_type": "flex"}, {}, "needs DeepEP"),
         (MOE, 1, {}, {"moe_permute_fusion": True}, "needs Transformer Engine"),
-        (MOE, 1, {}, {"num_layers": 2}, "it is the model's own"),
+        (MOE, 1, {}, {"num_layers": 2}, "the model's configuration sets it"),
         (MOE, 1, {}, {"bf16": True}, "set trainer.bf16"),
         ({**MOE, "norm_topk_prob": False}, 1, {}, {"moe_router_pre_softmax": False}, "the model normalises before"),
         (MOE, 1, {}, {"moe_router_pre_softmax": True}, "moe_router_pre_softmax: true, but the model normalises after"),

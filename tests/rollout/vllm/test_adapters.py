@@ -173,7 +173,7 @@ async def test_a_spoiled_update_leaves_the_old_adapter_with_any_transport(
 async def test_whole_weights_and_adapters_of_other_layers_are_refused(adapter_server: RunningServer):
     client = await connect(adapter_server)
     async with policy_of(adapter_server.model_path) as policy:
-        with pytest.raises(WeightSyncError, match=r"whole weights would come, .* started for adapters; .*merge_lora"):
+        with pytest.raises(WeightSyncError, match=r"got whole weights, but .* started for adapters; .*merge_lora"):
             await trained(client, policy).publish()
     async with policy_of(adapter_server.model_path, LORA) as policy:
         trainer = trained(client, policy)

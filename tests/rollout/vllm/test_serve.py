@@ -167,7 +167,7 @@ async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeyp
     [
         ({}, "127.0.0.1", f"set {CONTROL_FILE_VARIABLE}"),
         ({ACCESS_VARIABLE: ACCESS_TOKEN}, HOST, f"set {CONTROL_FILE_VARIABLE}"),
-        ({CONTROL_VARIABLE: "secret", ACCESS_VARIABLE: "secret"}, HOST, "give the two different values"),
+        ({CONTROL_VARIABLE: "secret", ACCESS_VARIABLE: "secret"}, HOST, "set two different values"),
     ],
 )
 def test_a_server_without_its_tokens_does_not_start(given, host, remedy, tmp_path, monkeypatch, capsys):

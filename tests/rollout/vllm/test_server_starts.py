@@ -74,7 +74,7 @@ def test_a_server_whose_process_dies_while_it_starts_is_started_once_more(
     kind: str, ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     assert started(tmp_path, monkeypatch, kind=kind, deaths=1) == 2
-    assert "vLLM server 0 is started a second time" in caplog.text
+    assert "vLLM server 0 failed to start and is started once more" in caplog.text
 
 
 def test_a_second_death_is_an_error(ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

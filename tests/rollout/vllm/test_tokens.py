@@ -57,7 +57,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int):
         ({}, f"is not known; set {CONTROL_FILE_VARIABLE}"),
         ({CONTROL_VARIABLE: ""}, f"is not known; set {CONTROL_FILE_VARIABLE}"),
         ({CONTROL_VARIABLE: "a", CONTROL_FILE_VARIABLE: "b"}, "are both set; unset one"),
-        ({CONTROL_VARIABLE: "a", ACCESS_VARIABLE: "a"}, "give the two different values"),
+        ({CONTROL_VARIABLE: "a", ACCESS_VARIABLE: "a"}, "set two different values"),
     ],
 )
 def test_a_token_that_protects_nothing_is_refused(environment: dict[str, str], message: str):

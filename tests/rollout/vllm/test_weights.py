@@ -116,8 +116,11 @@ def with_tensors(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callabl
 
 
 WRONG_TENSORS = {
-    "twice the rows": (lambda name, tensor: (name, torch.cat([tensor, tensor])), r"came in shape \[.*the engine's is"),
-    "transposed": (lambda name, tensor: (name, tensor.T.contiguous()), r"came in shape \[.*the engine's is"),
+    "twice the rows": (
+        lambda name, tensor: (name, torch.cat([tensor, tensor])),
+        r"arrived with shape \[.*the engine's is",
+    ),
+    "transposed": (lambda name, tensor: (name, tensor.T.contiguous()), r"arrived with shape \[.*the engine's is"),
     "another name": (lambda name, tensor: (f"{name}.more", tensor), "has no tensor of that name"),
     "another dtype": (lambda name, tensor: (name, tensor.to(torch.bfloat16)), "came in bfloat16, and the engine"),
 }
@@ -235,7 +238,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         # The whole sync left no base, which the client cannot know.
         change_a_little(trainer)
         assert (await changes.publish(trainer.version + 4))[share] == 1.0
-        assert "because changes were refused" in caplog.text
+        assert "because the delta was refused" in caplog.text
         assert "this engine holds none" in caplog.text
         again = await client.score([range(1, 20)])
         await whole.publish(trainer.version + 5)

@@ -42,7 +42,7 @@ class Batch:
             ShapeError: columns or lengths that do not fit together, or an integer that the column cannot hold.
         """
         if not sequences:
-            raise ShapeError("Batch.from_sequences: no sequences given")
+            raise ShapeError("Batch.from_sequences: got no sequences")
         lengths = [len(sequence["tokens"]) for sequence in sequences]
         columns = {}
         for name in sequences[0]:
@@ -131,7 +131,7 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """Batches with the same columns, one after the other."""
         if not batches:
-            raise ShapeError("Batch.concat: no batches given")
+            raise ShapeError("Batch.concat: got no batches")
         names = set(batches[0].columns)
         for i, batch in enumerate(batches):
             if set(batch.columns) != names:

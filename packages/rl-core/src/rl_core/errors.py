@@ -1,6 +1,6 @@
-"""Errors a user can act on. Each message says what was given, what was expected, where, and what to do.
+"""Errors a user can act on. Each message says where the mistake is, what it got, what it expected, and what to do.
 
-A leaf also is the matching stdlib type, so callers that know nothing of this package catch what they expect.
+Each concrete error is also the matching stdlib type, so callers that do not know this package catch what they expect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OWN_PACKAGES = ("rl-core", "rl-fsdp", "rl-deepspeed", "rl-megatron", "rl-rollou
 
 
 class RLError(Exception):
-    """Base of every error that a user's input, data or machine can cause. The command line prints it without a
+    """Base class of all errors caused by the user's input, data or machine. The command line prints them without a
     traceback."""
 
 
@@ -25,14 +25,14 @@ class ConfigError(RLError, ValueError):
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes that were found together. One mistake alone is raised as what it is."""
+    """Several mistakes found by the same checks. A single mistake is raised as itself."""
 
     def __init__(self, errors: Iterable[RLError]):
         super().__init__(tuple(errors))
 
     @property
     def errors(self) -> tuple[RLError, ...]:
-        """Each mistake as it would be raised alone, a ConfigError, PluginError or DataError, in the order found."""
+        """The mistakes in the order found, each a ConfigError, PluginError or DataError."""
         return self.args[0]
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class CheckpointError(RLError, OSError):
 
 
 class DiskFullError(CheckpointError):
-    """There is no room for what a run has to write; the message says for what, and what is there of it."""
+    """The disk is full. The message says what could not be written and what is already there."""
 
 
 class WorkerError(RLError, RuntimeError):
@@ -65,15 +65,15 @@ class WorkerError(RLError, RuntimeError):
 
 
 class GenerationError(RLError, RuntimeError):
-    """Rollouts cannot go on: the engine failed, or every rollout of a step did."""
+    """Generation cannot continue: the engine failed, or every rollout of a step failed."""
 
 
 class WeightSyncError(RLError, RuntimeError):
-    """The weights an engine received are not the weights that the trainer sent."""
+    """The weights that an engine received differ from those the trainer sent."""
 
 
 class DeadlineError(RLError, TimeoutError):
-    """A wait ran into its deadline; the message names what was waited for and for how long."""
+    """A wait reached its deadline; the message says what it waited for and how long."""
 
 
 class NonFiniteError(RLError, ArithmeticError):
@@ -81,18 +81,18 @@ class NonFiniteError(RLError, ArithmeticError):
 
 
 def install(requirement: str) -> str:
-    """The command that installs a package, with an extra or without; those of this project are on no index and lie in
-    its clone."""
+    """The command that installs a package, with or without an extra. The packages of this project are on no index, so
+    they are installed from a clone."""
     if requirement.partition("[")[0] not in _OWN_PACKAGES:
         return f"pip install {requirement}"
     return f"pip install './packages/{requirement}' in a clone of this project"
 
 
 class Mistakes:
-    """Gathers the errors of checks that do not depend on each other, to be raised together.
+    """Collects the errors of independent checks, to raise them together.
 
-    An error's key is what its message begins with, up to the first colon or equals sign. A check that reads keys is run
-    only while none of them is mistaken (`about`), so that no error follows from another one.
+    An error's key is the beginning of its message, up to the first colon or equals sign. A check that reads some keys
+    runs only if none of them has an error yet (`about`), so one mistake is not reported as several.
     """
 
     def __init__(self) -> None:
@@ -102,26 +102,26 @@ class Mistakes:
         return bool(self.errors)
 
     def add(self, *errors: RLError) -> None:
-        """Notes errors, of a ConfigErrors each; one that says what an earlier one says is the same mistake."""
+        """Records errors, those inside a ConfigErrors one by one, and drops repeated messages."""
         for error in errors:
             for single in error.errors if isinstance(error, ConfigErrors) else (error,):
                 if str(single) not in map(str, self.errors):
                     self.errors.append(single)
 
     def about(self, *keys: str) -> list[RLError]:
-        """The errors about one of the keys, about a key below it, or about a section above it."""
+        """The errors about one of the keys, a key below it, or a section above it."""
         return [error for error in self.errors if any(_is_about(error, key) for key in keys)]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Notes a mistake that is raised inside, and goes on behind the block."""
+        """Records a mistake raised inside the block, and continues after it."""
         try:
             yield
         except (ConfigError, PluginError, DataError) as error:
             self.add(error)
 
     def passes(self, check: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
-        """Runs a check, notes its mistakes, and says whether there were none."""
+        """Runs a check and records its mistakes. Returns whether it found none."""
         try:
             check(*args, **kwargs)
         except (ConfigError, PluginError, DataError) as error:
@@ -130,7 +130,7 @@ class Mistakes:
         return True
 
     def raise_found(self) -> None:
-        """Raises the error that was found, or one ConfigErrors of several; nothing where none was."""
+        """Raises the recorded error, or one ConfigErrors if there are several. Does nothing if there are none."""
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
 
@@ -143,7 +143,8 @@ def _is_about(error: RLError, key: str) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence ` Did you mean 'x'?` for the closest known name, or an empty string.
 
-    A name that begins with three or more typed letters comes first, then one that contains them, then a similar one.
+    For three or more typed letters, a name that begins with them comes first, then one that contains them. Otherwise it
+    is the most similar name.
     """
     names = list(known)
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]

@@ -50,7 +50,7 @@ def obstacle(kind: str, name: str) -> str | None:
         kind: `models` or `datasets`.
     """
     if is_offline():
-        return "HF_HUB_OFFLINE says not to ask the hub"
+        return "HF_HUB_OFFLINE forbids asking the hub"
     try:
         urllib.request.urlopen(f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}", timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -117,9 +117,9 @@ def push_model(directory: Path, name: str, *, is_private: bool) -> str:
     """
     library = _library()
     if library.get_token() is None:
-        raise ConfigError("rl push: the hub wants to know who you are: run hf auth login, or set HF_TOKEN")
+        raise ConfigError("rl push: you are not logged in to the hub: run hf auth login, or set HF_TOKEN")
     if (reason := obstacle("models", name)) is not None:
-        raise ConfigError(f"rl push: {name}: {reason}. Nothing was sent; give the same command again later")
+        raise ConfigError(f"rl push: {name}: {reason}. Nothing was sent; run the same command again later")
     with _refusals(f"rl push: {name}"):
         api = library.HfApi()
         api.create_repo(name, private=is_private, exist_ok=True)
@@ -151,7 +151,7 @@ def _refusals(where: str) -> Iterator[None]:
             401: "Is the name spelled right? For a private or gated one: hf auth login",
             403: "Ask for access on its page, and log in: hf auth login",
             404: "Is the name spelled right? For a private one: hf auth login",
-        }.get(status or 0, "Give the same command again; what has arrived is kept")
+        }.get(status or 0, "Run the same command again; what was downloaded is kept")
         first = next(iter(str(error).strip().splitlines()), "")
         raise ConfigError(f"{where}: {endpoint()} answers {type(error).__name__}: {first}. {remedy}") from error
 

@@ -34,7 +34,7 @@ class EnvironmentRaised(RLError, RuntimeError):
 def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
     """The row that the command line names. Raises ConfigError, DataError."""
     if (row is None) == (data is None):
-        raise ConfigError("give the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
+        raise ConfigError("name the row to play: --data FILE --number N, or --row '{\"prompt\": …}'")
     if data is not None:
         from rl_core.trainer.data import read_rows
 
@@ -58,7 +58,7 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         name = key.removeprefix(_OPTIONS)
         if not equals or not key.startswith(_OPTIONS) or not name:
-            raise ConfigError(f"{word!r}: by hand, only {_OPTIONS}NAME=VALUE can be given; other keys go with --with")
+            raise ConfigError(f"{word!r}: without --with, only {_OPTIONS}NAME=VALUE is allowed; other keys need --with")
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -95,7 +95,7 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 def write_index(documents: Path, folder: Path) -> int:
     """Indexes a file of documents into a new folder. Returns how many there are."""
     if folder.exists():
-        raise DataError(f"{folder} exists already: give another folder, or remove it first")
+        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     read = read_documents(documents)
     _indexed(read).save(folder, corpus=read, show_progress=False)
     return len(read)

@@ -31,7 +31,9 @@ def try_environment(
     """
     if recipe is not None:
         if row_text is not None or data is not None:
-            raise click.UsageError("--with plays the recipe's rows: give data.val_data=[FILE] for --row or --data")
+            raise click.UsageError(
+                "--with plays the recipe's rows: use data.val_data=[FILE] instead of --row or --data"
+            )
         from rl_environments.trying_with_a_model import play_with
 
         return play_with(recipe, environment, overrides)

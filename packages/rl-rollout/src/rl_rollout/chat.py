@@ -99,7 +99,7 @@ class TokenCodec:
             if self._tools:
                 raise DataError(
                     "the environment offers tools, which the chat template shows, but its episode began with text; "
-                    "give messages"
+                    "use messages"
                 )
             return prompt
         messages = require_messages(prompt, "a prompt")

@@ -110,7 +110,7 @@ class EnvironmentPool:
         async with self._threads:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
                 raise HangingThreads(
-                    f"{count} threads of environments hang in calls that were given up, and a thread cannot be ended: "
+                    f"{count} threads of environments hang in calls that timed out, and a thread cannot be ended: "
                     "set environment.placement=process, or have the environment end what it waits for"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)

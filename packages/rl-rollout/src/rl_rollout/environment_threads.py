@@ -112,7 +112,7 @@ class ThreadedEnvironment:
         self._left.add(self._thread)
         others = self._left.count() - 1
         _LOGGER.warning(
-            "an environment's thread is still busy with a call that was given up; it is left alone, with %d others",
+            "an environment's thread is still busy with a call that timed out; it is abandoned, with %d others",
             others,
         )
         closing.add_done_callback(_log_failure)
@@ -189,4 +189,4 @@ def _no_room(error: Exception) -> ConfigError:
 
 def _log_failure(closing: Future[None]) -> None:
     if not closing.cancelled() and closing.exception() is not None:
-        _LOGGER.warning("closing an environment that was left alone failed", exc_info=closing.exception())
+        _LOGGER.warning("closing an abandoned environment failed", exc_info=closing.exception())

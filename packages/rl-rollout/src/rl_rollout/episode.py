@@ -137,7 +137,7 @@ def _checked(result: object) -> StepResult:
         raise DataError(f"the environment's metrics are {type(result.metrics).__name__}, expected a mapping")
     metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
     if taken := _TAKEN_METRICS & metrics.keys():
-        raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; give it another")
+        raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; rename it")
     return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
 
 

@@ -277,5 +277,5 @@ def _environment_of(env_class: str | None) -> Callable[[Row], EnvironmentFactory
 
 def _row_environment(row: Row) -> EnvironmentFactory:
     if not row.get("env_class"):
-        raise ConfigError("environment.env_class is not set and the row has no 'env_class'; give one of the two")
+        raise ConfigError("environment.env_class is not set and the row has no 'env_class'; set one of the two")
     return plugins.load("rl_core.environments", row["env_class"], key="the row's env_class")

@@ -57,7 +57,7 @@ class DatasetGeneratorPlugin:
             if number != expected:
                 raise ConfigError(
                     f"generator.{key}: got {number}; a row has {expected} with generator.type=dataset and "
-                    f"generator.responses={responses}; give {expected}"
+                    f"generator.responses={responses}; set it to {expected}"
                 )
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:

@@ -60,7 +60,7 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
         PluginError: one cannot be imported.
     """
     if not paths:
-        raise ConfigError(f"{KEY}: no function is named; give e.g. {KEY}=[my_module:reward]")
+        raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")
     functions: dict[str, Callable[..., Any]] = {}
     for path in paths:
         if ":" not in path:
@@ -124,4 +124,4 @@ def require_functions(options: Mapping[str, Any]) -> None:
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):
-        raise ConfigError(f"{WEIGHTS}: got {len(weights)} weights for {len(paths)} functions; give one for each")
+        raise ConfigError(f"{WEIGHTS}: got {len(weights)} weights for {len(paths)} functions; set one for each")

@@ -133,7 +133,7 @@ def cispo_loss(
     (anchor,) = _cispo_columns(cispo_anchor=cispo_anchor)
     anchor_T = old_logprobs_T if anchor == "old_logprobs_T" else rollout_logprobs_T
     if anchor_T is None:
-        raise ConfigError(f"cispo_loss: with cispo_anchor={cispo_anchor!r} it needs {anchor}, which was not given")
+        raise ConfigError(f"cispo_loss: with cispo_anchor={cispo_anchor!r} it needs {anchor}, got none")
     require_tokens(mask_T, logprobs_T=logprobs_T, advantages_T=advantages_T, **{anchor: anchor_T})
     with torch.no_grad():
         log_ratio_T = log_ratio(logprobs_T, anchor_T, mask_T)

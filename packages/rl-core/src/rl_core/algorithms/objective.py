@@ -338,7 +338,7 @@ def _bound(parameters: Iterable[str], available: Mapping[str, Tensor]) -> dict[s
 def _require(where: str, kind: str, names: Iterable[str], available: Mapping[str, Tensor]) -> None:
     for name in sorted(names):
         if name not in available:
-            raise ShapeError(f"{where}: needs the {kind} {name!r}; given are {', '.join(sorted(available)) or 'none'}")
+            raise ShapeError(f"{where}: needs the {kind} {name!r}; got {', '.join(sorted(available)) or 'none'}")
 
 
 def _varied(name: str, generator: torch.Generator) -> Tensor:

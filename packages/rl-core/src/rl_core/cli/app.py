@@ -93,7 +93,7 @@ def _configured(command: _Command) -> _Command:
     command = click.option("--traceback", is_flag=True, expose_value=False, callback=_turn_traceback_on, help=show)(
         command
     )
-    command = click.option("--tiny", is_flag=True, help="The recipe's tiny variant: a minute on two CPU cores.")(
+    command = click.option("--tiny", is_flag=True, help="Use the recipe's tiny variant: a minute on two CPU cores.")(
         command
     )
     command = click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")(command)
@@ -131,9 +131,9 @@ def evaluate(source: str, overrides: tuple[str, ...], tiny: bool) -> int:
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
-    help="A new .jsonl file, one sample a line; its directory is made where it is missing.",
+    help="A new .jsonl file, one sample per line. Missing directories are created.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many prompts, the first ones.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N prompts.")
 def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path, limit: int | None) -> int:
     """Write sampled responses with their rewards."""
     from rl_core.cli import runs
@@ -144,7 +144,7 @@ def generate(source: str, overrides: tuple[str, ...], tiny: bool, output: Path, 
 
 @rl.command("config")
 @_configured
-@click.option("--yaml", "as_yaml", is_flag=True, help="As a file that `rl train` takes.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print a file that `rl train` reads.")
 def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bool) -> None:
     """Show every value and where it comes from."""
     from rl_core.cli import listing, runs
@@ -155,12 +155,14 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
 @rl.command()
 @_configured
 @click.option(
-    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU; what takes more is refused."
+    "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU. Fail if a phase needs more."
 )
 @click.option(
-    "--host-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one machine; what takes more is refused."
+    "--host-memory",
+    type=click.FloatRange(min=0, min_open=True),
+    help="GiB of CPU memory of one machine. Fail if a phase needs more.",
 )
-@click.option("--context", type=click.IntRange(min=1), help="Plan longer sequences too, up to so many tokens.")
+@click.option("--context", type=click.IntRange(min=1), help="Also plan longer sequences, up to N tokens.")
 def plan(
     source: str,
     overrides: tuple[str, ...],
@@ -189,7 +191,7 @@ def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
 @rl.command()
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("name")
-@click.option("--public", is_flag=True, help="Everybody may read it; else it is private, where it is made by this.")
+@click.option("--public", is_flag=True, help="Create the repository as public. Default: private.")
 def push(run: Path, name: str, public: bool) -> None:
     """Upload the model of RUN, a run's directory or a model's, to the Hugging Face hub as NAME, e.g. me/my-model."""
     from rl_core.cli.pushing import push_run

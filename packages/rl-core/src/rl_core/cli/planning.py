@@ -115,7 +115,7 @@ def _contexts(longest: int, asked: int | None) -> list[int]:
     if asked < longest:
         raise ConfigError(
             f"--context: {asked} tokens, but a sequence may have {longest} (trainer.max_prompt_length + "
-            "generator.sampling_params.max_generate_length); give more, or lower one of these"
+            "generator.sampling_params.max_generate_length); raise --context, or lower one of these"
         )
     lengths = [longest]
     while 2 * lengths[-1] < asked:

@@ -27,5 +27,5 @@ def model_of(run: Path) -> Path:
     remedy = f"it has one of a step: rl push {saved[-1]} NAME" if saved else "a run writes one when it has ended"
     raise ConfigError(
         f"rl push: {run} has no model (config.json and *.safetensors, there or in {run / 'model'}); {remedy}. Where "
-        "trainer.export_path was set, give that directory"
+        "trainer.export_path was set, use that directory"
     )

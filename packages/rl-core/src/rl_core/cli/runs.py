@@ -103,7 +103,7 @@ def _resume_command(loaded: configuration.Loaded) -> str:
     config = loaded.config
     file, checkpoints = newest_config(config.run_dir), list_checkpoints(config.ckpt_dir)
     if not file.exists():
-        return "nothing was written; to start again, give the same command"
+        return "nothing was written; to start again, run the same command"
     command = f"rl train {shlex.quote(str(file))}"
     if not checkpoints:
         return f"it has no checkpoint yet; to start again:\n  {command}"

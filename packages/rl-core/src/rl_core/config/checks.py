@@ -153,7 +153,7 @@ def _check_context(config: Config) -> None:
         if limit is not None and length is not None and length >= limit:
             raise ConfigError(
                 f"{key}.max_generate_length: got {length}, and {config.policy_model_path} takes {limit} tokens, "
-                f"the prompt included; give at most {limit - 1}"
+                f"the prompt included; set it to at most {limit - 1}"
             )
 
 
@@ -269,17 +269,17 @@ def _require_pairs(config: Config) -> None:
     name = f"{_LOSS}={trainer.algorithm.policy_loss_type}"
     if config.generator.n_samples_per_prompt != 2:
         got = config.generator.n_samples_per_prompt
-        raise ConfigError(f"generator.n_samples_per_prompt: got {got}; {name} compares two responses; give 2")
+        raise ConfigError(f"generator.n_samples_per_prompt: got {got}; {name} compares two responses; set it to 2")
     if trainer.algorithm.loss_reduction != "prompt_token_sum":
         raise ConfigError(
             f"trainer.algorithm.loss_reduction: got {trainer.algorithm.loss_reduction}; the tokens of a pair add up to "
-            f"its loss with {name}; give prompt_token_sum"
+            f"its loss with {name}; set it to prompt_token_sum"
         )
     if trainer.policy_mini_batch_size != trainer.train_batch_size or trainer.update_epochs_per_batch != 1:
         raise ConfigError(
             f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
             f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the pairs' slopes once per "
-            "batch, which is right for one optimizer step; give both sizes the same number, and one epoch"
+            "batch, which is right for one optimizer step only; set both sizes to the same number, and one epoch"
         )
 
 

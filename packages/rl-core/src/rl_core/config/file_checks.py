@@ -43,7 +43,7 @@ def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = 
 def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str]) -> None:
     """Notes every missing file of the keys, once where several name it, and that the first key names none."""
     if not value_at(config, keys[0]):
-        mistakes.add(ConfigError(f"{keys[0]}: no file given; give e.g. {keys[0]}=prompts.parquet"))
+        mistakes.add(ConfigError(f"{keys[0]}: got no file; set e.g. {keys[0]}=prompts.parquet"))
     seen: set[str] = set()
     for key in keys:
         for file in value_at(config, key):
@@ -66,7 +66,7 @@ def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[
     """Notes that there is no model to train or to play with."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
-        mistakes.add(ConfigError(f"{key}: no model given; give a Hugging Face model directory or name"))
+        mistakes.add(ConfigError(f"{key}: got no model; set it to a Hugging Face model directory or name"))
     else:
         _gather_model(key, config.policy_model_path, mistakes, makes)
 
@@ -112,7 +112,7 @@ def _require_model(key: str, path: str) -> None:
 def _resume_path_exists(config: Config) -> None:
     path = config.trainer.resume_path
     if path is not None and not Path(path).is_dir():
-        raise ConfigError(f"trainer.resume_path: {path} is not a directory; give a checkpoint of an earlier run")
+        raise ConfigError(f"trainer.resume_path: {path} is not a directory; set it to a checkpoint of an earlier run")
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
@@ -121,8 +121,8 @@ def _gather_directories(config: Config, mistakes: Mistakes) -> None:
         if is_remote(value_at(config, key) or ""):
             mistakes.add(
                 ConfigError(
-                    f"{key}: {value_at(config, key)} is an address; give a directory of this machine (checkpoints may "
-                    "be elsewhere, in trainer.ckpt_path, and `rl push` sends a model away)"
+                    f"{key}: {value_at(config, key)} is an address; use a directory of this machine (checkpoints may "
+                    "be elsewhere, in trainer.ckpt_path, and `rl push` uploads a model)"
                 )
             )
     for key, directory in (

@@ -302,8 +302,8 @@ for _name, _unsupported in {
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
     "use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
-    "speculative_config": Unsupported("give it to vLLM in generator.inference_engine.engine_init_kwargs", (None,)),
-    "external_proxy_url": Unsupported("give the servers themselves in external_server_urls", (None,)),
+    "speculative_config": Unsupported("pass it to vLLM in generator.inference_engine.engine_init_kwargs", (None,)),
+    "external_proxy_url": Unsupported("list the servers in external_server_urls", (None,)),
     "router_init_kwargs": Unsupported("the router has no options", ({},)),
 }.items():
     UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
@@ -409,12 +409,12 @@ def _succeeded(path: str, given: Given, successor: Successor) -> list[tuple[str,
 
 
 def _dropped(path: str, given: Given, reason: str) -> list[tuple[str, Given]]:
-    warnings.warn(f"{path}: has no effect and can go: {reason} ({given.source})", ConfigWarning, stacklevel=2)
+    warnings.warn(f"{path}: has no effect and can be removed: {reason} ({given.source})", ConfigWarning, stacklevel=2)
     return []
 
 
 def _taken(path: str, key: str, given: Given) -> list[tuple[str, Given]]:
-    warnings.warn(f"{path}: is called {key} here, and taken as that ({given.source})", ConfigWarning, stacklevel=2)
+    warnings.warn(f"{path}: is called {key} here, and is read as that ({given.source})", ConfigWarning, stacklevel=2)
     return [(key, given)]
 
 

@@ -144,7 +144,7 @@ def merge(layers: Sequence[Layer]) -> dict[str, Given]:
 
 def _warn_of_repetition(path: str, first: Given, last: Given) -> None:
     places = first.source if first.source == last.source else f"{first.source} and {last.source}"
-    message = f"{path}: given twice ({places}): {first.value!r}, then {last.value!r}; the last one counts"
+    message = f"{path}: set twice ({places}): {first.value!r}, then {last.value!r}; the last one is used"
     warnings.warn(message, ConfigWarning, stacklevel=3)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
+from rl_core.config.keys import ALIASES, VALUE_ALIASES
 from rl_core.config.loading import describe, hints, own_keys
 from rl_core.config.plugin_options import SECTIONS, installed_classes
 from rl_core.config.resolving import RULES, as_mapping
@@ -26,26 +27,37 @@ _HEAD = """\
 
 Generated from `rl_core.config` by `python -m rl_core.config.reference > docs/configuration.md`. Do not edit.
 
-Sections of plug-ins are those of the packages that were installed.
+It includes the keys of all plug-ins that were installed.
 
 A run is described by a recipe (`rl train quickstart`), a YAML file (`rl train run.yaml`) or `package.module:recipe`,
 with `key.path=value` overrides on top. `rl config RECIPE` shows every value and where it comes from. Values are YAML
-1.2; keys may be nested or dotted; where a list is expected, a single value stands for a list of one. An unknown key, a
-value of another type or a combination that cannot work is an error before anything starts, and mistakes that do not
-follow from each other are listed together; a key given twice is a warning, and the last one counts.
+1.2. Keys may be nested or dotted. Where a list is expected, a single value means a list of one. An unknown key, a wrong
+type or an impossible combination is an error before anything starts, and independent mistakes are listed together. A
+key that is set twice gives a warning; the last value is used.
 """
 _BACKENDS = """\
 ## Backend sections
 
-`trainer.policy.<backend>_config`, and the same of `trainer.ref` and `trainer.critic`, belongs to the backend. The
-section of an installed backend is loaded as exactly as the rest; that of another one is kept with a warning.
+`trainer.policy.<backend>_config`, `trainer.ref.<backend>_config` and `trainer.critic.<backend>_config` hold the options
+of a training backend. Sections of installed backends are checked like all other keys; those of others are kept
+unchecked, with a warning.
 """
-_OPTIONS = "Keys of {package}, for `{chooser}`; with another one they have no effect, and a warning says so."
+_OPTIONS = "Keys of {package} for `{chooser}`. With another choice they have no effect, and a warning says so."
 _DERIVED = """\
 ## Derived values
 
-What a key is when it is null. In the run's name and in paths, a leading `~` is the home directory and `${key.path}` the
-value of another key.
+The values of keys that are null. In the run's name and in paths, a leading `~` means the home directory, and
+`${key.path}` means the value of another key.
+"""
+_ALIASES = """\
+## Aliases
+
+Other spellings that are accepted without a warning. `<backend>_config.train.KEY` sets KEY for policy and critic,
+`<backend>_config.eval.KEY` for the reference. [coming_from.md](coming_from.md#keys-of-skyrl) lists keys of
+other trainers that are translated with a warning.
+
+| alias | meaning |
+|---|---|
 """
 
 
@@ -54,7 +66,12 @@ def reference_page() -> str:
     rules = [f"| `{rule.key}` | `{rule.text}` |" for rule in RULES]
     derived = "\n".join([_DERIVED, "| key | value |", "|---|---|", *rules])
     sections = [*_sections(Config, ""), _BACKENDS.rstrip(), *_backend_sections()]
-    return "\n".join([_HEAD, *(f"{section}\n" for section in sections), derived]) + "\n"
+    return "\n".join([_HEAD, *(f"{section}\n" for section in sections), derived, "", _aliases()])
+
+
+def _aliases() -> str:
+    values = {f"{key}={_plain(alias)}": f"{key}={_plain(value)}" for (key, alias), value in VALUE_ALIASES.items()}
+    return _ALIASES + "".join(f"| `{alias}` | `{here}` |\n" for alias, here in {**ALIASES, **values}.items())
 
 
 def _sections(cls: type, above: str) -> Iterator[str]:
@@ -142,6 +159,10 @@ def _default(field: attrs.Attribute[Any]) -> str:
     if hasattr(default, "factory"):
         default = default.factory()
     return f"`{default if isinstance(default, str) else json.dumps(as_mapping(default))}`"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _cell(text: str) -> str:

@@ -76,7 +76,7 @@ RULES = (
     ),
     Rule(
         "environment.env_class",
-        "`reward_functions` where `environment.reward_functions` names some",
+        "reward_functions if environment.reward_functions is set",
         lambda c: "reward_functions" if c.environment.reward_functions else None,
     ),
     Rule("trainer.pipeline_depth", "min(1, trainer.max_staleness)", lambda c: min(1, c.trainer.max_staleness)),
@@ -88,7 +88,7 @@ RULES = (
     ),
     Rule(
         "generator.inference_engine.weight_sync_backend",
-        "shared_memory where the policy and its engines are on one Linux machine, else files",
+        "shared_memory if policy and engines are on one Linux machine, else files",
         lambda c: "shared_memory" if _are_on_one_host(c) else "files",
     ),
 )

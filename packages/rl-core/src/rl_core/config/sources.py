@@ -178,7 +178,7 @@ def _require_no_path(source: str) -> None:
         return
     kind = "a directory" if path.is_dir() else "a file whose name does not end in .yaml"
     file = path / "config.yaml"
-    remedy = f"give {file}" if file.is_file() else "give a recipe's name, a .yaml file or package.module:recipe"
+    remedy = f"use {file}" if file.is_file() else "use a recipe's name, a .yaml file or package.module:recipe"
     raise ConfigError(f"{source}: is {kind}; {remedy}")
 
 

@@ -197,7 +197,7 @@ def gather_out_of_bounds(
     for key in ABOVE_ZERO:
         value = value_at(config, key) if is_read(key) else None
         if value is not None and not value > 0:
-            remedy = " (greedy answers of one prompt are all the same; evaluation is greedy by itself)"
+            remedy = " (greedy answers to one prompt are all the same; evaluation is greedy by default)"
             is_sampling = key == "generator.sampling_params.temperature"
             mistakes.add(ConfigError(f"{key}: got {value}; expected above 0{remedy * is_sampling}"))
 
@@ -242,7 +242,7 @@ def _warn_of_temperatures(config: Config) -> None:
     if sampled_at != scored_at:
         message = (
             f"trainer.algorithm.temperature: {scored_at} differs from generator.sampling_params.temperature="
-            f"{sampled_at}: the log-probs of trainer and engine speak of two distributions"
+            f"{sampled_at}: trainer and engine would compute log-probs of different distributions"
         )
         warnings.warn(message, ConfigWarning, stacklevel=2)
 
@@ -269,7 +269,7 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
         yield ConfigError(
             f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, which are in "
-            "one batch; give at least as many, or leave it out"
+            "one batch; set it at least as high, or leave it out"
         )
 
 
@@ -300,7 +300,8 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
     if depth is not None and depth > bound:
         yield ConfigError(
             f"trainer.pipeline_depth: {depth} steps ahead is more than trainer.max_staleness={bound} allows, so "
-            f"groups could become too old to be trained on; give {bound} or less, or set trainer.max_staleness={depth}"
+            f"groups could become too old to be trained on; set it to at most {bound}, or set "
+            f"trainer.max_staleness={depth}"
         )
 
 
@@ -311,7 +312,7 @@ def _token_budget(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, "
             f"{prompt_key}={prompt} + generator.sampling_params.max_generate_length={response}; "
-            f"give at least {prompt + response}, or -1 to count sequences instead"
+            f"set it to at least {prompt + response}, or -1 to count sequences instead"
         )
 
 
@@ -326,7 +327,9 @@ def undivided_batch(config: Config, key: str) -> Iterator[ConfigError]:
     """The error of a mini-batch size that does not divide the batch."""
     batch, mini = config.trainer.train_batch_size, value_at(config, key)
     if mini > batch:
-        yield ConfigError(f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; give {batch} or less")
+        yield ConfigError(
+            f"{key}: {mini} prompts are more than trainer.train_batch_size={batch}; set it to at most {batch}"
+        )
     elif batch % mini:
         fitting = max(size for size in range(1, mini) if batch % size == 0)
         yield ConfigError(
@@ -349,7 +352,7 @@ def _groups(config: Config) -> Iterator[ConfigError]:
     if needs:
         yield ConfigError(
             f"generator.n_samples_per_prompt: got 1; {needs} compares the samples of a prompt "
-            "and learns nothing from one; give at least 2"
+            "and learns nothing from one; set it to at least 2"
         )
 
 
@@ -358,11 +361,11 @@ def _kl(config: Config) -> Iterator[ConfigError]:
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield ConfigError(
             "trainer.algorithm: use_kl_loss and use_kl_in_reward are both true; "
-            "the KL belongs into the loss or into the reward: switch one off"
+            "the KL belongs in the loss or in the reward: switch one off"
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield ConfigError(
-            "trainer.algorithm.kl_ctrl.type: adaptive steers the KL in the reward; set "
+            "trainer.algorithm.kl_ctrl.type: adaptive works on the KL in the reward only; set "
             "trainer.algorithm.use_kl_in_reward=true, or type=fixed"
         )
     estimator = algorithm.kl_estimator_type
@@ -399,7 +402,7 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
             "add environment.env_class=null to have the functions, or leave them out"
         )
     if environment.reward_weights and not environment.reward_functions:
-        yield ConfigError(f"environment.reward_weights: there are no functions to weigh; set {key}, or leave it out")
+        yield ConfigError(f"environment.reward_weights: there are no functions to weight; set {key}, or leave it out")
 
 
 _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] = {

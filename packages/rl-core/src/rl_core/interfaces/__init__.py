@@ -1,16 +1,16 @@
-"""The contracts between packages, and the records that cross them. Nothing else, and no torch at import.
+"""The contracts between packages and the records that they exchange. Importing them does not import torch.
 
-A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by the suites of `rl_core.testing`.
-Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
-`Inspectable`; of backends `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of
-engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
-`Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
-with keys of its own `Configurable`.
+`isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
+ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable`; of backends
+`OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`,
+`HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`,
+`AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any plug-in that
+declares keys `Configurable`.
 
-Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
-`InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
-`WorkerGroup` and the loop are ours. A plug-in is told what it needs as plain data: `WorkerSpec`, `EngineSpec`,
-`GeneratorSpec`, each with the plug-in's own options in it.
+A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
+`InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
+`WorkerGroup` and the loop. A plug-in gets what it needs as plain data, which includes its own options: `WorkerSpec`,
+`EngineSpec`, `GeneratorSpec`.
 
     training    a model and its update, `Worker`, `Backend`
     weights     what a sync sends, `WeightTransport` and its two ends
@@ -21,7 +21,7 @@ Who implements what: a training package a `Backend` (and its `Worker`), a rollou
     runs        `Recipe`, `Tracker`, `Callback`
     version     which versions of each contract are accepted: `CONTRACTS`
 
-All names are imported from here, whichever of these modules defines them.
+Import all names from here; the modules that define them may change.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inference: token ids in, token ids out (`InferenceClient`), and what starts the engines (`InferencePlugin`, which is
-told an `EngineSpec`)."""
+"""Inference: token ids in, token ids out (`InferenceClient`), and the plug-in that starts engines (`InferencePlugin`,
+which gets an `EngineSpec`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     max_tokens: int = 1024
     temperature: float = 1.0
@@ -29,25 +29,26 @@ class SamplingParams:
     """-1: all tokens."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Generation ends when the response's text contains one of these; the tokens up to there are kept."""
+    """Generation ends when the text of the response contains one of these strings. The tokens up to there are kept."""
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's own end-of-sequence token; the stopping token is part of the response."""
+    """Tokens that end generation in addition to the model's end-of-sequence token. The stopping token is part of the
+    response."""
     ignore_eos: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class GenerateRequest:
-    """Token ids in. A retried request carries the same `sample_id` and never yields a second sample."""
+    """A request: token ids in. A retry has the same `sample_id` and never produces a second sample."""
 
     sample_id: str
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """Fixes the sample, whatever else the engine runs at the same time (up to float rounding of the logits)."""
+    """Determines the sample, whatever else the engine computes at the same time (up to rounding of the logits)."""
     num_samples: int = 1
-    """Independent samples of the same prompt; sample i is drawn with seed + i."""
+    """Number of independent samples of the prompt. Sample i uses seed + i."""
     session_id: str | None = None
-    """Requests of one episode share it: a router sends them to the same engine."""
+    """The same for all requests of an episode, so that a router can send them to the same engine."""
 
 
 StopReason = Literal["stop", "length", "abort"]
@@ -55,32 +56,32 @@ StopReason = Literal["stop", "length", "abort"]
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """Token ids out, one sample."""
+    """The answer: token ids of one sample."""
 
     tokens: tuple[int, ...]
-    """The sampled tokens, a stopping token included."""
+    """The sampled tokens, including a stopping token."""
     logprobs: tuple[float, ...]
-    """Of the distribution each token was sampled from, one per token."""
+    """One log-prob per token, under the distribution that the token was sampled from."""
     policy_versions: tuple[int, ...]
-    """The weights that sampled each token."""
+    """The weight version that sampled each token."""
     stop_reason: StopReason
     routed_experts: np.ndarray | None = None
-    """[prompt + response − 1, layers, experts per token]: the last token was never an input."""
+    """[prompt + response − 1, layers, experts per token]. The last token has none because it was never an input."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineHealth:
-    """What an engine says of itself."""
+    """An engine's description of itself."""
 
     version: int
-    """Of the weights it serves; -1 before the first update."""
+    """Version of the weights it serves; -1 before the first update."""
     num_running: int
     num_waiting: int
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Token ids in, token ids out: what a `Generator` needs of an engine."""
+    """The part of an engine that a `Generator` uses: token ids in, token ids out."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """`num_samples` completions. Raises GenerationError for a prompt the engine cannot take, DeadlineError."""
@@ -89,22 +90,21 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class InferenceClient(Sampler, Protocol):
-    """A sampler whose weights the loop moves on. Every call has a deadline whose error names what was waited for."""
+    """A sampler whose weights the loop updates. Every call has a deadline, whose error says what it waited for."""
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
-        """Stops sampling: in-flight requests freeze (`keep`), return what they have (`abort`), or are finished first
-        (`wait`)."""
+        """Stops sampling. Running requests pause (`keep`), return what they have (`abort`) or finish first (`wait`)."""
         ...
 
     async def resume(self) -> None: ...
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        """Ends these requests (all, for None); each returns what it has, with stop reason `abort`."""
+        """Ends these requests, or all for None. Each returns what it has, with stop reason `abort`."""
         ...
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """Receives and loads a version. Fails as a whole: the engine serves the old version or, if that is gone,
-        nothing until a later update succeeds."""
+        """Receives and loads a version. If it fails, the engine serves the old version or, if that is already
+        overwritten, nothing until a later update succeeds."""
         ...
 
     async def health(self) -> EngineHealth: ...
@@ -114,85 +114,87 @@ class InferenceClient(Sampler, Protocol):
 
 @runtime_checkable
 class Sleepable(Protocol):
-    """A client whose engines can give their device memory back between phases."""
+    """A client whose engines can free their device memory between phases."""
 
     async def sleep(self) -> None:
-        """Gives back the memory of weights and cache. Called with no request under way, and none is made until `wake`
-        and then `update_weights`: one that finds no weights is a GenerationError. A second call does nothing."""
+        """Frees the memory of weights and cache. No request is running when it is called, and none comes before `wake`
+        and `update_weights`; a request without weights is a GenerationError. A second call does nothing."""
         ...
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again, all of it or the parts named: `weights`, which are yet to come by `update_weights`,
-        and `kv_cache`, after which tokens can be sampled. What is awake stays as it is."""
+        """Allocates the memory again, all of it or the named parts: `weights`, which `update_weights` then fills, and
+        `kv_cache`, after which the engine can sample. Parts that are awake do not change."""
         ...
 
 
 @runtime_checkable
 class WeightReceivers(Protocol):
-    """A client whose engines receive weights in several processes; of any other client it is one."""
+    """A client whose engines receive weights in several processes. Other clients have one receiver."""
 
     def num_weight_receivers(self) -> int:
-        """Processes that will build a receiver in the next `update_weights`; those of dead engines are left out."""
+        """Number of processes that will create a receiver in the next `update_weights`, without those of dead
+        engines."""
         ...
 
 
 @runtime_checkable
 class Scoring(Protocol):
-    """A client whose engines can score given tokens: what weight verification compares with the trainer."""
+    """A client whose engines can compute log-probs of given tokens. Weight verification compares them with the
+    trainer's."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary: token ids are smaller."""
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Sequence[float]]]:
-        """Of every engine that serves, by its name: per sequence, log p(token t | tokens before it) at temperature 1,
-        0.0 for the first token."""
+        """Name of each engine in service → per sequence, log p(token t | previous tokens) at temperature 1; 0.0 for
+        the first token."""
         ...
 
 
 @runtime_checkable
 class WeightPreparing(Protocol):
-    """A client whose engines receive a version of a staged transport while they sample."""
+    """A client whose engines can receive weights of a staged transport while they sample."""
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """Every engine receives the version and checks it. Nothing of it is served until `update_weights` is called
-        with the same rendezvous, which then loads it.
+        """Every engine receives and checks the version. `update_weights` with the same rendezvous then loads it; until
+        then the engines serve the old one.
 
         Raises:
-            WeightSyncError: an engine did not get it whole; all go on serving the version they have.
+            WeightSyncError: an engine received it incompletely. All engines keep serving the version they have.
         """
         ...
 
 
 @runtime_checkable
 class AdapterServing(Protocol):
-    """A client whose engines keep their model and serve low-rank adapters over it: the policy's own, which
+    """A client whose engines keep the base model and serve low-rank adapters on it: the policy's, which
     `update_weights` replaces in place, and others by name."""
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
-        """Every engine serves the adapter at `path` as the model `name`, also one that is started again later. A name
-        that is there already is replaced in place: requests under way go on with the new adapter.
+        """Every engine serves the adapter at `path` as the model `name`, including engines that restart later. An
+        existing name is replaced in place: running requests continue with the new adapter.
 
         Args:
-            name: that OpenAI clients ask for; no name of the policy.
+            name: the model name that OpenAI clients request; not one of the policy's names.
             path: a directory in peft's format (`adapter_config.json`, `adapter_model.safetensors`) that the engines
-                see.
+                can read.
 
         Raises:
-            GenerationError: an engine cannot serve it, and has what it had before; or it does not answer with numbers.
+            GenerationError: an engine cannot serve it and keeps what it had before, or its log-probs are not finite.
         """
         ...
 
 
 @runtime_checkable
 class Recovering(Protocol):
-    """A client that starts failed engines again. They serve nothing until they hold the current version: the trainer
-    publishes it again between two steps, or the next one at the end of a step."""
+    """A client that restarts failed engines. They serve nothing until they hold the current version: the trainer
+    publishes it again between two steps, or the next version at the end of a step."""
 
     @property
     def lacks_weights(self) -> bool:
-        """An engine is up that does not hold the current version, and no update is under way."""
+        """An engine is running without the current version, and no update is in progress."""
         ...
 
     async def needs_weights(self) -> None:
@@ -202,77 +204,75 @@ class Recovering(Protocol):
 
 @attrs.frozen(kw_only=True)
 class EngineSpec:
-    """Everything that an engine is told before it is started; plain data. What it is told later are calls of its
-    client."""
+    """Everything an engine needs to know before it starts, as plain data. Everything later is a call of its client."""
 
     options: Any
-    """An instance of the plug-in's own options class (see `Configurable`); None where it has none."""
+    """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
     model_path: str
-    """Directory or name of the model that it serves until the first weight update, and whose tokenizer it uses."""
+    """Directory or name of the model. The engine uses its tokenizer, and its weights until the first update."""
     dtype: Literal["bfloat16", "float16", "float32"]
-    """In which it computes."""
+    """The dtype that the engine computes in."""
     num_engines: int
-    """How many engines the client stands for."""
+    """Number of engines behind the client."""
     max_num_seqs: int
-    """Sequences that an engine decodes together."""
+    """Largest number of sequences that one engine decodes at a time."""
     return_routed_experts: bool
-    """Completions have `routed_experts`."""
+    """Whether completions have `routed_experts`."""
     lora: LoraConfig
-    """The policy's adapters. Where `lora.is_sent_alone`, the model stays as it is and the adapter alone is updated;
-    else updates are whole weights."""
+    """The policy's adapters. If `lora.is_sent_alone`, updates replace only the adapter; else they are whole weights."""
     sampling: SamplingParams
-    """How training samples are drawn; every request carries its own."""
+    """Sampling in training, for planning. Each request has its own parameters."""
     eval_sampling: SamplingParams
     """How samples of evaluations are drawn."""
     init_kwargs: Mapping[str, Any]
-    """`engine_init_kwargs`: passed on to the library that the engine is built on."""
+    """`engine_init_kwargs`: additional arguments for the library that the engine uses."""
     shares_devices: bool
-    """Training has the same devices: the engine leaves them between phases (see `Sleepable`)."""
+    """Whether training uses the same devices. The engine then frees them between phases (see `Sleepable`)."""
     seed: int
-    """Of the run; every request carries its own."""
+    """Seed of the run. Each request has its own."""
     num_threads: int | None
-    """CPU threads of an engine in the trainer's process; None leaves it to the library."""
+    """CPU threads of an engine in the trainer's process. None: the library decides."""
     weight_transport: str
-    """By which weights will come: an entry point's name of `rl_core.weight_transports`, or `package.module:object`."""
+    """The weight transport: an entry-point name of `rl_core.weight_transports`, or `package.module:object`."""
     request_timeout_s: float
     """Longest wait for the answer to a request, and for a weight update."""
     run_dir: Path
-    """Where the run leaves its files; logs of engines go into `logs` there. It may not exist yet."""
+    """The run directory. Engines write their logs to `logs` in it. It may not exist yet."""
 
 
 @attrs.frozen(kw_only=True)
 class EnginePlan:
-    """What one device of an engine would hold."""
+    """Planned memory of one device of an engine."""
 
     num_devices: int
-    """That one engine is split over."""
+    """Number of devices of one engine."""
     weight_bytes: int
     kv_bytes_per_token: float
-    """Of keys and values, for every token of a sequence that is being computed."""
+    """Keys and values of one token, in bytes."""
     computing_bytes: int
-    """Estimate of what a step of the engine takes besides weights and keys and values."""
+    """Estimated memory of an engine step besides weights, keys and values."""
     asleep_bytes: int
-    """Estimate of what stays on the device while the engine sleeps (see `Sleepable`)."""
+    """Estimated device memory that stays in use while the engine sleeps (see `Sleepable`)."""
     asleep_host_bytes: int
-    """What it keeps in host memory for each device while it sleeps."""
+    """Host memory per device that the engine uses while it sleeps."""
     memory_share: float
-    """Part of the device's memory that the engine takes for itself while it serves; what is left of it beside weights
-    and computation is for keys and values."""
+    """Fraction of the device's memory that the engine uses while it serves. What weights and computation leave free is
+    for keys and values."""
     can_sleep: bool
 
 
 @runtime_checkable
 class EnginePlanner(Protocol):
-    """An engine's plug-in that can say, without starting anything, what its devices would hold (`rl plan`)."""
+    """An engine plug-in that can plan the memory of its devices without starting anything (`rl plan`)."""
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
-        """Raises ConfigError where the engine cannot be split like that, or the model's sizes are not known."""
+        """Raises ConfigError if the engine cannot be split this way, or if the model's sizes are unknown."""
         ...
 
 
 @runtime_checkable
 class DeltaReceiving(Protocol):
-    """An engine's plug-in whose engines take syncs that send what changed (`Rendezvous.delta`)."""
+    """An engine plug-in whose engines accept syncs that send only changes (`Rendezvous.delta`)."""
 
     @property
     def receives_deltas(self) -> bool: ...
@@ -280,18 +280,18 @@ class DeltaReceiving(Protocol):
 
 @runtime_checkable
 class HostSharing(Protocol):
-    """An engine's plug-in that says whether its engines run on the controller's machine: weights then come through its
-    memory, unless the configuration names a transport."""
+    """An engine plug-in that tells whether its engines run on the controller's machine. If so, the default transport is
+    shared memory."""
 
     def is_on_this_host(self, options: Any) -> bool:
-        """All of them do, with these options of its own (`EngineSpec.options`)."""
+        """Whether all of them do, with these options (`EngineSpec.options`)."""
         ...
 
 
 @runtime_checkable
 class InferencePlugin(Protocol):
-    """Makes an engine and its client: the object behind an entry point of `rl_core.inference`. Its module imports no
-    torch. An engine with keys of its own is `Configurable` too."""
+    """Creates an engine and its client: the object of an entry point of `rl_core.inference`. Its module must not import
+    torch. A plug-in that declares keys is also `Configurable`."""
 
     @property
     def contract_version(self) -> int: ...
@@ -302,10 +302,10 @@ class InferencePlugin(Protocol):
     def validate(self, spec: EngineSpec) -> None:
         """Raises ConfigError before any process is started.
 
-        A model that is not there yet is no reason: recipes may make theirs after this call.
+        A missing model is not an error: recipes may create it after this call.
         """
         ...
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
-        """Starts the engine(s); they hold the weights of `spec.model_path` until the first update."""
+        """Starts the engines. They hold the weights of `spec.model_path` until the first update."""
         ...

@@ -1,4 +1,4 @@
-"""Chat messages and tools as chat templates read them, and what both must be."""
+"""Chat messages and tools in the form that chat templates read, and checks of both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 An assistant's may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`, and needs
 no content then. A tool's may have `name`, the function that answers, and `tool_call_id`, the call that it answers. A
-key whose value is None counts as left out: in a Parquet file all messages have the keys that one has."""
+key whose value is None counts as missing, because in a Parquet file all messages have the same keys."""
 Prompt = str | Sequence[Message]
 """Text taken as it is, or chat messages that the model's chat template turns into text."""
 ToolSchema = Mapping[str, Any]
@@ -28,7 +28,7 @@ EXAMPLE_CALL: Mapping[str, Any] = {
 
 
 def require_messages(messages: object, what: str) -> Sequence[Message]:
-    """`messages`, if they are chat messages. Raises DataError, in which `what` says whose they are."""
+    """Returns `messages` if they are chat messages. Raises DataError, which names them as `what`."""
     if not _is_list(messages) or not messages or not all(_has_role_and_content(message) for message in messages):
         raise DataError(f"{what} is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
     for message in messages:
@@ -38,7 +38,7 @@ def require_messages(messages: object, what: str) -> Sequence[Message]:
 
 
 def require_tools(tools: object) -> Sequence[ToolSchema]:
-    """`tools`, if they are schemas of functions with distinct names. Raises DataError."""
+    """Returns `tools` if they are function schemas with distinct names. Raises DataError."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
     if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
         raise DataError(f"the environment's tools are a list of {example}, got {tools!r:.200}")
@@ -48,7 +48,7 @@ def require_tools(tools: object) -> Sequence[ToolSchema]:
         raise DataError(f"the environment's tools are no JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; give each its own")
+        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; rename one")
     return tools
 
 

@@ -1,4 +1,4 @@
-"""Options of plug-ins: who has some (`Configurable`), and validators whose errors read like those of any other key."""
+"""Options of plug-ins (`Configurable`), and validators whose errors read like those of the core's keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 @runtime_checkable
 class Configurable(Protocol):
-    """An engine or a generator with keys of its own, written beside the core's in `generator.inference_engine` or in
-    `generator`, and loaded, shown and documented like those."""
+    """An engine or generator that declares keys. Users write them next to the core's keys in
+    `generator.inference_engine` or `generator`; they are loaded, shown and documented in the same way."""
 
     @property
     def options_class(self) -> type:
-        """A frozen attrs class. Its fields are the keys: each has a default, a type that a file can hold, and its
-        meaning as a text under it; none has the name of a key of the core.
+        """A frozen attrs class whose fields are the keys. Each has a default, a type that YAML can hold, and its
+        meaning as a docstring below it. No field may have the name of a core key.
 
-        A validator that raises a ConfigError begins its message with the field's name, as the ones below do: the
-        section is put in front of it.
+        The message of a validator's ConfigError begins with the field's name, as in the validators below. The loader
+        adds the section in front.
         """
         ...
 

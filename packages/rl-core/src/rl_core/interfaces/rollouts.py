@@ -1,4 +1,4 @@
-"""Rollouts: an episode (`Environment`), what was said in it (`Trajectory`), and who plays it (`Generator`, made by a
+"""Rollouts: an episode (`Environment`), its record (`Trajectory`), and what plays it (`Generator`, created by a
 `GeneratorPlugin`)."""
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Row = Mapping[str, Any]
 """One row of a data file: `prompt` (text, or chat messages) and whatever the environment reads."""
 PlacementKind = Literal["in_process", "thread", "process"]
 TrajectoryEnd = Literal["done", "max_turns", "context"]
-"""How an episode ended: the environment was done, `generator.max_turns` were played, or the conversation had grown too
-long for another turn."""
+"""Why an episode ended: the environment was done, it reached `generator.max_turns`, or the conversation was too long
+for another turn."""
 
 
 @attrs.frozen(kw_only=True)
 class Action:
-    """What the policy said in one turn."""
+    """The policy's response in one turn."""
 
     text: str
-    """Decoded, without special tokens."""
+    """The response as text, without special tokens."""
     tokens: tuple[int, ...]
     stop_reason: StopReason
     example_call: str | None = None
-    """What the model's chat template writes for `EXAMPLE_CALL`, as it would stand in `text`: the format of this model's
-    calls. None where the episode has no tools, or the template shows no calls."""
+    """`EXAMPLE_CALL` as the model's chat template writes it. It shows the format of this model's calls in `text`. None
+    if the episode has no tools, or the template writes no calls."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,10 +42,11 @@ class StepResult:
     reward: float
     done: bool
     observation: Prompt | None = None
-    """What the policy sees next; None when done. In an episode that began with messages: messages of any role but the
-    assistant's, or text, which is a user's message. In one that began with text: text, appended as it is."""
+    """What the policy sees next; None when done. If the episode began with messages: messages of any role except
+    assistant, or text, which becomes a user message. If it began with text: text, which is appended unchanged."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Averaged over episodes and logged as `environment/<name>`; of several turns that give one, the last counts."""
+    """Averaged over episodes and logged as `environment/<name>`. If several turns report a metric, the last one is
+    used."""
 
 
 @runtime_checkable
@@ -69,69 +70,70 @@ class EnvironmentFactory(Protocol):
 
 @runtime_checkable
 class Tools(Protocol):
-    """Of an environment whose policy may call functions. What the policy says arrives as `Action.text`, from which the
-    environment reads the calls itself; it answers with messages of the role `tool`."""
+    """An environment whose policy may call functions. The environment parses the calls from `Action.text` and answers
+    with messages of the role `tool`."""
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """The functions that the chat template shows the model; none: the episode has no tools. Asked once, after
-        `reset`, which then gives messages: text is shown as it is, without a template."""
+        """The functions that the chat template shows to the model. Empty: the episode has no tools. Called once, after
+        `reset`, which must then return messages, because text is not formatted by a template."""
         ...
 
 
 @runtime_checkable
 class Placement(Protocol):
-    """Of an `EnvironmentFactory` (a class attribute, or an attribute of a function): where its environments' code runs.
-
-    It holds for all episodes and is read before one starts. A factory without one runs in a `thread`;
-    `environment.placement` of the configuration goes before both.
+    """An `EnvironmentFactory` that says where its environments run (an attribute of the class or function). It applies
+    to all episodes and is read before the first one. The default is `thread`; the key `environment.placement` overrides
+    it.
     """
 
     @property
     def placement(self) -> PlacementKind:
-        """`in_process`: beside all other episodes, so it must await whatever takes time. `thread`: each episode in a
-        thread of its own, with an event loop of its own, the making of the environment included; it may block, and
-        must not touch other threads' objects unguarded. `process`: in another process, one episode at a time; factory,
-        row, options and answers must pickle. A generator refuses with a ConfigError what it cannot do."""
+        """`in_process`: all episodes share one event loop, so the environment must await whatever takes time.
+        `thread`: each episode has its own thread and event loop, in which the environment is also created. It may
+        block, and must lock objects that it shares with other threads. `process`: each episode runs in another
+        process; factory, row, options and answers must pickle. A generator raises ConfigError for a placement that it
+        does not support."""
         ...
 
 
 @runtime_checkable
 class Snapshotable(Protocol):
-    """Of an environment whose episode can be carried elsewhere: to another process or machine, or to a later time."""
+    """An environment whose episode can move to another process or machine, or continue later."""
 
     async def snapshot(self) -> bytes:
-        """All that the episode has become since it was made from its row and options. Changes nothing; called
-        between `reset` and the end, while no other call is running."""
+        """The state of the episode, except row and options. Changes nothing. Called between `reset` and the end, while
+        no other call is running."""
         ...
 
     async def restore(self, state: bytes) -> None:
-        """Takes over a snapshot of an environment of the same row and options; called once, in place of `reset`. The
-        environment that gave it may be gone."""
+        """Restores a snapshot of an environment with the same row and options. Called once, instead of `reset`. The
+        original environment need not exist any more."""
         ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrajectoryStep:
-    """One sequence of a trajectory; all per-token fields have the length of `tokens`."""
+    """One sequence of a trajectory. All per-token fields have the length of `tokens`."""
 
     tokens: Sequence[int]
-    """What the engine was given and what it sampled, token for token."""
+    """The engine's input and the tokens it sampled."""
     sampled: Sequence[bool]
-    """Sampled by the policy; everything before the first sampled token is the prompt. Between the turns of one sequence
-    stand the tokens of observations, not sampled."""
+    """True where the policy sampled the token. Everything before the first sampled token is the prompt. Between the
+    turns of a sequence are tokens of observations, which are not sampled."""
     rollout_logprobs: Sequence[float]
     """0.0 where not sampled."""
     policy_version: Sequence[int]
     """-1 where not sampled."""
     reward: float
-    """Received for this step; the sum, where it has several turns."""
+    """Reward of this step: the sum over its turns."""
     stop_reason: StopReason
-    """Of its last turn."""
+    """Why the last turn ended."""
     routed_experts: np.ndarray | None = None
-    """[tokens − 1 or fewer, layers, experts per token]: of the first tokens; the others' are not known."""
+    """[tokens − 1 or fewer, layers, experts per token]: the experts of the first tokens. Those of the others are
+    unknown."""
     token_rewards: Sequence[float] | None = None
-    """Where on the step's tokens `reward` was received, of a step of several turns; None: all on the last sampled
-    token."""
+    """How `reward` is distributed over the step's tokens, if the step has several turns. None: all of it on the last
+    sampled token."""
 
 
 @attrs.frozen(kw_only=True)
@@ -140,34 +142,34 @@ class Turn:
 
     response: str
     observation: str | None
-    """What the policy was shown next; None where the episode ended."""
+    """What the policy saw next; None if the episode ended."""
     reward: float
     stop_reason: StopReason
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Trajectory:
-    """One sample of a prompt. A failed one has no steps and says why."""
+    """One sample of a prompt. A failed one has no steps and a `failure`."""
 
     group_id: int
     sample_index: int
     steps: tuple[TrajectoryStep, ...]
     prompt_text: str
     response_text: str
-    """What the policy said; of several turns also what it was shown in between, each behind an arrow."""
+    """The policy's responses. With several turns, also the observations between them, each after an arrow."""
     start_version: int
-    """The policy's version when the episode was started."""
+    """The policy's version when the episode started."""
     turns: tuple[Turn, ...] = ()
-    """The episode as text; empty from a generator that plays no turns."""
+    """The episode as text. Empty if the generator plays no turns."""
     end: TrajectoryEnd = "done"
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     greedy_reward: float | None = None
-    """Of the greedy answer to the same prompt, which the loop plays for an estimator that compares with it, and adds
-    here."""
+    """Reward of the greedy answer to the same prompt. The loop plays that answer and sets this, if the estimator
+    compares with it."""
     failure: str | None = None
     """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
     failure_kind: str = "unknown"
-    """What failures are counted by, e.g. the exception's type; read only where there is a `failure`."""
+    """Failures are counted by this, e.g. the exception's type. Read only if `failure` is set."""
 
     @property
     def reward(self) -> float:
@@ -176,7 +178,7 @@ class Trajectory:
 
     @property
     def is_cut(self) -> bool:
-        """The last response was cut off by its length, or there was no room for another one."""
+        """Whether the last response was cut off by its length, or there was no room for another one."""
         return self.end == "context" or (bool(self.steps) and self.steps[-1].stop_reason == "length")
 
 
@@ -196,24 +198,24 @@ class GroupRequest:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Prompts in, trajectories out. Its client is a `Sampler`: pauses, aborts and new weights are the loop's."""
+    """Prompts in, trajectories out. It uses a `Sampler`; the loop pauses and aborts requests and updates weights."""
 
     def prompt_length(self, row: Row) -> int:
-        """Tokens of the row's prompt. Raises DataError if the row has none that can be encoded."""
+        """Number of tokens of the row's prompt. Raises DataError if there is no prompt, or it cannot be encoded."""
         ...
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """`num_samples` trajectories in sample order; a failing episode is a Trajectory with `failure`.
+        """Returns `num_samples` trajectories in sample order. A failed episode is a Trajectory with `failure`.
 
-        A group may be asked for twice at a time: its samples, and one greedy answer (temperature 0) to compare them
-        with.
+        The loop may request a group twice at the same time: its samples, and one greedy answer (temperature 0) to
+        compare them with.
         """
         ...
 
 
 @runtime_checkable
 class ResponseMeasuring(Protocol):
-    """Of a generator whose responses are known before they are asked for, because they are the rows' own."""
+    """A generator whose responses come from the rows, so their lengths are known in advance."""
 
     def response_length(self, row: Row) -> int:
         """Tokens of the row's longest response, counted from its first trained token. Raises DataError as
@@ -223,50 +225,49 @@ class ResponseMeasuring(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """Of a generator that holds what has to be ended, such as processes."""
+    """A generator that must be closed, for example because it has processes."""
 
     async def aclose(self) -> None:
-        """Ends it; called once, when nothing is played any more."""
+        """Called once, after the last episode."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class GeneratorSpec:
-    """Everything that a generator is told before the first prompt; plain data."""
+    """Everything a generator needs to know before the first prompt, as plain data."""
 
     options: Any
-    """An instance of the plug-in's own options class (see `Configurable`); None where it has none."""
+    """An instance of the plug-in's options class (see `Configurable`); None if it has none."""
     model_path: str
-    """Directory or name of the policy's model, whose tokenizer and chat template it uses."""
+    """Directory or name of the policy's model. The generator uses its tokenizer and chat template."""
     max_turns: int
-    """Responses of an episode."""
+    """Largest number of responses in an episode."""
     max_input_length: int | None
-    """Tokens of a later turn's prompt, everything said before included; None: no bound of its own."""
+    """Longest prompt of a later turn in tokens, including all earlier turns; None: no limit."""
     step_wise: bool
-    """Each turn is a step of its own; else a trajectory is one sequence."""
+    """Each turn is a separate step. False: a trajectory is one sequence."""
     engine_init_kwargs: Mapping[str, Any]
-    """What the engine's library was given, for one that bounds the context there (`max_model_len`)."""
+    """Additional arguments of the engine's library, which may limit the context there (`max_model_len`)."""
     env_class: str | None
-    """The environment of all rows, an entry point's name or `package.module:Class`; None: each row's own
-    `env_class`."""
+    """The environment of all rows, an entry-point name or `package.module:Class`. None: each row's own `env_class`."""
     environment_options: Mapping[str, Any]
     """Passed to every environment."""
     environment_timeout_s: float
     """Longest wait for one answer of an environment."""
     environment_placement: PlacementKind | None = None
-    """Where environments run, whatever they say themselves; None: where they say."""
+    """Where environments run. None: what each environment declares."""
     environment_workers: int | None = None
-    """Threads or processes for environments; None: as many as the generator finds right."""
+    """Threads or processes for environments. None: the generator decides."""
     num_samples: int = 1
-    """Of each training row."""
+    """Samples per training row."""
     eval_num_samples: int = 1
-    """Of each held-out row."""
+    """Samples per held-out row."""
 
 
 @runtime_checkable
 class GeneratorPlugin(Protocol):
-    """Makes the generator: the object behind an entry point of `rl_core.generators`. Its module imports no torch. A
-    generator with keys of its own is `Configurable` too."""
+    """Creates the generator: the object of an entry point of `rl_core.generators`. Its module must not import torch. A
+    plug-in that declares keys is also `Configurable`."""
 
     @property
     def contract_version(self) -> int: ...
@@ -277,42 +278,42 @@ class GeneratorPlugin(Protocol):
     def validate(self, spec: GeneratorSpec) -> None:
         """Raises ConfigError before any process is started.
 
-        A model that is not there yet is no reason: recipes may make theirs after this call.
+        A missing model is not an error: recipes may create it after this call.
         """
         ...
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
-        """Called once, when the engine serves `client`. Raises ConfigError, PluginError."""
+        """Called once, after the engine has started. Raises ConfigError, PluginError."""
         ...
 
 
 @runtime_checkable
 class EngineFree(Protocol):
-    """Of a `GeneratorPlugin` that samples nothing: its trajectories are the rows' own, so no engine is started, no
-    weights are published, and held-out rows are judged by the training loss."""
+    """A `GeneratorPlugin` that samples nothing: its trajectories come from the rows. No engine starts, no weights are
+    published, and evaluation computes the training loss of held-out rows."""
 
     @property
     def needs_no_engine(self) -> bool: ...
 
 
 class GeneratorFactory(Protocol):
-    """What stood at the seam of generators in version 1 of the contract."""
+    """The generator contract of version 1."""
 
     def __call__(self, config: Any, client: Sampler) -> Generator:
         """The generator of a run.
 
         Args:
             config: the run's `rl_core.config.Config`.
-            client: its pauses, aborts and new weights are the loop's.
+            client: the engine. The loop pauses and aborts requests and updates weights.
         """
         ...
 
 
 @runtime_checkable
 class RowChecking(Protocol):
-    """An environment class that can say before a run that a row is not one of its own."""
+    """An environment class that can reject unsuitable rows before a run."""
 
     def require_row(self, row: Row) -> None:
-        """Called on the class (a static method), for every row that it is to play; starts nothing. Raises DataError
-        that says which column is missing or wrong."""
+        """Called on the class (a static method) for every row that it would play. Starts nothing. Raises DataError,
+        which names the missing or wrong column."""
         ...

@@ -1,4 +1,4 @@
-"""Runs: a named configuration (`Recipe`), where a run's metrics go (`Tracker`), a user's own code (`Callback`)."""
+"""Runs: a named configuration (`Recipe`), the receiver of metrics (`Tracker`), user code at events (`Callback`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go (entry-point group `rl_core.trackers`, each a `TrackerFactory`)."""
+    """Receives metrics (entry-point group `rl_core.trackers`, each a `TrackerFactory`)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once per step, in order. Step 0 holds the evaluation before training."""
@@ -31,21 +31,20 @@ class TrackerFactory(Protocol):
         """The tracker of a run.
 
         Args:
-            config: the run's `rl_core.config.Config`.
-            total_steps: of the whole run.
-            first_step: the first step that will be logged: 0 for a new run, the checkpoint's step + 1 for a resumed
-                one, or the checkpoint's step itself where the run ended before its row was complete. What an earlier
-                process logged for that step and those after it is dropped.
+            config: the run's `rl_core.config.Config`. total_steps: number of steps of the whole run. first_step: the
+            first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step + 1,
+                or the checkpoint's step if the run ended before its row was complete. Drop what an earlier process
+                logged for this step and later ones.
         """
         ...
 
 
 @runtime_checkable
 class PhaseAware(Protocol):
-    """A tracker that is told what the run is doing."""
+    """A tracker that is told the run's current phase."""
 
     def phase(self, name: str) -> None:
-        """`name` begins now: generate, score, train, publish, evaluate, checkpoint."""
+        """The phase `name` begins: generate, score, train, publish, evaluate or checkpoint."""
         ...
 
 
@@ -59,8 +58,8 @@ class Control:
 
 
 class Callback:
-    """A user's own code at the loop's events: derive and override what you need; name it in `trainer.callbacks`
-    (entry-point group `rl_core.callbacks`, or `package.module:Class`). Built without arguments."""
+    """User code at the loop's events. Derive from it, override what you need, and list the class in `trainer.callbacks`
+    (entry-point group `rl_core.callbacks`, or `package.module:Class`). It is created without arguments."""
 
     def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
         """Before the first step."""
@@ -78,7 +77,7 @@ class Callback:
         """After a checkpoint is complete."""
 
     def on_run_end(self, step: int) -> None:
-        """After the last step, also of an interrupted run."""
+        """After the last step, also if the run was interrupted."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,10 +89,10 @@ class Recipe:
     config: Mapping[str, Any]
     """Flat `key.path` → value, on top of the defaults."""
     tiny: Mapping[str, Any] | None = None
-    """On top of `config` with `--tiny`: a run of a minute on two CPU cores."""
+    """Added to `config` by `--tiny`: a run that takes a minute on two CPU cores."""
     prepare: str | None = None
-    """`package.module:function`, called as `function(config)` before a run. Makes those of the paths in `makes` that
-    the configuration names and that are missing."""
+    """`package.module:function`, called as `function(config)` before a run. It creates the paths of `makes` that the
+    configuration uses and that do not exist."""
     makes: tuple[str, ...] = ()
-    """What `prepare` can make: data files and model directories, written as in `config` (`${trainer.seed}`). Any other
-    path is the user's and must be there."""
+    """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
+    paths must exist."""

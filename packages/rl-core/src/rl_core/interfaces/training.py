@@ -1,4 +1,5 @@
-"""Training: what a model and its update are, one rank of a model (`Worker`), and what makes ranks (`Backend`)."""
+"""Training: the records of a model and its update, one rank of a model (`Worker`), and `Backend`, which creates
+ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ _UPDATE_BOUNDS: tuple[_Bound, ...] = (
 
 Role = Literal["policy", "reference", "critic"]
 HeldKind = Literal["parameters", "gradients", "optimizer"]
-"""What a rank holds from step to step."""
+"""The state that a rank keeps between steps."""
 Metrics = Mapping[str, tuple[float, float]]
-"""Name → (sum, weight): parts add up over micro-batches and ranks and are divided once, at the end."""
+"""Name → (sum, weight). Both are added over micro-batches and ranks, and divided once at the end."""
 Plan = Sequence[Sequence[int]]
-"""One rank's micro-batches, each the indices of its sequences in the batch the rank was given. Micro-batches are run in
-order; every rank of a group has the same number of them."""
+"""One rank's micro-batches. Each holds the indices of its sequences in the rank's batch. They run in order; all ranks
+of a group have the same number of them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,17 +48,17 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment, which a step divides by."""
+    """Added to the square root of the second moment, the divisor of a step."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; biases and norms are decayed too, as the field does."""
+    """Decoupled weight decay. It also applies to biases and norms, as is usual in RL."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm; 0 switches clipping off."""
+    """Largest global L2 norm of the gradient; larger ones are scaled down. 0: no clipping."""
     num_warmup_steps: int = 0
-    """Optimizer steps of warm-up: step i, counted from 0, runs at lr · (i + 1) / num_warmup_steps."""
+    """Optimizer steps of warm-up. Step i, counted from 0, uses lr · (i + 1) / num_warmup_steps."""
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
-    """Shape after the warm-up; `linear` and `cosine` fall to 0 at the run's last optimizer step."""
+    """Shape after the warm-up. `linear` and `cosine` reach 0 at the run's last optimizer step."""
     offload_after_step: bool = True
-    """Colocated training only: move the optimizer's state to the CPU between training phases."""
+    """Move the optimizer state to the CPU between training phases; only in colocated training."""
 
 
 @attrs.frozen(kw_only=True)
@@ -65,11 +66,11 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = 0
-    """0: no adapters, all weights are trained."""
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: int = 16
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout in front of the adapter; makes results depend on the micro-batch split."""
+    """Dropout before the adapter. It would make results depend on the split into micro-batches."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Module names to adapt."""
     exclude_modules: str | tuple[str, ...] | None = None
@@ -77,21 +78,22 @@ class LoraConfig:
     init_method: str = "kaiming"
     """Initialisation of the adapter's first matrix."""
     merge_lora: bool = True
-    """Policy: engines get whole weights with the adapter added. False: they keep the model at `model.path`, and a sync
-    sends the adapter alone, which then is never rounded into the weights."""
+    """Policy only: engines get whole weights, with the adapter merged. False: they keep the model at `model.path`, and
+    a sync sends only the adapter, which is never rounded into the weights."""
     max_loras: int = 1
-    """Policy, with merge_lora=false: adapters that an engine computes with in one batch, the policy's among them."""
+    """Policy only, with merge_lora=false: number of adapters that an engine can use in one batch, including the
+    policy's."""
     max_cpu_loras: int | None = None
-    """Policy, with merge_lora=false: adapters besides the policy's that an engine keeps in memory; others are read
-    again when they are asked for. None: as many as `max_loras`."""
+    """Policy only, with merge_lora=false: number of adapters, without the policy's, that an engine keeps in CPU memory.
+    It reads others again when a request needs them. None: as many as `max_loras`."""
 
     @property
     def is_sent_alone(self) -> bool:
-        """A sync sends the adapter's tensors under peft's names, and no weight of the model."""
+        """Whether a sync sends only the adapter's tensors, under peft's names."""
         return self.rank > 0 and not self.merge_lora
 
     def peft_config(self) -> dict[str, Any]:
-        """What the tensors of the adapter do not say, as in peft's `adapter_config.json`."""
+        """The adapter's settings that its tensors do not contain, as in peft's `adapter_config.json`."""
         targets, excluded = (
             list(names) if isinstance(names, tuple) else names for names in (self.target_modules, self.exclude_modules)
         )
@@ -111,44 +113,43 @@ class ModelConfig:
     path: str | None = None
     """A Hugging Face model directory or name."""
     lora: LoraConfig = LoraConfig()
-    """Adapters; off at rank 0."""
+    """Low-rank adapters. Off with rank 0."""
 
 
 @attrs.frozen(kw_only=True)
 class WorkerSpec:
-    """Everything a rank needs to build its model; plain data, the same for every rank of a group."""
+    """Everything a rank needs to build its model, as plain data, the same for all ranks of a group."""
 
     role: Role
     model: ModelConfig
     optimizer: OptimizerConfig | None
-    """None: never trained (the reference)."""
+    """None: the model is not trained (the reference)."""
     options: Any
-    """An instance of the backend's own options class."""
+    """An instance of the backend's options class."""
     bf16: bool
-    """Compute in bfloat16 (parameters stay float32 where they are trained); else float32."""
+    """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
-    """Recompute activations in backward; `"selective"`: all but the results of matrix products and attention. A backend
-    that knows one kind takes any true value for it: the gradient is the same."""
+    """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
+    attention. A backend that knows only one kind may take any true value for it: the gradient is the same."""
     use_sample_packing: bool
-    """A micro-batch is one packed stream; else a padded rectangle."""
+    """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
-    """What sequences of a packed micro-batch have in common at their beginning is computed once. Only asked of a
-    backend that is `PrefixSharing`."""
+    """Compute shared prefixes of a packed micro-batch once. Only true for a backend that is `PrefixSharing`."""
     logprobs_chunk_size: int
-    """Tokens whose float32 logits exist at a time."""
+    """Number of tokens whose float32 logits are in memory at a time."""
     total_optimizer_steps: int | None
-    """Length of the schedule; None where the schedule does not need it."""
+    """Length of the schedule; None if the schedule does not need it."""
     seed: int
     num_threads: int | None = None
-    """Torch threads of a rank; None leaves torch's choice."""
+    """Torch threads of a rank. None: torch's default."""
     is_proved: bool = True
-    """Of a backend that is `ModelProving`: the controller has proved the model. False: it could not, and rank 0 proves
+    """For a backend that is `ModelProving`: the controller has proved the model. False: it could not, so rank 0 proves
     it before any rank loads."""
 
 
 @attrs.frozen(kw_only=True)
 class RankInfo:
-    """Where a rank stands in its group."""
+    """A rank's place in its group."""
 
     rank: int = 0
     world_size: int = 1
@@ -166,43 +167,43 @@ class LossSpec:
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The function's keyword parameters."""
     kl_coef: float = 0.0
-    """Weight of the KL to `ref_logprobs`; 0 leaves the term (and the column) out."""
+    """Coefficient of the KL to `ref_logprobs`. 0: no such term, and the column is not read."""
     kl_estimator: str = "k3"
-    """k1, k2, k3 or abs; with the suffix `+` the gradient-correct straight-through form; or k3_unbiased."""
+    """k1, k2, k3 or abs; with the suffix `+` the straight-through form, whose gradient is correct; or k3_unbiased."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 leaves the term out."""
+    """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
-    """Tokens of negative advantage in sequences that the policy has left by more than so many nats per token since they
-    were sampled have no `loss[t]`; None: all have."""
+    """Drops `loss[t]` of tokens with negative advantage in sequences whose log-probs have dropped by more than this
+    many nats per token since they were sampled. None: keeps all."""
     old_is_current: bool = False
-    """`old_logprobs` are the pass's own log-probs, detached, and no column of the batch: the weights have not changed
-    since the update began. Version 3."""
+    """`old_logprobs` is not a column of the batch: use the log-probs of this pass, detached, because the weights have
+    not changed since the update began. Since version 3."""
     measures_entropy: bool = True
-    """The metric `entropy` is wanted; False: entropies are computed only where the loss reads them."""
+    """Report the metric `entropy`. False: compute entropies only if the loss reads them."""
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerStep:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Global L2 norm before clipping; not finite when the step was skipped."""
     learning_rate: float
-    """The rate that was used."""
+    """Learning rate of the step."""
     skipped: bool
-    """A gradient was not finite: weights, optimizer state and schedule are as before."""
+    """True if a gradient was not finite. Weights, optimizer state and schedule are then unchanged."""
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerUpdate:
-    """What one optimizer step does otherwise than the worker's `OptimizerConfig`; None: as that says.
+    """Settings of one optimizer step that differ from the worker's `OptimizerConfig`. None: no difference.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     learning_rate: float | None = None
-    """In place of the schedule's, which goes on by one step all the same; finite, at least 0."""
+    """Learning rate instead of the schedule's, which still advances by one step. Finite, at least 0."""
     adam_betas: tuple[float, float] | None = None
     """Each from 0 to below 1."""
     eps: float | None = None
@@ -212,7 +213,7 @@ class OptimizerUpdate:
     max_grad_norm: float | None = None
     """At least 0; 0 switches clipping off."""
     gradient_scale: float = 1.0
-    """Every gradient is multiplied by it, before the norm is taken and clipped; finite, above 0."""
+    """Factor of every gradient, applied before the norm is computed and clipped. Finite, above 0."""
 
     def __attrs_post_init__(self) -> None:
         for name, is_right, expected in _UPDATE_BOUNDS:
@@ -233,17 +234,13 @@ class Worker(Protocol):
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Scores without gradient: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]), float32 on
-        the CPU. A backend that replays the routes of its own scoring pass adds `routed_experts` and `routed`.
-
-        Logits are divided by `temperature` first. Ranks that hold no result return an empty dict.
+        """Computes scores without gradients: `logprobs` and `entropies` [T] of the stream (a critic: `values` [T]),
+        float32 on the CPU. A backend that replays the routes of its scoring pass adds `routed_experts` and `routed`.
+        Ranks that hold no result return an empty dict.
 
         Args:
-            batch: the rank's part.
-            plan: its micro-batches.
-            temperature: divides the logits.
-            returns: the scores that are wanted, of those that the model has; None: all. Left out by a caller that wants
-                all. Version 3.
+            batch: the rank's part. plan: its micro-batches. temperature: divides the logits. returns: names of the
+            scores to compute; None: all. Callers that want all omit the argument. Since version 3.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -253,18 +250,17 @@ class Worker(Protocol):
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of the loss over `batch` to the gradients; returns the metrics' sums and weights.
+        """Adds the gradient of the loss over `batch` to the gradients. Returns sums and weights of the metrics.
 
-        Metrics: `loss` (sum, 1) and those the loss function names, weighted by the trained tokens.
+        Metrics: `loss` (sum, 1), and those of the loss function, weighted by the trained tokens.
 
         Args:
             batch: the rank's part.
             plan: its micro-batches.
             loss: what is minimised.
             temperature: divides the logits.
-            returns: scores of this same pass to return as well, of those that `forward` gives: under its name each is
-                [T] of the stream, float32 on the CPU, without gradient; 0 where `loss_mask` is False. Left out by a
-                caller that wants none.
+            returns: names of scores, as in `forward`, to return from this pass: each [T] of the stream, float32 on the
+                CPU, detached, 0 where `loss_mask` is False. Callers that want none omit the argument.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -272,31 +268,31 @@ class Worker(Protocol):
         ...
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales, clips, steps, advances the schedule, clears the gradients; skips all but the last when a gradient is
-        not finite.
+        """Scales and clips the gradient, takes a step, advances the schedule and clears the gradients. If a gradient is
+        not finite, it only clears them.
 
         Args:
-            update: what this one step does otherwise. Left out by a caller that wants none.
+            update: settings of this step only. Callers that want none omit the argument.
         """
         ...
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights under Hugging Face names. Collective: every rank drains its iterator, also one that yields
-        nothing."""
+        """Yields the weights under Hugging Face names. Collective: every rank must exhaust its iterator, even if it
+        yields nothing."""
         ...
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights` through `sender` or, where `LoraConfig.is_sent_alone`, the adapter's tensors under
-        peft's names (`base_model.model.<layer>.lora_A.weight`); returns what this rank sent."""
+        """Sends `export_weights` through `sender`, or only the adapter's tensors under peft's names
+        (`base_model.model.<layer>.lora_A.weight`) if `LoraConfig.is_sent_alone`. Returns what this rank sent."""
         ...
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights, optimizer and schedule; complete on return."""
+        """Writes weights, optimizer and schedule. Complete when it returns."""
         ...
 
     def load_state(self, directory: Path) -> None:
-        """Continues exactly where `save_state` stopped, also at another world size. Gradients that were added up since
-        the last step are dropped. Raises CheckpointError."""
+        """Restores exactly what `save_state` wrote, also with another world size. Drops gradients accumulated since the
+        last step. Raises CheckpointError."""
         ...
 
     def save_model(self, directory: Path) -> None:
@@ -304,13 +300,13 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the rank holds; a second call does nothing."""
+        """Frees the rank's resources. A second call does nothing."""
         ...
 
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """A worker that can leave the accelerator between phases."""
+    """A worker that can move off the accelerator between phases."""
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None: ...
 
@@ -322,35 +318,34 @@ class BackgroundSaver(Protocol):
     """A worker that can save while training goes on (`trainer.async_save`). One save at a time."""
 
     def start_saving(self, directory: Path) -> None:
-        """Copies what `save_state` writes and returns; files are written in the background, from the copy alone."""
+        """Copies the state and returns. Files are written in the background, from the copy."""
         ...
 
     def has_saved(self) -> bool:
-        """What `start_saving` began is complete on this rank; never waits for it. Raises what went wrong with it.
-
-        Asked again, it answers again; without a save it is True.
+        """Whether the save begun by `start_saving` is complete on this rank; True without one. Never waits. Raises the
+        save's error. May be called repeatedly.
         """
         ...
 
 
 @runtime_checkable
 class Perturbable(Protocol):
-    """A worker whose weights can be changed for a moment: how it is proved that each tensor reaches the engines."""
+    """A worker whose weights can be perturbed and restored, to prove that each tensor reaches the engines."""
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Adds normal noise to every parameter that training changes. Its standard deviation is `scale` times the
-        parameter's root mean square, which counts as 1 / sqrt(last axis) at least: small weights are changed as much as
-        those of a usual initialisation, zeros too. Copies of a parameter stay equal."""
+        """Adds normal noise to every trained parameter. Its standard deviation is `scale` times the parameter's root
+        mean square, but at least `scale` / sqrt(last axis), so that small weights and zeros also change. Copies of a
+        parameter stay equal."""
         ...
 
     def restore(self) -> None:
-        """Every parameter is bit for bit what it was before `perturb`; without one, nothing happens."""
+        """Restores every parameter bit for bit to its value before `perturb`. Does nothing without one."""
         ...
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A worker whose accumulated gradients can be read: the conformance suite's side door."""
+    """A worker whose accumulated gradients can be read. Only the conformance suite uses it."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Full (unsharded) float32 gradients under Hugging Face names, on the CPU; a tied weight appears once."""
@@ -359,40 +354,40 @@ class Inspectable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class RankPlan:
-    """What one rank would hold."""
+    """Planned memory of one rank."""
 
     rank: int
     data_part: int
-    """Which of the parts of a batch it computes; ranks of one model replica share it."""
+    """Index of the part of a batch that the rank computes; the same for all ranks of a model replica."""
     layers: tuple[int, ...]
-    """Transformer layers that it holds, or holds a part of."""
+    """Transformer layers that the rank holds, whole or in part."""
     experts: tuple[int, ...]
     """Of each layer that has any."""
     place: str
-    """Where it stands where matrices, tokens or parameters are split, for people."""
+    """The rank's place in splits of matrices, tokens or parameters, as readable text."""
     num_parameters: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Estimate of what forward passes keep for backward at the fullest moment, the output layer included."""
+    """Estimated peak memory that forward passes keep for the backward pass, including the output layer."""
     gathered_bytes: int = 0
-    """Estimate of what is whole for a moment in training besides what the rank holds: parameters that a layer gathers
-    from other ranks, and its gradients before they are summed and split."""
+    """Estimated temporary memory in training: parameters that a layer gathers from other ranks, and its gradients
+    before they are reduced."""
     export_bytes: int = 0
-    """Estimate of what is whole for a moment while weights are sent or written: tensors gathered from other ranks, one
-    or a few at a time. Buckets are not counted."""
+    """Estimated temporary memory while weights are sent or written: tensors gathered from other ranks, one or a few at
+    a time. Excludes buckets."""
     frees_gradients: bool = False
-    """Gradients take memory only from the first micro-batch to the optimizer step, not while weights are sent."""
+    """Gradients use memory only from the first micro-batch to the optimizer step, not while weights are sent."""
     on_host: tuple[HeldKind, ...] = ()
-    """Of what the rank holds, that which lies in host memory in all phases."""
+    """The part of the rank's memory that is host memory in all phases."""
     loading_host_bytes: int = 0
-    """Host memory that the rank takes while the model is loaded; the first rank may have it whole."""
+    """Host memory that the rank uses while it loads the model. The first rank may hold the whole model."""
 
 
 @runtime_checkable
 class Planner(Protocol):
-    """A backend that can say, without starting anything, what each rank of a model would hold (`rl plan`)."""
+    """A backend that can plan the memory of each rank without starting anything (`rl plan`)."""
 
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
@@ -413,40 +408,41 @@ class Planner(Protocol):
 
 @attrs.frozen(kw_only=True)
 class RehearsedPhase:
-    """What one rank's device holds at the fullest moment of a phase, as its code made and freed tensors."""
+    """Peak memory of one rank's device in a phase, measured by running its code on tensors without data."""
 
     phase: Literal["train", "step", "score"]
     parts: Mapping[str, int]
     """Bytes by what they are of: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (all others)."""
     flops: int
-    """Of its matrix products and attention, recomputation included; causal attention counts half of a full one."""
+    """Operations of matrix products and attention, including recomputation. Causal attention counts half of full
+    attention."""
 
 
 @runtime_checkable
 class Rehearser(Protocol):
-    """A backend whose worker can run a step alone, on tensors without data (`rl rehearse`)."""
+    """A backend whose worker can run a step without other ranks, on tensors without data (`rl rehearse`)."""
 
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """The first rank's step: `train` and `step`, or `score`.
+        """Runs the first rank's step. The phases are `train` and `step`, or `score`.
 
         Args:
             spec: the model; of its files, only `config.json` is read.
             world_size: ranks.
-            batch: what that rank computes, with the columns that the loss reads.
+            batch: that rank's part of the batch, with the columns that the loss reads.
             plan: its micro-batches.
             loss: what is minimised; None: the batch is scored.
 
         Raises:
-            ConfigError: as `validate`, or what is asked for cannot be rehearsed.
+            ConfigError: as `validate`, or the step cannot be rehearsed.
         """
         ...
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A training backend: the object behind an entry point of `rl_core.backends`. Its module imports no torch."""
+    """A training backend: the object of an entry point of `rl_core.backends`. Its module must not import torch."""
 
     @property
     def contract_version(self) -> int: ...
@@ -456,7 +452,7 @@ class Backend(Protocol):
 
     @property
     def config_section(self) -> str:
-        """The section of a model's configuration that it reads, e.g. `fsdp_config`."""
+        """Name of its section in a model's configuration, e.g. `fsdp_config`."""
         ...
 
     @property
@@ -465,18 +461,19 @@ class Backend(Protocol):
         ...
 
     def mesh(self, options: Any, world_size: int) -> Mesh:
-        """How `world_size` ranks are arranged. Raises ConfigError naming the nearest arrangement that fits."""
+        """The mesh of `world_size` ranks. Raises ConfigError, which names the nearest mesh that fits."""
         ...
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for whatever this backend cannot train correctly, before any process is started.
+        """Raises ConfigError for everything that this backend cannot train correctly. Runs before any process is
+        started.
 
-        A model that is not there yet is none of it: recipes may make theirs after this call.
+        A missing model is not an error: recipes may create it after this call.
         """
         ...
 
     def needs_own_process(self) -> bool:
-        """True where a rank must not share the controller's process."""
+        """Whether a rank needs its own process, apart from the controller."""
         ...
 
     def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Worker:
@@ -486,38 +483,38 @@ class Backend(Protocol):
 
 @runtime_checkable
 class ModelProving(Protocol):
-    """A backend with model code of its own. Before a rank loads, a small copy of each model is computed by it and by
-    transformers, and compared (`rl_core.rank_kit.require_proof`)."""
+    """A backend that has its own model code. Before a rank loads, a small copy of each model runs in the backend and in
+    transformers, and the results are compared (`rl_core.rank_kit.require_proof`)."""
 
     @property
     def name(self) -> str: ...
 
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
-        """Plain data that changes with whatever may change how it computes a model, but the model and transformers:
-        options, its libraries' versions, its own code, the kind of device. What was proved holds while it is the same.
+        """Plain data that identifies how the backend computes, apart from the model and transformers: options, versions
+        of its libraries, its own code, the kind of device. A proof is valid while it stays the same.
         """
         ...
 
     def proof_obstacle(self) -> str | None:
-        """Why the comparison cannot be made on this machine, for people; None where it can."""
+        """Why the comparison cannot run on this machine, as readable text; None if it can."""
         ...
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """One rank alone that computes as ranks with these options do, and is `Inspectable`. Called in a process of its
-        own.
+        """Creates a single rank that computes as ranks with these options do and is `Inspectable`. Called in a separate
+        process.
 
         Args:
-            spec: names a small model in float32; its options are the run's, sizes of a mesh included.
+            spec: a small model in float32 with the run's options, including mesh sizes.
         """
         ...
 
 
 @runtime_checkable
 class PrefixSharing(Protocol):
-    """A backend whose workers compute once what sequences have in common (`WorkerSpec.share_prefixes`)."""
+    """A backend whose workers can compute shared prefixes once (`WorkerSpec.share_prefixes`)."""
 
     def shares_prefixes(self, options: Any) -> bool:
-        """Whether they can with these options."""
+        """Whether they can do so with these options."""
         ...
 
 
@@ -533,18 +530,19 @@ class OwnLosses(Protocol):
 
 @runtime_checkable
 class RouteRecording(Protocol):
-    """A backend that can send the policy's tokens to the experts that its own scoring pass chose."""
+    """A backend that can route the policy's tokens to the experts that its own scoring pass chose."""
 
     def records_routes(self, options: Any) -> bool:
-        """Whether these options of the policy ask for it: a scoring pass over every batch is needed then."""
+        """Whether the policy's options ask for it. Every batch then needs a scoring pass."""
         ...
 
 
 @runtime_checkable
 class RouteFollowing(Protocol):
-    """A backend that can send the policy's tokens to the experts that the engine chose (router replay). Its workers
-    then refuse batches without routes, and others batches with routes (`rl_core.rank_kit.require_routes`)."""
+    """A backend that can route the policy's tokens to the experts that the engine chose (router replay). With router
+    replay on, its workers reject batches without routes; with it off, batches with routes
+    (`rl_core.rank_kit.require_routes`)."""
 
     def follows_routes(self, options: Any) -> bool:
-        """Whether these options of the policy ask for it, whichever of them does."""
+        """Whether the policy's options ask for it."""
         ...

@@ -1,4 +1,4 @@
-"""Which versions of each contract this rl-core works with. docs/plugins.md says what changed from one to the next."""
+"""The versions of each contract that this rl-core accepts. docs/plugins.md says what each version changed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 import attrs
 
 CONTRACT_VERSION = 1
-"""What plug-ins state that were written when all contracts had one number. It stays 1: a plug-in states the number it
-was written for, since a number that it imports would be that of whatever rl-core is installed."""
+"""The number that plug-ins import that were written when all contracts shared one. It stays 1. Newer plug-ins state
+their number as a literal, because an imported one would follow the installed rl-core."""
 
 
 @attrs.frozen(kw_only=True)
 class Contract:
-    """The versions of one seam. A plug-in says as `contract_version` which it was written for."""
+    """The versions of one contract. A plug-in states the one it was written for as `contract_version`."""
 
     current: int
-    """Raised when the contract changes in a way that a plug-in's author has to know of."""
+    """The latest version. It increases with every change that plug-in authors must know about."""
     oldest: int = 1
-    """Plug-ins from this version on are accepted."""
+    """The oldest accepted version."""
     unstated: int | None = None
-    """The version of a plug-in that states none; None: every plug-in has to state it."""
+    """The version of a plug-in that states none. None: every plug-in must state it."""
     added: Mapping[str, int] = attrs.field(factory=dict)
-    """Member → the version that it came with, or that changed what it must be given; it is not looked for in plug-ins
-    of earlier versions."""
+    """Member → the version that added it or changed its parameters. Plug-ins of earlier versions are not checked for
+    it."""
     adapters: Mapping[int, str] = attrs.field(factory=dict)
-    """Version → `package.module:function`, which makes a plug-in of the next version out of one of this version. It is
-    imported when such a plug-in is chosen. A version without one is used as it is."""
+    """Version → `package.module:function`, which adapts a plug-in of this version to the next. It is imported when such
+    a plug-in is chosen. Plug-ins of a version without an adapter are used unchanged."""
 
 
 CONTRACTS: Mapping[str, Contract] = {
@@ -38,5 +38,5 @@ CONTRACTS: Mapping[str, Contract] = {
     "rl_core.trackers": Contract(current=1, unstated=1),
     "rl_core.callbacks": Contract(current=1, unstated=1),
 }
-"""By entry-point group. Losses and estimators are functions, whose parameters are all of their contract; a recipe is a
-record of this package."""
+"""Versions by entry-point group. Losses and estimators need none, because their parameters are their whole contract; a
+recipe is a record of this package."""

@@ -1,4 +1,4 @@
-"""Weights: what is sent from ranks to engines, what must arrive, and the two ends of a transport."""
+"""Weights: what ranks send to engines, what must arrive, and the two ends of a transport."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightBucket:
-    """Some parameters, for one transfer: packed as `data`, or as `parts` that are packed when they are asked for. Each
-    rank describes its own; layouts may differ between ranks."""
+    """Parameters of one transfer: packed in `data`, or as `parts`, which are packed on first use. Each rank describes
+    its own; layouts may differ between ranks."""
 
     names: tuple[str, ...]
-    """Hugging Face parameter names, in the order in which they lie in `data`."""
+    """Hugging Face parameter names, in the order of `data`."""
     dtypes: tuple[str, ...]
     """torch names without the prefix, e.g. `bfloat16`, one per name."""
     shapes: tuple[tuple[int, ...], ...]
     """Full (unsharded) shapes; a scalar is `()`."""
     _data: Tensor | None = attrs.field(default=None, alias="data")
-    """uint8, one axis, contiguous, no gaps, on any device. Given as `data`."""
+    """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
-    """The tensors, while nothing has packed them; None once `data` is there. Of a bucket that `pack_buckets` made they
-    are good until the next one is drawn, when it is packed unless `taken` was called."""
+    """The tensors until they are packed, then None. In a bucket of `pack_buckets` they are valid until the next bucket
+    is drawn; this one is then packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
-    """CRC-32 of each tensor's bytes, where they have been computed: by a receiver from what arrived."""
+    """CRC-32 of each tensor's bytes, if a receiver has computed them."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
@@ -58,18 +58,18 @@ class WeightBucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of `data`; packs nothing."""
+        """Size of `data`. Does not pack."""
         return sum(part.nbytes for part in self.parts) if self._data is None and self.parts else self.data.numel()
 
     def taken(self) -> None:
-        """Says that whoever drew the bucket has what it needs of `parts`, which are let go: it need not be packed."""
+        """The consumer calls this when it has used `parts`. They are released, and the bucket is never packed."""
         if self.parts is not None:
             object.__setattr__(self, "parts", ())
 
 
 @attrs.frozen(kw_only=True)
 class TensorRecord:
-    """What one transferred tensor must equal on the other side."""
+    """Dtype, shape and checksum that a tensor must have on both sides."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -79,50 +79,52 @@ class TensorRecord:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """What was sent, or what arrived: equal on both sides when a sync is complete and intact."""
+    """The tensors that were sent, or that arrived. Both are equal if the sync is complete and intact."""
 
     version: int
     tensors: Mapping[str, TensorRecord]
     num_sent_bytes: int | None = attrs.field(default=None, eq=False)
-    """Of a rank that sends what changed, or of all of them: what travelled. None: the tensors did."""
+    """Bytes that one rank, or all ranks, sent, if they sent only changes. None: they sent whole tensors."""
 
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """How the two sides of one weight sync meet. Plain data, made by the transport on the controller."""
+    """How sender and receiver of one weight sync find each other. Plain data that the transport creates on the
+    controller."""
 
     transport: str
     """Entry-point name of the transport."""
     receiver: str
     """`package.module:Class`, loaded in the engine's process."""
     data: Mapping[str, Any]
-    """Whatever sender and receiver agreed upon: a directory, an address, a group size."""
+    """Data for sender and receiver: a directory, an address, a group size."""
     adapter: Mapping[str, Any] | None = None
-    """Of a sync that sends a low-rank adapter alone: its `LoraConfig.peft_config`. No transport reads it."""
+    """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """Of a sync whose weights both sides keep: its own `id`, which no other sync has, and as `base` the id of the
-    weights whose changes are sent, None where all are. See `rl_core.rank_kit.weight_deltas`. No transport reads it."""
+    """For syncs whose weights both sides keep: the unique `id` of this sync, and as `base` the id of the sync whose
+    weights the changes apply to; None for whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read
+    it."""
 
 
 class WeightSender(Protocol):
     """A rank's end of a sync."""
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Drains `buckets` on every rank and returns what this rank sent."""
+        """Exhausts `buckets` on every rank and returns what this rank sent."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """An engine's end of a sync; built as `Class(rendezvous)`, in every process of an engine that holds weights."""
+    """An engine's end of a sync, created as `Class(rendezvous)` in every engine process that holds weights."""
 
     @property
     def is_staged(self) -> bool:
-        """As the transport's."""
+        """As `WeightTransport.is_staged`."""
         ...
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every bucket of `version`; its data is the caller's to keep. Raises WeightSyncError if they are of
-        another version, damaged or incomplete; what was yielded before is then worth nothing."""
+        """Yields every bucket of `version`. The caller may keep their data. Raises WeightSyncError for another version,
+        damaged or missing data; discard the buckets yielded before."""
         ...
 
 
@@ -138,53 +140,53 @@ class WeightTransport(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """True: what was sent can be read until `close`, by receivers that come late or again, and an engine takes it
-        whole or keeps the version it has. False: both ends work at the same time, and what breaks half-way leaves an
-        engine without weights that it could serve."""
+        """True: data can be read until `close`, also by receivers that come late or repeat, and a failed sync leaves
+        an engine with its old version. False: both ends work at the same time, and a failed sync leaves an engine
+        without usable weights."""
         ...
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         """On the controller, once per sync.
 
         Args:
-            num_ranks: senders that will come.
-            num_engines: receivers that will come, at least: an engine of several processes counts as many.
+            num_ranks: number of senders.
+            num_engines: least number of receivers; each process of an engine counts.
         """
         ...
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> WeightSender:
-        """In each rank."""
+        """Called in each rank."""
         ...
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """On the controller, whether the sync succeeded or not: removes what `open` left, and ends both sides' waits. A
-        second call does nothing."""
+        """Called on the controller, also after a failed sync. Removes what `open` created and ends the waits of both
+        sides. A second call does nothing."""
         ...
 
 
 @runtime_checkable
 class CheckingTransport(Protocol):
-    """A transport that cannot serve on every machine."""
+    """A transport that does not work on every machine."""
 
     def validate(self) -> None:
-        """Before a run, on the controller; starts nothing. Raises ConfigError where no sync could be opened."""
+        """Called on the controller before a run; starts nothing. Raises ConfigError if no sync could be opened."""
         ...
 
 
 @runtime_checkable
 class NodeCheckingTransport(Protocol):
-    """A transport that needs something which several machines may not have in common."""
+    """A transport that may not work between machines."""
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Before a run whose policy trains on so many machines, on the controller; starts nothing. Raises ConfigError
-        where weights could not get from one to another."""
+        """Called on the controller before a run whose policy trains on this many machines; starts nothing. Raises
+        ConfigError if weights could not get from one machine to another."""
         ...
 
 
 @runtime_checkable
 class RunTransport(Protocol):
-    """A transport that leaves files, whose names say whose they are."""
+    """A transport that writes files, whose names include the run's name."""
 
     def of_run(self, run: str) -> WeightTransport:
-        """The same, for the run of that name."""
+        """Returns this transport for the run of that name."""
         ...

@@ -46,7 +46,7 @@ def pipeline_chunks(
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
-            "pipeline: give the first and last stage's layers, or count embedding and loss as layers, not both"
+            "pipeline: set the first and last stage's layers, or count embedding and loss as layers, not both"
         )
     for name, value in (("num_layers", num_layers), ("pipeline", pipeline), ("virtual_pipeline", virtual_pipeline)):
         if value < 1:

@@ -47,7 +47,7 @@ class HeldWeights:
     def require(self, base: str, who: str) -> None:
         """Raises WeightSyncError unless these are the weights that the changes are of."""
         if self.id != base:
-            raise WeightSyncError(f"changes of the weights {base} were sent, and {who} holds {self.id or 'none'}")
+            raise WeightSyncError(f"got changes of the weights {base}, but {who} holds {self.id or 'none'}")
 
 
 class DeltaSender:
@@ -162,7 +162,7 @@ def received(
                 held.tensors |= dict(unpack_bucket(whole))
                 yield whole
             if base:
-                raise WeightSyncError(f"changes of {len(base)} tensors did not come, of {sorted(base)[:3]}")
+                raise WeightSyncError(f"changes of {len(base)} tensors did not arrive, first {sorted(base)[:3]}")
         held.id = delta["id"]
     finally:
         if isinstance(arriving, Generator):

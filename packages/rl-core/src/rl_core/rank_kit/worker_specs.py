@@ -19,7 +19,7 @@ def require_model_path(spec: WorkerSpec) -> str:
     """The model's directory or name. Raises ConfigError without one."""
     if spec.model.path is None:
         raise ConfigError(
-            f"{SECTIONS[spec.role]}.model.path: no model given; expected a Hugging Face model directory or name"
+            f"{SECTIONS[spec.role]}.model.path: got no model; expected a Hugging Face model directory or name"
         )
     return spec.model.path
 

@@ -54,7 +54,7 @@ class ScriptedClient:
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """See `Sampler.generate`."""
         if request.sample_id in {exchange.request.sample_id for exchange in self.exchanges[-1000:]}:
-            raise GenerationError(f"sample_id {request.sample_id!r} was given twice")
+            raise GenerationError(f"sample_id {request.sample_id!r} came twice")
         await asyncio.sleep(0)
         completions = tuple(self._completion(request) for _ in range(request.num_samples))
         self.exchanges += [Exchange(request, completion) for completion in completions]

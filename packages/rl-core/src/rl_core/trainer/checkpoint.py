@@ -104,7 +104,7 @@ def load_state(checkpoint: Path) -> RunState:
     listing = checkpoint / COMPLETE
     if not listing.is_file():
         raise CheckpointError(
-            f"{checkpoint}: not a complete checkpoint (no complete.json). Give another one as trainer.resume_path"
+            f"{checkpoint}: not a complete checkpoint (no complete.json). Set trainer.resume_path to another one"
         )
     try:
         files = {name: FileRecord.from_json(entry) for name, entry in _read_json(listing).items()}

@@ -69,7 +69,7 @@ def _require_whole(trajectory: Trajectory) -> None:
     where = f"group {trajectory.group_id}, sample {trajectory.sample_index}"
     if not trajectory.steps:
         raise GenerationError(
-            f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure given'})"
+            f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure recorded'})"
         )
     for index, step in enumerate(trajectory.steps):
         lengths = {

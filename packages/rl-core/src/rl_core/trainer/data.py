@@ -58,7 +58,9 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
     rows: list[DataRow] = []
     for path in map(str, paths):
         if not is_at_hand(path):
-            raise DataError(f"{key}: {path} does not exist. Give the path of a {', '.join(FORMATS[:-1])} or .csv file")
+            raise DataError(
+                f"{key}: {path} does not exist. Set it to the path of a {', '.join(FORMATS[:-1])} or .csv file"
+            )
         count = len(rows)
         try:
             rows += [_checked(row, f"{path}:{number}", prompt_key) for number, row in _read(path, key)]
@@ -67,7 +69,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
         if len(rows) == count:
             raise DataError(f"{key}: {path} has no rows")
     if not rows:
-        raise DataError(f"{key}: no file given")
+        raise DataError(f"{key}: got no file")
     return rows
 
 

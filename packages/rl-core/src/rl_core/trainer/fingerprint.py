@@ -89,7 +89,7 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
             mistakes.add(
                 ConfigError(
                     f"{key}: got {_shown(given)}, {checkpoint} was made with {_shown(was)}: the groups that it "
-                    f"counts would play other prompts. Give {_shown(was)}, {_REMEDY}"
+                    f"counts would play other prompts. Set it to {_shown(was)}, {_REMEDY}"
                 )
             )
     mistakes.raise_found()
@@ -108,13 +108,13 @@ def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Says which settings are not those that the checkpoint was made with."""
     before = load_fingerprint(checkpoint)
     if before is None:
-        logger.warning("%s does not say with which settings it was made; they are not compared", checkpoint)
+        logger.warning("%s does not record its settings; they are not compared", checkpoint)
         return
     was, given = before["settings"], now["settings"]
     keys = [key for key in dict.fromkeys([*was, *given]) if was.get(key) != given.get(key)]
     if keys:
         changes = "; ".join(f"{key}: {_shown(was.get(key))} → {_shown(given.get(key))}" for key in keys)
-        logger.warning("going on with other settings than %s was made with: %s", checkpoint.name, changes)
+        logger.warning("resuming with settings that differ from those of %s: %s", checkpoint.name, changes)
 
 
 def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -122,12 +122,12 @@ def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, An
         how = f"{given['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "as many rows with other content"
         yield ConfigError(
             f"data.train_data: has {how}, {checkpoint} was made with {was['num_rows']} rows: the groups that it counts "
-            f"would play other prompts. Give the same rows in the same order, {_REMEDY}"
+            f"would play other prompts. Use the same rows in the same order, {_REMEDY}"
         )
     elif None not in (was["num_prompts"], given["num_prompts"]) and was["num_prompts"] != given["num_prompts"]:
         yield ConfigError(
             f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, {checkpoint} was made with "
-            f"{was['num_prompts']}: the groups that it counts would play other ones. Give the same limit (and "
+            f"{was['num_prompts']}: the groups that it counts would play other ones. Set the same limit (and "
             f"data.on_long_prompt), {_REMEDY}"
         )
 

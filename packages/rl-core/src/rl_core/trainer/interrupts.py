@@ -125,6 +125,6 @@ def _require_no_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        "an event loop is running in this thread, as in a notebook; give the run a thread: "
+        "an event loop is running in this thread, as in a notebook; start the run in another thread: "
         "await asyncio.to_thread(run_training, config)"
     )

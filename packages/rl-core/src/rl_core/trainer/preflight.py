@@ -219,14 +219,14 @@ def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -
 def _require_playing(config: Config) -> None:
     if not needs_engine(config):
         raise ConfigError(
-            f"generator.type: {config.generator.type!r} plays no prompts, its responses are the rows' own; give "
+            f"generator.type: {config.generator.type!r} plays no prompts, it reads responses from the rows; set "
             "generator.type=environment and an environment to see what the model answers"
         )
 
 
 def _require_new(output: Path) -> None:
     if output.exists():
-        raise DataError(f"{output} exists already: give another file, or remove it first")
+        raise DataError(f"{output} already exists: choose another file, or remove it first")
 
 
 def _gather_room(config: Config, mistakes: Mistakes) -> None:
@@ -341,7 +341,7 @@ def _gather_environments(rows: Sequence[DataRow], mistakes: Mistakes) -> None:
 def _require_environment(row: DataRow, name: str | None) -> None:
     if name is None:
         raise ConfigError(
-            f"{row.place}: the row has no 'env_class' and environment.env_class is not set; give one of the two"
+            f"{row.place}: the row has no 'env_class' and environment.env_class is not set; set one of the two"
         )
     plugins.load("rl_core.environments", name, key=f"{row.place}: env_class")
 
@@ -416,5 +416,6 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
             "(trainer.max_prompt_length + generator.sampling_params.max_generate_length) padded to "
-            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; give at least {padded}"
+            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; set it to at least "
+            f"{padded}"
         )

@@ -42,7 +42,7 @@ def require_room_for_responses(config: Config, sampling: str) -> None:
     if context is not None and response >= context[0]:
         raise ConfigError(
             f"{key}: {response} tokens leave no room for a prompt: the model takes {context[0]} tokens, prompt and "
-            f"response together ({context[1]}); give less than {context[0]}"
+            f"response together ({context[1]}); set it below {context[0]}"
         )
 
 

@@ -89,6 +89,6 @@ def fetch_checkpoint(config: Config) -> None:
     elif names := copies.steps():
         raise ConfigError(
             f"trainer.ckpt_path: {config.trainer.ckpt_path} holds checkpoints ({names[-1]}), and "
-            f"trainer.resume_mode={config.trainer.resume_mode} does not go on from them; give another address, or "
+            f"trainer.resume_mode={config.trainer.resume_mode} does not resume from them; choose another address, or "
             "trainer.resume_mode=latest"
         )

@@ -95,7 +95,7 @@ def open_run_directory(config: Config) -> RunStart:
         _write_config(config, is_continued=is_continued)
     except OSError as error:
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} cannot be made or written ({error}); give another directory"
+            f"trainer.run_dir: {run_dir} cannot be created or written ({error}); choose another directory"
         ) from error
     return RunStart(run_dir=run_dir, checkpoint=checkpoint, state=state)
 
@@ -125,7 +125,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
     for name, rows in logs.items():
         if rows:
             StepLog(run_dir / name, first_step=step + 1).close()
-    logger.warning("the steps after %d are done again; what was there of them is kept in %s", step, aside)
+    logger.warning("the steps after %d are repeated; their earlier output is kept in %s", step, aside)
 
 
 def newest_config(run_dir: Path) -> Path:
@@ -172,7 +172,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         path = Path(trainer.resume_path or "")
         if not path.is_dir():
             raise CheckpointError(
-                f"trainer.resume_path: {path} is not a directory; give a checkpoint such as …/checkpoints/step_000010"
+                f"trainer.resume_path: {path} is not a directory; set it to a checkpoint such as "
+                "…/checkpoints/step_000010"
             )
         return path
     found = complete_checkpoints(config.ckpt_dir)
@@ -214,12 +215,13 @@ def require_own_files(config: Config) -> None:
                 pass
         except (DataError, OSError) as error:
             raise ConfigError(
-                f"trainer.run_dir: {run_dir} is no run's directory: {error}. Give another directory, or move that file"
+                f"trainer.run_dir: {run_dir} is not a run directory: {error}. Choose another directory, or move that "
+                "file"
             ) from error
     if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
             f"trainer.export_path: {config.export_dir} is the model that the run starts from, which it would write "
-            "over; give another directory"
+            "over; choose another directory"
         )
 
 
@@ -275,7 +277,7 @@ def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
         return
     for path in own:
         _move(path, aside / path.name)
-    logger.warning("%s holds files that no run wrote: they stay there", run_dir)
+    logger.warning("%s holds files that no run wrote; they stay there", run_dir)
 
 
 def _say_moved(config: Config, aside: Path) -> None:

@@ -165,7 +165,9 @@ def _taken(config: Config, key: str, path: Path) -> int:
                 _close(descriptor)
                 raise
             if not has_lock:
-                message = "%s: the file system of %s has no locks, so runs on it are told apart by signs of life alone"
+                message = (
+                    "%s: the file system of %s has no locks, so only heartbeat files tell whether another run is alive"
+                )
                 logger.warning(message, key, _directory_of(path))
             if _is_at(path, descriptor):
                 _write_holder(descriptor)
@@ -173,7 +175,7 @@ def _taken(config: Config, key: str, path: Path) -> int:
             _close(descriptor)  # its holder removed the file after it was opened here
     except OSError as error:
         raise ConfigError(
-            f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Give another directory"
+            f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Choose another directory"
         ) from error
 
 
@@ -208,7 +210,7 @@ def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_
         raise _in_use(config, key, path, holder)
     _dead.add((path, holder))
     logger.warning(
-        "%s: process %d on %s, started %s, left %s and shows no sign of life; its lock is taken over",
+        "%s: process %d on %s, started %s, left %s and shows no sign of life; this run takes its lock over",
         key,
         holder.pid,
         holder.host,
@@ -266,7 +268,7 @@ def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> Conf
     if_gone = "" if is_here else f"; if that machine is gone for good, remove {path}"
     return ConfigError(
         f"{key}: {value_at(config, key)} is in use: {who} writes {_directory_of(path)}. Wait for that run or stop it, "
-        f"or give another {other}{if_gone}"
+        f"or choose another {other}{if_gone}"
     )
 
 
@@ -311,7 +313,7 @@ def _release(path: Path, descriptor: int) -> None:
         if _is_at(path, descriptor):
             path.unlink()
     except OSError as error:
-        logger.warning("%s was left behind: %s. It keeps no run out", path, error.strerror)
+        logger.warning("%s could not be removed: %s. It does not block other runs", path, error.strerror)
     finally:
         _close(descriptor)
 

@@ -158,7 +158,7 @@ class CheckpointSaver:
             self._partial, self._full = None, error
             remove_unfinished(partial)
             logger.warning(
-                "disk full: %s was removed, the run goes on and saves as soon as there is room (%s)", partial, error
+                "disk full: %s was removed; the run continues and saves as soon as there is room (%s)", partial, error
             )
 
     async def _copy(self) -> None:

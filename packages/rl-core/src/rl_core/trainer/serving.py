@@ -173,9 +173,9 @@ class ServedEngines:
                     )
             except WeightSyncError as error:
                 if self._num_receivers() < num_receivers:
-                    logger.warning("publishing again, because an engine was lost: %s", error)
+                    logger.warning("publishing again because an engine was lost: %s", error)
                 elif delta is not None and delta["base"] is not None:
-                    logger.warning("publishing again, with whole weights, because changes were refused: %s", error)
+                    logger.warning("publishing again with whole weights because the delta was refused: %s", error)
                 else:
                     raise
             else:

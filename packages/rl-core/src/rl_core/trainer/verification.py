@@ -109,7 +109,7 @@ class WeightVerification:
             raise
         await self._policy.restore()
         if not perturbed:
-            raise WeightSyncError("no engine was in service when it was to be proved that weights arrive")
+            raise WeightSyncError("no engine was in service to prove that weights arrive")
         await self._publish()
         restored = await self._probe("every weight was restored")
         logger.info(
@@ -175,7 +175,7 @@ class WeightVerification:
         limit = num_limits * self._limit(trainer_T)
         scores = await self._client.score(self._sequences)
         if not scores:
-            logger.warning("after %s, no engine was in service: nothing is verified", what)
+            logger.warning("after %s, no engine was in service: its weights are not verified", what)
             return {}
         worst = {"weight_sync/logprob_diff_mean": 0.0, "weight_sync/logprob_diff_max": 0.0}
         for engine, logprobs in scores.items():
@@ -217,7 +217,7 @@ def verification_of(
     if not settings.prove_at_start and settings.interval == 0:
         return None
     if not isinstance(client, Scoring):
-        logger.warning("the inference engine cannot score given tokens: its weights are not verified")
+        logger.warning("the inference engine cannot score tokens: its weights are not verified")
         return None
     return WeightVerification(settings, policy, client, publish)
 

@@ -336,7 +336,7 @@ def _require_same_shape(spec: WorkerSpec, shape: tuple[int, int], other: tuple[i
     if shape != other:
         raise ConfigError(
             f"{spec.role}: {shape[0]} nodes × {shape[1]} ranks cannot share the devices of {other[0]} × {other[1]}: "
-            "give both the same numbers in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
+            "set the same numbers for both in trainer.placement, or set trainer.placement.colocate_policy_ref=false"
         )
 
 

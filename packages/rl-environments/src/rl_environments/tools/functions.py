@@ -119,7 +119,9 @@ def _arguments_model(
     fields: dict[str, Any] = {}
     for number, (parameter_name, parameter) in enumerate(parameters.items()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"tool {name!r}: parameter {parameter} cannot be given by name; give each one a name")
+            raise ConfigError(
+                f"tool {name!r}: parameter {parameter} cannot be passed by name; give each parameter a name"
+            )
         if parameter_name not in hints:
             raise ConfigError(f"tool {name!r}: parameter {parameter_name!r} has no type hint; give it one, e.g. `int`")
         default = ... if parameter.default is parameter.empty else parameter.default

@@ -9,7 +9,7 @@ import click
 
 @click.command("import-config", short_help="Translate a command or YAML file of SkyRL or verl.")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="A new .yaml file; else it is printed.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="A new .yaml file. Default: print.")
 def import_config(file: Path, output: Path | None) -> int:
     """Translate FILE, a launch script or a YAML file of SkyRL or verl, into a file for `rl train`.
 
@@ -21,7 +21,7 @@ def import_config(file: Path, output: Path | None) -> int:
     from rl_examples.importing.translation import translate
 
     if output is not None and output.exists():
-        raise DataError(f"{output} exists already: give another file, or remove it first")
+        raise DataError(f"{output} already exists: choose another file, or remove it first")
     translation = translate(read(file))
     if output is None:
         click.echo(translation.as_yaml(), nl=False)

@@ -85,7 +85,7 @@ def _yaml(text: str, name: str) -> Read:
     if package and package[1] not in ("_global_", "_group_"):
         values = {f"{package[1]}.{key}": value for key, value in values.items()}
     remarks = [
-        f"{key}: is put together by Hydra; give the resolved file (--cfg job --resolve)" for key in _hydra(values)
+        f"{key}: is composed by Hydra; import the resolved file instead (--cfg job --resolve)" for key in _hydra(values)
     ]
     values = {key: value for key, value in values.items() if key not in _hydra(values)}
     return Read(module=None, values=values, remarks=tuple(remarks))

@@ -171,7 +171,7 @@ for _name, _section in (("actor", "policy"), ("ref", "ref")):
     ):
         KEYS[f"actor_rollout_ref.{_name}.megatron.{_size}"] = Here(f"trainer.{_section}.megatron_config.{_size}")
 
-_LEAVES = "with trainer.placement.colocate_all who has nothing to do leaves the devices"
+_LEAVES = "with trainer.placement.colocate_all idle models and engines move to CPU memory"
 NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
     f"{_ROLLOUT}log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch above 0 packs by tokens",
@@ -186,7 +186,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ACTOR}megatron.grad_offload": _LEAVES,
     f"{_ACTOR}fsdp_config.forward_prefetch": "torch's fully_shard prefetches by itself",
     f"{_ROLLOUT}calculate_log_probs": "log-probs of sampled tokens are always returned",
-    f"{_ROLLOUT}free_cache_engine": "an engine that shares its devices leaves them by itself",
+    f"{_ROLLOUT}free_cache_engine": "an engine that shares its devices frees them while training runs",
     f"{_ROLLOUT}load_format": "engines load the model, and get the trainer's weights before they sample",
     f"{_ROLLOUT}mode": "requests are always asynchronous",
     f"{_ROLLOUT}layered_summon": "weights are gathered bucket by bucket",
@@ -198,7 +198,7 @@ NO_EFFECT: dict[str, str] = {
     "data.truncation": "prompts are never cut; data.on_long_prompt says what becomes of long ones",
     "data.trust_remote_code": "no code of a data set is run",
     "data.val_batch_size": "trainer.eval_batch_size says how many are in flight",
-    "data.reward_fn_key": "a row's env_class says what judges it",
+    "data.reward_fn_key": "a row's env_class names its environment",
     "data.return_raw_chat": "prompts are messages until they are sampled from",
     "data.filter_overlong_prompts_workers": "prompts are counted in one process",
     "reward_model.enable": "an environment judges; one may ask a model",

@@ -284,7 +284,8 @@ def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
             f"{setup.key(_END_COUNTS[0])}: two stages with first and last counts and virtual stages are not split "
-            "right by Megatron-Core 0.16.1: give one of the counts, or leave virtual_pipeline_model_parallel_size out"
+            "right by Megatron-Core 0.16.1: set only one of the counts, or leave "
+            "virtual_pipeline_model_parallel_size out"
         )
     return None
 
@@ -376,7 +377,7 @@ def _fixed_fields(setup: Setup) -> str | None:
 def _fields_set_elsewhere(setup: Setup) -> str | None:
     for name in sorted(setup.passed):
         if name in _OF_THE_MODEL:
-            return f"{setup.key(name)}: it is the model's own; leave it out, or give another model"
+            return f"{setup.key(name)}: the model's configuration sets it; leave it out, or choose another model"
         if name in _OF_THE_TRAINER:
             return f"{setup.key(name)}: leave it out and set {_OF_THE_TRAINER[name]}"
     return None
@@ -436,7 +437,7 @@ def _auxiliary_losses(setup: Setup) -> str | None:
     if len(kinds) != len(coefficients):
         return (
             f"{setup.key('moe_aux_loss_coeff')}: {len(coefficients)} coefficients for {len(kinds)} kinds of loss "
-            f"({', '.join(kinds)}); give one each"
+            f"({', '.join(kinds)}); set one for each"
         )
     if ("seq_aux_loss", True) not in [(kind, bool(c)) for kind, c in zip(kinds, coefficients, strict=True)]:
         return None

@@ -126,7 +126,7 @@ def opened(message: Mapping[str, Any]) -> Tensor:
     names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
     if message["gpu"] not in names:
         raise WeightSyncError(
-            f"rank {message['rank']} shares {message['gpu']}, and this engine sees {names}: give both the same "
+            f"rank {message['rank']} shares {message['gpu']}, and this engine sees {names}: set the same "
             "CUDA_VISIBLE_DEVICES, or use broadcast"
         )
     given = message["handle"]

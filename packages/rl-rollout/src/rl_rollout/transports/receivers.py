@@ -38,7 +38,7 @@ def installed_receivers() -> frozenset[str]:
         try:
             receiver = getattr(plugins.load(_GROUP, plugin.name), "receiver", None)
         except PluginError as error:
-            logger.warning("weights come by this transport to no server: %s", error)
+            logger.warning("no server can receive weights by this transport: %s", error)
         else:
             found |= {receiver} - {None}
     return frozenset(found)

@@ -44,7 +44,7 @@ class VLLMPlugin:
         if options.expert_parallel_size not in (1, ranks):
             raise ConfigError(
                 f"{_SECTION}.expert_parallel_size: {options.expert_parallel_size}, but vLLM shares experts over all "
-                f"tensor × data parallel ranks of an engine: give 1 or {ranks}"
+                f"tensor × data parallel ranks of an engine: set it to 1 or {ranks}"
             )
         if spec.lora.is_sent_alone and spec.lora.rank > MAX_LORA_RANKS[-1]:
             raise ConfigError(

@@ -86,7 +86,7 @@ async def while_up(member: Member) -> AsyncIterator[Connection]:
     except TimeoutError:
         if not block.expired():
             raise
-        raise LostUnderRequest(f"{member} was given up: {member.why_down}") from None
+        raise LostUnderRequest(f"{member} is down: {member.why_down}") from None
 
 
 class Pool:

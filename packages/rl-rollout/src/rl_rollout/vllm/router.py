@@ -133,7 +133,7 @@ class Router:
                 member = await self._pool.choose(session_id, timeout_s=max(0.0, deadline - clock()))
             except DeadlineError as error:
                 # Why each server is away may have paths and addresses, which are the run's business.
-                logger.warning("an agent was sent away: %s", error)
+                logger.warning("an agent's request was refused: %s", error)
                 return _error(503, f"no server had the policy's current weights within {self._timeout_s:g} s")
             try:
                 with self._pool.carries(member, 1):

@@ -60,7 +60,7 @@ class Server:
                 try:
                     address = await self._attempt(began)
                 except _ProcessDied as error:
-                    logger.warning("%s is started a second time: %s", self, error)
+                    logger.warning("%s failed to start and is started once more: %s", self, error)
                     self.kill()
                     address = await self._attempt(began)
         except TimeoutError:
@@ -115,7 +115,7 @@ class Server:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self.actor.stop.remote()
         except (TimeoutError, RayError) as error:
-            logger.warning("%s did not stop in order: %s", self, error or type(error).__name__)
+            logger.warning("%s did not stop cleanly: %s", self, error or type(error).__name__)
         self.kill()
 
     def __str__(self) -> str:

@@ -115,7 +115,7 @@ class Supervisor:
                 arguments = {"name": name, "path": path}
                 await connection.call("load_adapter", arguments, timeout_s=_PREPARE_S)
             except (GenerationError, DeadlineError) as error:
-                logger.error("%s serves adapter %r no more: %s", connection.name, name, error)
+                logger.error("%s no longer serves adapter %r: %s", connection.name, name, error)
 
     async def _heard(self, member: Member, connection: Connection) -> None:
         """One heartbeat. What it says is dropped if weights changed while it was under way."""
@@ -137,7 +137,7 @@ class Supervisor:
             suspected.clear()
             reason = await self._fault(member)
             if reason is not None:
-                logger.warning("%s is given up and started again: %s", member, reason)
+                logger.warning("%s has failed and is restarted: %s", member, reason)
                 await self._pool.left(member, reason)
                 await self._bring_back(member, server)
 
@@ -163,12 +163,12 @@ class Supervisor:
             try:
                 await self._start(member, server)
             except RLError as error:
-                logger.error("%s could not be started again: %s", member, error)
+                logger.error("%s could not be restarted: %s", member, error)
                 member.why_down = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
             else:
-                logger.warning("%s is back after %.0f s", member, time.monotonic() - began)
+                logger.warning("%s is back in service after %.0f s", member, time.monotonic() - began)
                 return
 
 

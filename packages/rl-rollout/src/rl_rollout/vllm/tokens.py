@@ -57,7 +57,7 @@ class Tokens:
         if self.access == self.control:
             raise ConfigError(
                 f"{ACCESS_VARIABLE}, which agents are told, is the control token too, and would let them change the "
-                "policy's weights; give the two different values"
+                "policy's weights; set two different values"
             )
 
     def opens(self, path: str, authorization: bytes) -> bool:

@@ -91,12 +91,12 @@ def _require_fitting(
     name: str, shape: tuple[int, ...], given: str, stored: Mapping[str, StoredTensor], dtype: str
 ) -> None:
     if name not in stored:
-        raise WeightSyncError(f"{name} came, and the engine's model has no tensor of that name")
+        raise WeightSyncError(f"{name} arrived, but the engine's model has no tensor of that name")
     held = stored[name]
     if shape != held.shape:
-        raise WeightSyncError(f"{name} came in shape {list(shape)}, and the engine's is {list(held.shape)}")
+        raise WeightSyncError(f"{name} arrived with shape {list(shape)}, and the engine's is {list(held.shape)}")
     if given not in (dtype, held.dtype):
         raise WeightSyncError(
-            f"{name} came in {given}, and the engine computes in {dtype} (its files have {held.dtype}): set "
+            f"{name} arrived as {given}, but the engine computes in {dtype} (its files have {held.dtype}): set "
             "generator.inference_engine.model_dtype to what the trainer sends"
         )

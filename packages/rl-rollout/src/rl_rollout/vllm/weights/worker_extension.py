@@ -166,8 +166,7 @@ def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
     if adapters.has_adapters(worker) != (rendezvous.adapter is not None):
         comes, takes = ("whole weights", "adapters") if rendezvous.adapter is None else ("an adapter", "whole weights")
         raise WeightSyncError(
-            f"{comes} would come, and this engine was started for {takes}; give trainer and servers the same "
-            "trainer.policy.model.lora.merge_lora"
+            f"got {comes}, but this engine was started for {takes}; set the same trainer.policy.model.lora.merge_lora"
         )
 
 

@@ -1,0 +1,86 @@
+"""Every command in the documents is accepted, and indexes and tables name all that there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import click
+import pytest
+
+from rl_core import plugins
+from rl_core.cli.app import rl
+from rl_core.config import load
+from rl_core.config.loading import hints, own_keys
+from rl_core.config.tree import AlgorithmConfig, OffPolicyCorrectionConfig, Reduction
+from rl_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def commands() -> dict[str, list[str]]:
+    """Command line → its words, of every `rl` command in the shell blocks of the documents."""
+    found = {}
+    for page in (*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))):
+        for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words and words[0].rpartition("/")[2] == "rl":
+                    found[f"{page.relative_to(ROOT)}: {' '.join(words)}"] = [word for word in words[1:] if word != "…"]
+    return found
+
+
+COMMANDS = commands()
+NAMES_OF_A_USER = {"run.sh": "", "rows.parquet": "", "my_recipe": "quickstart", "my_package:Env": "guess"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_in_the_documents_is_accepted(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    """Subcommand, options and every key; `rl train` and others also load their configuration. Nothing runs."""
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    for name in ("run.sh", "rows.parquet"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    name, *words = [NAMES_OF_A_USER.get(word) or word for word in COMMANDS[command]]
+    with click.Context(rl) as root:
+        subcommand = rl.get_command(root, name)
+        assert subcommand is not None, f"rl {name} does not exist"
+        options = subcommand.make_context(name, words, parent=root).params
+    if "source" in options and "plain_ddp" not in command:  # that backend is installed for its own tests alone
+        source = "quickstart" if options["source"].endswith(".yaml") else options["source"]
+        load(source, options["overrides"])
+
+
+def test_a_wrong_command_would_be_found():
+    with pytest.raises(ConfigError, match="unknown key"):
+        load("quickstart", ["trainer.no_such_key=1"])
+
+
+def test_every_page_is_in_the_index():
+    index = (DOCS / "README.md").read_text()
+    assert [page.name for page in DOCS.glob("*.md") if f"({page.name}" not in index and page.name != "README.md"] == []
+
+
+def test_every_algorithm_is_listed_under_the_name_that_its_key_takes():
+    page = (DOCS / "algorithms.md").read_text()
+    for group in ("rl_core.advantage_estimators", "rl_core.policy_losses"):
+        for plugin in plugins.installed(group):
+            if plugin.distribution.startswith("rl-core "):
+                assert re.search(rf"^\| .*`{re.escape(plugin.name)}`", page, flags=re.MULTILINE), plugin.name
+    for name in (*get_args(Reduction), *get_args(hints(AlgorithmConfig)["kl_estimator_type"])):
+        assert f"`{name}`" in page, name
+    for key in own_keys(OffPolicyCorrectionConfig):
+        assert key.replace("_high", "") in page or key in page, key
+
+
+def test_the_readme_names_what_rl_core_depends_on():
+    project = tomllib.loads((ROOT / "packages/rl-core/pyproject.toml").read_text())["project"]
+    sentence = re.search(r"`rl-core` depends on (.*?)\.", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert sentence is not None
+    assert [name for each in project["dependencies"] if (name := re.split("[<>=]", each)[0]) not in sentence[1]] == []
