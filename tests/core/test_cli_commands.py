@@ -538,7 +538,7 @@ def test_what_the_recipe_makes_is_checked_where_it_is_there_already(rl: Run):
 def test_a_folder_with_a_configuration_says_which_file_to_give_and_a_recipes_name_wins_over_a_folder(rl: Run):
     Path("run").mkdir()
     Path("run/config.yaml").touch()
-    assert "error: run: is a directory; give run/config.yaml" in rl("train", "run")[2]
+    assert "error: run: is a directory; use run/config.yaml" in rl("train", "run")[2]
     Path("small").mkdir()
     assert rl("config", "small")[0] == 0
 

@@ -90,4 +90,4 @@ def test_steps_that_continue_each_other_merge_and_keep_their_rewards():
     assert batch["rewards"].tolist() == [0, 0, 1, 0, 2, 0, 0, 1, 0, 1]
     assert batch["trajectory_id"].tolist() == [0, 1, 1]
     assert batch["is_last_step"].tolist() == [True, False, True]
-    assert metrics["rollout/merged_tokens"] == (pytest.approx(3 / 13), 1.0)
+    assert metrics["rollout/merged_tokens"] == (pytest.approx(3), 13)

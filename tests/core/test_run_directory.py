@@ -234,5 +234,5 @@ async def test_a_damaged_checkpoint_is_refused_before_anything_moves(tmp_path: P
 
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*file/run cannot be made"):
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir: .*file/run cannot be created"):
         open_run_directory(config_of(tmp_path / "file" / "run"))

@@ -162,14 +162,14 @@ def test_an_engine_that_missed_a_version_refuses_the_changes_after_it(sides):
     missed = after(WHOLE, "2 (b)")
     rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
     sides.send(first, missed, rendezvous)
-    with pytest.raises(WeightSyncError, match=r"changes of the weights 2 \(b\) were sent, and this engine holds 1 \(a"):
+    with pytest.raises(WeightSyncError, match=r"got changes of the weights 2 \(b\), but this engine holds 1 \(a"):
         sides.sync(second, after(missed, "3"))
     require_healed(sides, second)
 
 
 def test_an_engine_that_was_started_again_refuses_changes(sides):
     sides.engine = HeldWeights()
-    with pytest.raises(WeightSyncError, match="and this engine holds none"):
+    with pytest.raises(WeightSyncError, match="but this engine holds none"):
         sides.sync(trained(sample_tensors()), after(WHOLE, "2"))
     require_healed(sides, sample_tensors())
 
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_hold_the_base_says_so_and_drains_its_weights(sides
 
     rendezvous = MemoryTransport().open(num_ranks=1, num_engines=1)
     sender = DeltaSender(MemoryTransport().sender(rendezvous, 0, 1), {"id": "3", "base": "2"}, sides.rank)
-    with pytest.raises(WeightSyncError, match=r"and this rank holds 1 \(a\)"):
+    with pytest.raises(WeightSyncError, match=r"but this rank holds 1 \(a\)"):
         sender.send(buckets(), 1)
     assert drained
     assert sides.rank.id is None
