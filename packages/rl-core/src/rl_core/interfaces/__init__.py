@@ -4,8 +4,8 @@ A Protocol's `isinstance` proves names only; what a plug-in must DO is proved by
 Optional abilities are Protocols of their own: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`,
 `Inspectable`; of backends `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines
 `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
-`Recovering`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any
-with keys of its own `Configurable`.
+`Recovering`, `IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers
+`PhaseAware`; of any with keys of its own `Configurable`.
 
 Who implements what: a training package a `Backend` (and its `Worker`), a rollout package an `InferencePlugin` (and its
 `InferenceClient`), a `WeightTransport`, a `GeneratorPlugin` (and its `Generator`); a recipe an `Environment`.
@@ -36,6 +36,7 @@ from rl_core.interfaces.inference import (
     EngineSpec,
     GenerateRequest,
     HostSharing,
+    IdleMeasuring,
     InferenceClient,
     InferencePlugin,
     Recovering,
@@ -184,6 +185,7 @@ __all__ = [
     "GenerateRequest",
     "DeltaReceiving",
     "HostSharing",
+    "IdleMeasuring",
     "Completion",
     "EngineHealth",
     "Sampler",
