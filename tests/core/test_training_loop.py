@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, GenerationError, WeightSyncError, WorkerError
 from rl_core.interfaces import Manifest, Rendezvous
+from rl_core.tasks import IdleTime
 from rl_core.trainer.buffer import FinishedGroup
 from rl_core.trainer.callbacks import Control
 from rl_core.trainer.checkpoint import list_checkpoints, load_state
 from rl_core.trainer.loop import TrainingLoop
 from tests.core.scripted_run import (
+    EventLog,
     Play,
     RecordedBuffer,
     RestartedEngine,
@@ -137,6 +139,29 @@ def test_rows_say_who_waited_for_whom_and_what_was_queued(tmp_path: Path):
     ]
     # Groups 2 and 3 wait for step 2; 4 and 5 are played while it trains, from 20 to 30; then none is needed any more.
     assert rows("ahead", 1) == [(20.0, 10.0, 10.0, 2.0, 0.0), (8.0, 0.0, 0.0, 0.0, 2.0), (10.0, 2.0, 8.0, 0.0, 0.0)]
+
+
+class ManyEngines(ScriptedEngine):
+    """Behind one client: half of them never have anything to do."""
+
+    def __init__(self, log: EventLog, script: Script) -> None:
+        super().__init__(log, script)
+        self._idle = IdleTime(virtual_now)
+        self._before_the_run_s = 100.0
+
+    def idle_lap(self) -> dict[str, float]:
+        seconds, self._before_the_run_s = self._idle.lap() + self._before_the_run_s, 0.0
+        return {str(engine): seconds * (engine % 2) for engine in range(40)}
+
+
+def test_rows_say_how_long_each_engine_had_nothing_to_do(tmp_path: Path):
+    run = ScriptedRun(tmp_path, Script(), engine_class=ManyEngines, clock=virtual_now).go()
+    for row in run.reports.rows.values():
+        assert row["time/engine_idle"] == row["time/step"] / 2
+        each = {name: seconds for name, seconds in row.items() if name.startswith("time/engine_idle/")}
+        assert each == {f"time/engine_idle/{engine}": row["time/step"] * (engine % 2) for engine in range(32)}
+    alone = ScriptedRun(tmp_path / "alone", Script()).go()
+    assert not [name for row in alone.reports.rows.values() for name in row if "engine_idle" in name]
 
 
 @STALENESS

@@ -24,7 +24,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_run(start: Path) -> Callable[..., Config]:
     """Builds a configuration: 6 steps of 8 prompts × 4 samples, two mini-batches, a checkpoint every second step."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from rl_core.reports.jsonl import read_rows
+from rl_core.trainer.checkpoint import RunState
 
 
 @attrs.frozen(kw_only=True)
@@ -22,39 +25,72 @@ class Sizes:
     max_staleness: int
     dynamic_sampling: str | None
     min_replace_ratio: float
+    with_tokens: bool
+    """Rows of samples have the tokens and log-probs that were trained on."""
 
 
 def require_every_group_once(run_dir: Path, ledger: Path, sizes: Sizes) -> None:
     """Every group that the final run started stands once in its rows, trained on or left out for a reason that its
     samples bear out, within the bound; and what stands there is what was played.
 
-    A group may be played more than once, because an attempt was killed: its last playing counts.
+    A group may be played more than once, because an attempt was killed: its last playing counts, token for token where
+    the rows have tokens.
     """
     rows = {row["step"]: row for row in read_rows(run_dir / "metrics.jsonl")}
     assert list(rows) == list(range(sizes.steps + 1)), f"rows of steps {list(rows)}"
     assert all(row["rollout/staleness_max"] <= sizes.max_staleness for step, row in rows.items() if step)
     state = json.loads((run_dir / "checkpoints" / f"step_{sizes.steps:06d}" / "run.json").read_text())
-    assert (state["step"], state["restart_groups"], state["finished_groups"]) == (sizes.steps, [], [])
+    assert state["step"] == sizes.steps
+    assert not state["restart_groups"] + state["finished_groups"], (
+        "missing: groups that the last checkpoint still lists"
+    )
     started = set(range(state["next_group"]))
     played = _played(ledger)
-    trained, failed = _in_samples(run_dir)
+    trained, failed = _in_samples(run_dir, sizes)
     step_of = {group: step for group, (step, _) in trained.items()}
     assert Counter(step_of.values()) == dict.fromkeys(range(1, sizes.steps + 1), sizes.groups)
     assert trained.keys() <= started, f"trained on, and never started: {sorted(trained.keys() - started)}"
     _require_left_out(started - trained.keys(), played, rows, sizes)
     informative = {group for group in started if _has_signal(played[group])}
+    sources: dict[int, list[dict[str, Any]]] = {}
     for group, (step, samples) in trained.items():
-        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, f"group {group} in step {step}"
+        source = played[group]
         if sizes.dynamic_sampling == "replace" and group not in informative:
-            copied = [_good(played[other]) for other in informative if step_of.get(other) == step]
-            assert samples in copied, f"group {group} is a copy of none of its step"
-        else:
-            assert samples == _good(played[group]), f"group {group} is not what was played last"
+            others = [played[other] for other in informative if step_of.get(other) == step]
+            source = next((other for other in others if _told(other, sizes) == samples), None)
+            assert source, f"group {group} is a copy of none of its step"
+        assert samples == _told(source, sizes), f"group {group} is not what was played last"
+        assert 0 <= step - 1 - played[group]["start_version"] <= sizes.max_staleness, f"group {group} in step {step}"
+        sources.setdefault(step, []).append(source)
+    for step, groups in sources.items():
+        _require_versions(rows[step], groups, step - 1)
     for group in started:
-        expected = sum(reward is None for _, _, reward in played[group]["samples"])
+        expected = sum(sample["reward"] is None for sample in played[group]["samples"])
         assert failed[group] == expected, f"group {group}: {failed[group]} failed samples in rows, {expected} failed"
     counted = sum(row["rollout/failed"] for step, row in rows.items() if step)
     assert counted == sum(failed.values()), f"rows count {counted} failed samples, {sum(failed.values())} are listed"
+
+
+def require_listed_groups_once(run_dir: Path, resumed_from: Sequence[RunState], sizes: Sizes) -> None:
+    """Every group that a checkpoint lists, from which the run went on, is trained on in a later step, those that it
+    holds and those to be played again; or it is left out, for which `require_every_group_once` finds the reason."""
+    step_of = {group: step for group, (step, _) in _in_samples(run_dir, sizes)[0].items()}
+    for state in resumed_from:
+        for group in (*state.finished_groups, *state.restart_groups):
+            step = step_of.get(group, state.step + 1)
+            assert step > state.step, f"group {group} of step {step} is listed by the checkpoint of step {state.step}"
+        if sizes.dynamic_sampling != "replace":  # which gives up whole batches
+            missing = set(state.finished_groups) - step_of.keys()
+            assert not missing, f"held by the checkpoint of step {state.step}, and never trained on: {sorted(missing)}"
+
+
+def _require_versions(row: Mapping[str, float], groups: Sequence[Mapping[str, Any]], version: int) -> None:
+    """The row of the step that trains `version` says how old its groups and their tokens are."""
+    ages = [version - group["start_version"] for group in groups]
+    assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages)), f"ages of step {version + 1}"
+    versions = [one for group in groups for sample in _good(group) for one in sample["versions"]]
+    stale = sum(one != version for one in versions) / len(versions)
+    assert row["rollout/stale_tokens"] == pytest.approx(stale), f"versions of tokens of step {version + 1}"
 
 
 def _require_left_out(
@@ -83,7 +119,7 @@ def _played(ledger: Path) -> dict[int, dict[str, Any]]:
     return {entry["group"]: entry for entry in entries if entry["is_training"]}
 
 
-def _in_samples(run_dir: Path) -> tuple[dict[int, tuple[int, list[Any]]], Counter[int]]:
+def _in_samples(run_dir: Path, sizes: Sizes) -> tuple[dict[int, tuple[int, list[Any]]], Counter[int]]:
     """Of each group its step and samples; and how many of its samples failed."""
     trained: dict[int, tuple[int, list[Any]]] = {}
     failed: Counter[int] = Counter()
@@ -95,15 +131,25 @@ def _in_samples(run_dir: Path) -> tuple[dict[int, tuple[int, list[Any]]], Counte
             continue
         step, samples = trained.setdefault(row["group"], (row["step"], []))
         assert step == row["step"], f"group {row['group']} stands in steps {step} and {row['step']}"
-        entry = [row["sample"], row["response"], row["reward"]]
+        entry = [row[name] for name in _compared(sizes)]
         assert entry not in samples, f"group {row['group']} stands in step {step} twice"
         samples.append(entry)
     return trained, failed
 
 
-def _good(entry: dict[str, Any]) -> list[Any]:
-    return [sample for sample in entry["samples"] if sample[2] is not None]
+def _compared(sizes: Sizes) -> tuple[str, ...]:
+    told = ("sample", "response", "reward")
+    return (*told, "tokens", "rollout_logprobs") if sizes.with_tokens else told
 
 
-def _has_signal(entry: dict[str, Any]) -> bool:
-    return len({reward for _, _, reward in _good(entry)}) > 1
+def _told(entry: Mapping[str, Any], sizes: Sizes) -> list[Any]:
+    """What the rows of samples say of a group that was played."""
+    return [[sample[name] for name in _compared(sizes)] for sample in _good(entry)]
+
+
+def _good(entry: Mapping[str, Any]) -> list[Any]:
+    return [sample for sample in entry["samples"] if sample["reward"] is not None]
+
+
+def _has_signal(entry: Mapping[str, Any]) -> bool:
+    return len({sample["reward"] for sample in _good(entry)}) > 1

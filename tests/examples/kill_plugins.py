@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import attrs
+import numpy as np
 import psutil
 
 from rl_core.interfaces import (
@@ -162,14 +163,30 @@ class NotingGenerator:
             "group": request.group_id,
             "is_training": request.num_samples > 1,
             "start_version": request.start_version,
-            "samples": [
-                [one.sample_index, one.response_text, None if one.failure else one.reward] for one in trajectories
-            ],
+            "samples": [_noted(trajectory) for trajectory in trajectories],
         }
         descriptor = os.open(_armed.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(descriptor, (json.dumps(entry) + "\n").encode())
         os.close(descriptor)
         return trajectories
+
+
+def _noted(trajectory: Trajectory) -> dict[str, object]:
+    """As rows of samples name it; log-probs in the type in which they are trained on."""
+    steps = trajectory.steps
+    return {
+        "sample": trajectory.sample_index,
+        "response": trajectory.response_text,
+        "reward": None if trajectory.failure else trajectory.reward,
+        "tokens": [list(step.tokens) for step in steps],
+        "rollout_logprobs": [np.asarray(step.rollout_logprobs, np.float32).tolist() for step in steps],
+        "versions": [
+            version
+            for step in steps
+            for version, sampled in zip(step.policy_version, step.sampled, strict=True)
+            if sampled
+        ],
+    }
 
 
 @attrs.frozen

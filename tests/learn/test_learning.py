@@ -55,7 +55,7 @@ TP2_PP2 = (
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
-DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
+DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (8, 8))
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -180,7 +180,7 @@ CASES = (
         )
         for depth, bound, seed in (
             *((depth, bound, 0) for depth, bound in DEPTHS_AND_BOUNDS),
-            *((depth, bound, seed) for depth, bound in ((0, 0), (1, 4)) for seed in (1, 2)),
+            *((depth, bound, seed) for depth, bound in ((0, 0), (1, 1), (1, 4)) for seed in (1, 2)),
         )
     ),
     *(

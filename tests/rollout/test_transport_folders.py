@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import random
 import signal
 import tempfile
 import time
@@ -78,12 +80,37 @@ def test_the_files_of_a_run_that_lives_stay(temporary: Path):
     remove_folder(other)
 
 
-def test_a_folder_that_is_being_made_stays_until_it_is_old(temporary: Path):
-    """Its maker has not locked it yet, or was killed before it could."""
+def test_a_folder_that_is_being_made_stays_as_long_as_anybody_makes_one(temporary: Path):
+    """Its maker has not locked it yet, or was killed before it could; where there are no locks, it stays until it is
+    old."""
     (temporary / "rl-weights-x-1-young").mkdir()
     (temporary / "rl-weights-x-1-old").mkdir()
     (temporary / "rl-weights-x-1-empty").mkdir()
     (temporary / "rl-weights-x-1-empty" / ".held").touch()
     os.utime(temporary / "rl-weights-x-1-old", (time.time() - 3600,) * 2)
+    maker = os.open(temporary, os.O_RDONLY)
+    fcntl.flock(maker, fcntl.LOCK_SH)
     remove_folder(make_folder(temporary, "x"))
     assert sorted(path.name for path in temporary.iterdir()) == ["rl-weights-x-1-empty", "rl-weights-x-1-young"]
+    os.close(maker)
+    remove_folder(make_folder(temporary, "x"))
+    assert not list(temporary.iterdir())
+
+
+def test_nothing_stays_of_processes_that_are_killed_while_they_make_and_remove_folders(temporary: Path):
+    def make_and_remove() -> None:
+        while True:
+            remove_folder(make_folder(temporary, "x"))
+
+    dice = random.Random(0)
+    for _ in range(40):
+        processes = [multiprocessing.get_context("fork").Process(target=make_and_remove) for _ in range(2)]
+        for process in processes:
+            process.start()
+        time.sleep(0.02 + 0.005 * dice.random())
+        for process in processes:
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, "an error of its own"
+    remove_folder(make_folder(temporary, "x"))
+    assert not list(temporary.iterdir())

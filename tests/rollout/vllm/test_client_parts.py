@@ -16,9 +16,11 @@ from aiohttp import web
 
 from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
+from rl_core.tasks import IdleTime
 from rl_rollout.local.plugin import local
 from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
+from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.launch import cpu_environment
 from rl_rollout.vllm.placement import shared_gpus
@@ -201,6 +203,25 @@ async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_
         assert await pool.choose(None, timeout_s=1) is first
     await pool.left(second, "killed")
     assert await pool.choose("episode", timeout_s=1) is first
+
+
+async def test_the_idle_time_of_each_server_is_the_time_without_samples():
+    """Worked by hand: the first has samples from 2 to 7, twice at a time, the second none; it is asked for tokens."""
+    now, pool = 0.0, Pool(2)
+    for member in pool.members:
+        member.idle = IdleTime(lambda: now)
+    client = RemoteInferenceClient(pool, timeout_s=1)
+    first, second = pool.members
+    now = 2.0
+    with pool.carries(first, 4), pool.carries(second, 0):
+        now = 3.0
+        assert client.idle_lap() == {"0": 2.0, "1": 3.0}
+        with pool.carries(first, 1):
+            now = 5.0
+        now = 7.0
+    now = 11.0
+    assert client.idle_lap() == {"0": 4.0, "1": 8.0}
+    assert client.idle_lap() == {"0": 0.0, "1": 0.0}
 
 
 async def test_a_server_with_other_weights_serves_nothing_until_it_has_the_current_ones():

@@ -28,5 +28,10 @@ def test_an_adapter_alone_is_trained_by_the_samples_of_two_servers(tmp_path: Pat
     assert [row["step"] for row in rows] == [1, 2, 3]
     # float32 on both sides, and the adapter of the step before: what is left is rounding.
     assert max(row["rollout/logprob_diff_max"] for row in rows) < 1e-4
+    for row in rows:
+        idle = [row["time/engine_idle/0"], row["time/engine_idle/1"]]
+        # All that they sample together goes to both, and neither samples while the step is trained.
+        assert all(0.9 * row["time/train"] < seconds < row["time/step"] for seconds in idle), row
+        assert row["time/engine_idle"] == sum(idle) / 2
     adapter = load_file(tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors")
     assert all(weight.any() for name, weight in adapter.items() if ".lora_B." in name)

@@ -4,8 +4,8 @@
 ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable`; of backends
 `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`,
 `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`,
-`AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of any plug-in that
-declares keys `Configurable`.
+`IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of
+any plug-in that declares keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
@@ -36,6 +36,7 @@ from rl_core.interfaces.inference import (
     EngineSpec,
     GenerateRequest,
     HostSharing,
+    IdleMeasuring,
     InferenceClient,
     InferencePlugin,
     Recovering,
@@ -186,6 +187,7 @@ __all__ = [
     "GenerateRequest",
     "DeltaReceiving",
     "HostSharing",
+    "IdleMeasuring",
     "Completion",
     "EngineHealth",
     "Sampler",

@@ -188,6 +188,16 @@ class AdapterServing(Protocol):
 
 
 @runtime_checkable
+class IdleMeasuring(Protocol):
+    """A client of several engines that knows which of them had nothing to do."""
+
+    def idle_lap(self) -> Mapping[str, float]:
+        """Of every engine, by its number: seconds since the last call in which no sample was asked of it, those in
+        which it was down among them."""
+        ...
+
+
+@runtime_checkable
 class Recovering(Protocol):
     """A client that restarts failed engines. They serve nothing until they hold the current version: the trainer
     publishes it again between two steps, or the next version at the end of a step."""

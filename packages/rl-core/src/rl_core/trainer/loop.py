@@ -281,7 +281,7 @@ class TrainingLoop:
     def _lap(self) -> dict[str, float]:
         """Seconds since the last row."""
         idle = {"time/generation_idle": self._rollouts.idle_lap()} if self._engines.is_sampled_from else {}
-        return self._times.lap() | idle
+        return self._times.lap() | idle | self._engines.idle_lap()
 
     def _write_row(self) -> None:
         """Of the last step that was done, with what is known of it by now; once."""

@@ -11,13 +11,12 @@ import attrs
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
-from rl_core.tasks import all_of, first_error
+from rl_core.tasks import IdleTime, all_of, first_error
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.failures import FailureAccount
 from rl_core.trainer.group_selection import has_zero_variance
 from rl_core.trainer.stored_groups import StoredGroup
-from rl_core.trainer.timing import IdleTime
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import attrs
 
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces import InferenceClient, Recovering, WeightReceivers, WeightTransport
+from rl_core.interfaces import IdleMeasuring, InferenceClient, Recovering, WeightReceivers, WeightTransport
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
 from rl_core.trainer.publish import PauseMode, Publication, publish_weights
@@ -21,6 +21,9 @@ from rl_core.trainer.verification import VerificationSettings, verification_of
 from rl_core.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
+
+_MOST_ENGINES = 32
+"""That have a metric of their own."""
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +73,10 @@ class Engines(Protocol):
         """Before any model computes, with no request under way: a shared engine sleeps."""
         ...
 
+    def idle_lap(self) -> dict[str, float]:
+        """`time/engine_idle…`, since the last call."""
+        ...
+
 
 class NoEngines:
     """Groups come from data: nothing is published, and the devices are the models' own."""
@@ -89,6 +96,9 @@ class NoEngines:
 
     async def to_models(self) -> None:
         pass
+
+    def idle_lap(self) -> dict[str, float]:
+        return {}
 
 
 class ServedEngines:
@@ -113,6 +123,7 @@ class ServedEngines:
         self._version = 0
         self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
         self._verification = verification_of(settings.verification, policy, client, self._publish)
+        self.idle_lap()  # from now on
 
     @property
     def are_shared(self) -> bool:
@@ -153,6 +164,14 @@ class ServedEngines:
 
     async def to_models(self) -> None:
         await self._turns.to_models()
+
+    def idle_lap(self) -> dict[str, float]:
+        """Where there are several engines: the mean over them, and each of the first ones."""
+        idle = self._client.idle_lap() if isinstance(self._client, IdleMeasuring) else {}
+        if len(idle) < 2:
+            return {}
+        each = {f"time/engine_idle/{engine}": seconds for engine, seconds in [*idle.items()][:_MOST_ENGINES]}
+        return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
         """Once; again, to the engines that are left, where one was lost under way and broke the sync for all; and with

@@ -32,34 +32,3 @@ class PhaseTimes:
         times |= {"time/controller": step - sum(self._seconds.values()), "time/step": step}
         self._started, self._seconds = now, {}
         return times
-
-
-class IdleTime:
-    """Seconds in which nothing of a kind was under way."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._num_busy = 0
-        self._idle_since = clock()
-        self._seconds = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """The block is under way; blocks may overlap."""
-        if self._num_busy == 0:
-            self._seconds += self._clock() - self._idle_since
-        self._num_busy += 1
-        try:
-            yield
-        finally:
-            self._num_busy -= 1
-            if self._num_busy == 0:
-                self._idle_since = self._clock()
-
-    def lap(self) -> float:
-        """Idle seconds since the last lap."""
-        if self._num_busy == 0:
-            now = self._clock()
-            self._seconds, self._idle_since = self._seconds + now - self._idle_since, now
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

@@ -3,7 +3,8 @@
 A folder's name has the run and the process's id, for people; whether its process lives is asked of a lock that the
 kernel lifts with it (flock(2) on a file inside), which also serves where containers share a folder and no process ids.
 Whoever makes a folder first removes those beside it that nobody holds any more, so what a killed run left goes at the
-next start.
+next start. While it makes one, it shares a lock of the place itself: where nobody does, a folder that was never locked,
+or whose lock is gone, is no folder in the making.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,9 @@ logger = logging.getLogger(__name__)
 _PREFIX = "rl-weights-"
 _HELD = ".held"
 _YOUNG_S = 60.0
-"""A folder without a lock file is younger than this while its maker is still making it."""
+"""A folder without a lock file is younger than this while its maker is still making it, where places have no locks."""
+_LOCK_S = 5.0
+"""A place's lock is shared by all who make folders there, and held for moments by those who look."""
 _held: dict[str, int] = {}
 """This process's folders, each with the descriptor of its lock. A child that is forked gives them up."""
 
@@ -38,11 +42,12 @@ def make_folder(parent: str | Path | None, run: str) -> str:
     place = Path(parent or tempfile.gettempdir())
     reclaim_folders(place)
     name = re.sub(r"[^\w.]+", "_", run)[:40] or "run"
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-{os.getpid()}-", dir=place)
-    descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: its folders are never reclaimed
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, b"locked\n")
+    with _locked(place, fcntl.LOCK_SH, timeout_s=_LOCK_S):
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-{os.getpid()}-", dir=place)
+        descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: its folders are never reclaimed
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.write(descriptor, b"locked\n")
     _held[folder] = descriptor
     return folder
 
@@ -68,14 +73,47 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / _HELD, os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _YOUNG_S
+        return _is_unmade(folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(descriptor).st_size > 0 or time.time() - folder.stat().st_mtime > _YOUNG_S
+        return os.fstat(descriptor).st_size > 0 or _is_unmade(folder)
     except OSError:
         return False
     finally:
         os.close(descriptor)
+
+
+def _is_unmade(folder: Path) -> bool:
+    """Nobody is making this folder, which is not locked yet, or not any more."""
+    if time.time() - folder.stat().st_mtime > _YOUNG_S:
+        return True
+    with _locked(folder.parent, fcntl.LOCK_EX, timeout_s=0.0) as nobody_makes_any:
+        # Asked again: its maker may have been done just before.
+        held = folder / _HELD
+        return nobody_makes_any and not (held.exists() and held.stat().st_size > 0)
+
+
+@contextlib.contextmanager
+def _locked(place: Path, kind: int, *, timeout_s: float) -> Iterator[bool]:
+    """Whether the place's own lock was to be had in time, which is held as long."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _lock(descriptor, kind, time.monotonic() + timeout_s)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        except OSError:  # a file system without locks
+            return False
 
 
 def _give_up() -> None:

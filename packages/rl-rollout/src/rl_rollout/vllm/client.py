@@ -77,6 +77,10 @@ class RemoteInferenceClient:
         """See `WeightReceivers`. At least one engine's: an update waits for one."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
+    def idle_lap(self) -> Mapping[str, float]:
+        """See `IdleMeasuring`. What outside agents ask of a server counts as well."""
+        return {str(member.index): member.idle.lap() for member in self._pool.members}
+
     # --- generation ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:

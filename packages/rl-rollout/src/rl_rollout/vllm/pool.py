@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import attrs
 
 from rl_core.errors import DeadlineError
+from rl_core.tasks import IdleTime
 from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
@@ -60,6 +61,8 @@ class Member:
     is_quarantined: bool = False
     load: int = 0
     """Samples asked of it and not answered."""
+    idle: IdleTime = attrs.field(factory=IdleTime)
+    """Time without any."""
     why_down: str = "it has not started"
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when the connection it had is given up; every connection has an event of its own."""
@@ -179,10 +182,11 @@ class Pool:
 
     @contextmanager
     def carries(self, member: Member, num_samples: int) -> Iterator[None]:
-        """Counts samples as load while the block runs."""
+        """Counts samples as load while the block runs; a request that samples nothing is none."""
         member.load += num_samples
         try:
-            yield
+            with member.idle.busy() if num_samples else nullcontext():
+                yield
         finally:
             member.load -= num_samples
 

@@ -1,0 +1,293 @@
+"""The cases of the kill soak: what a run is struck by, and the attempts that play it out in processes of their own.
+
+A case follows from its seed: bound and depth, dynamic sampling, where the ranks run, what is struck, how, when and how
+often.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import psutil
+
+from rl_core.config import Config
+from rl_core.errors import RLError
+from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
+from rl_core.trainer.run import run_training
+from tests.examples.child_output import print_into
+from tests.examples.kept_groups import Sizes
+from tests.examples.kill_plugins import SECONDS, Strike, Victim, arm, await_strike
+from tests.examples.test_resume import BuildConfig
+
+NUM_CASES = 100
+STEPS, GROUPS, SAMPLES = 6, 8, 4
+VISITS = {"start": 1, "generate": 6, "score": 6, "train": 6, "publish": 7, "evaluate": 3, "checkpoint": 3, "export": 1}
+"""How often an uninterrupted run comes by each phase."""
+STOPPED, ENDED_WITH_ERROR = 130, 3
+RAY_STARTS = 3
+PLUGINS = "tests.examples.kill_plugins"
+ON_RAY: tuple[Victim, ...] = ("rank", "controller", "raylet", "rank", "gcs_server")
+DynamicSampling = Literal["filter", "replace"] | None
+BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
+"""`max_staleness` and `pipeline_depth`: in step, and three ways of generating ahead."""
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """What a seed stands for."""
+
+    max_staleness: int
+    pipeline_depth: int
+    dynamic_sampling: DynamicSampling
+    num_ranks: int
+    overrides: dict[str, object]
+    """Of keys that change no number of a run in step."""
+    strikes: tuple[Strike, ...]
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.pipeline_depth > 0
+
+
+def case_of(seed: int) -> Case:
+    """Kinds of cases take turns, so that all of them are there among the first few; moments are random."""
+    dice = random.Random(seed)
+    num_ranks = 2 if seed % 6 == 4 else 1
+    victim = ON_RAY[seed // 6 % len(ON_RAY)] if num_ranks == 2 else "controller"
+    phases = list(SECONDS)
+    first = phases[seed % len(phases)]
+    strikes = [_strike(dice, victim, first, VISITS[first])]
+    for _ in range(dice.choice((0, 1, 2)) if num_ranks == 1 else 0):
+        strikes.append(_strike(dice, "controller", dice.choice(phases), 2))
+    max_staleness, pipeline_depth = BOUNDS_AND_DEPTHS[seed // 2 % len(BOUNDS_AND_DEPTHS)]
+    return Case(
+        max_staleness=max_staleness,
+        pipeline_depth=pipeline_depth,
+        dynamic_sampling=dice.choice((None, "filter", "replace")),
+        num_ranks=num_ranks,
+        overrides={
+            "trainer__ckpt_interval": dice.choice((1, 2, 2, 4)),
+            "trainer__async_save": dice.random() < 0.4,
+            "generator__inference_engine__weight_sync_backend": dice.choice(("files", "shared_memory")),
+            # Its own is in process; processes of environments take seconds to start.
+            "environment__placement": dice.choices((None, "thread", "process"), (0.7, 0.2, 0.1))[0],
+        },
+        strikes=tuple(strikes),
+    )
+
+
+def _strike(dice: random.Random, victim: Victim, phase: str, visits: int) -> Strike:
+    if victim != "controller" and phase in ("start", "export"):
+        phase = "train"  # before and after, there are no ranks
+    number, presses = signal.SIGKILL, 1
+    if victim == "controller":
+        number = dice.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        presses = 2 if number != signal.SIGKILL and dice.random() < 0.25 else 1
+    visit = dice.randrange(min(visits, VISITS[phase]))
+    delay_s = dice.random() * SECONDS[phase]
+    return Strike(victim=victim, signal=number, presses=presses, phase=phase, visit=visit, delay_s=delay_s)
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """Where the attempts of a case leave things."""
+
+    root: Path
+
+    @property
+    def run_dir(self) -> Path:
+        # Its name is in those of folders under /dev/shm, where other runs have theirs.
+        return self.root / f"struck_{os.getpid()}_{self.root.name}"[-40:]
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def temporary(self) -> Path:
+        return self.root / "tmp"
+
+
+def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
+    """In a process of its own: exit codes as of the command line, everything printed in a file."""
+    print_into(output)
+    # Ray keeps its logs, and the paths of its sockets must be short.
+    os.environ["RAY_TMPDIR"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(place.temporary)
+    try:
+        arm(strike, place.ledger)
+        code = STOPPED if run_training(config).interrupted else 0
+        await_strike()
+    except KeyboardInterrupt:
+        code = STOPPED
+    except RLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = ENDED_WITH_ERROR
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_attempt(config: Config, strike: Strike | None, place: Place, output: Path, target: Any = attempt) -> int:
+    """Its exit code; negative: the signal that ended it."""
+    place.temporary.mkdir(exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=target, args=(config, strike, place, output))
+    process.start()
+    process.join(400)
+    if process.exitcode is None:
+        said = output.read_text()[-3000:]
+        process.kill()
+        process.join()
+        raise AssertionError(f"an attempt did not end within 400 s after {strike}: {said}")
+    return process.exitcode
+
+
+def require_expected_end(code: int, strike: Strike, output: Path) -> None:
+    said = output.read_text()
+    if strike.victim in ("raylet", "gcs_server"):
+        return  # Ray ends its processes itself, and not always by an error that can be caught
+    if strike.victim == "rank":
+        assert code in (0, ENDED_WITH_ERROR), (code, said)
+        assert "Traceback (most recent call last)" not in said or code == ENDED_WITH_ERROR, said
+        return
+    if strike.signal == signal.SIGKILL:
+        assert code == -signal.SIGKILL, (code, said)
+        return
+    # A run that was through before the signal has no handler any more.
+    assert code in (0, STOPPED, -strike.signal), (code, said)
+    assert not any(word in said for word in ("Traceback", "never", "destroyed")), said
+
+
+def build(small_run: BuildConfig, case: Case, run_dir: Path) -> Config:
+    values = {
+        "trainer__max_staleness": case.max_staleness,
+        "trainer__pipeline_depth": case.pipeline_depth,
+        # In step the run's own numbers are compared, and its engine's tokens follow from them.
+        "trainer__log_sample_logprobs": case.runs_ahead,
+        "trainer__algorithm__dynamic_sampling__type": case.dynamic_sampling,
+        "trainer__placement__policy_num_gpus_per_node": case.num_ranks,
+        "trainer__max_training_steps": STEPS,
+        # Slow enough that groups have a signal until the end.
+        "trainer__policy__optimizer_config__lr": 1e-4,
+        "trainer__train_batch_size": GROUPS,
+        "trainer__hf_save_interval": 2,
+        "trainer__num_logged_samples": GROUPS * SAMPLES,
+        "trainer__max_failure_rate": 1.0,
+        "trainer__worker_timeout_s": 120,
+        "trainer__callbacks": [f"{PLUGINS}:BeforeExport"],
+        "trainer__logger": ["console", f"{PLUGINS}:phase_tracker"],
+        "generator__n_samples_per_prompt": SAMPLES,
+        "generator__type": f"{PLUGINS}:noting_generator",
+        "environment__env_class": f"{PLUGINS}:LowDigit",
+    }
+    return small_run(run_dir, **values, **case.overrides)
+
+
+def sizes_of(config: Config) -> Sizes:
+    dynamic = config.trainer.algorithm.dynamic_sampling
+    return Sizes(
+        steps=STEPS,
+        groups=GROUPS,
+        samples=SAMPLES,
+        max_staleness=config.trainer.max_staleness,
+        dynamic_sampling=dynamic.type,
+        min_replace_ratio=dynamic.min_replace_ratio,
+        with_tokens=config.trainer.log_sample_logprobs,
+    )
+
+
+def newest_state(place: Place) -> RunState | None:
+    """Of the checkpoint that the next attempt goes on from; None where there is none."""
+    checkpoints = complete_checkpoints(place.run_dir / "checkpoints")
+    return load_state(checkpoints[-1]) if checkpoints else None
+
+
+def played_groups(place: Place) -> list[int]:
+    """By all attempts so far, in training."""
+    lines = place.ledger.read_text().splitlines() if place.ledger.exists() else []
+    return [entry["group"] for entry in map(json.loads, lines) if entry["is_training"]]
+
+
+@attrs.frozen(kw_only=True)
+class PlayedOut:
+    """What became of a case."""
+
+    strikes: tuple[str, ...]
+    """Those that came."""
+    resumed_from: tuple[RunState, ...]
+    """The checkpoints that attempts went on from."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Finished groups that those checkpoints held."""
+        return sum(len(state.finished_groups) for state in self.resumed_from)
+
+
+def play_out(
+    small_run: BuildConfig, case: Case, place: Place, target: Any = attempt, *, first: Any = attempt
+) -> PlayedOut:
+    """One attempt for each strike, and one more, until the run is through. The first one is by `first`, the others by
+    `target`. None plays a group again that the checkpoint it goes on from holds."""
+    config = build(small_run, case, place.run_dir)
+    resumed_from: list[RunState] = []
+    for number, strike in enumerate((*case.strikes, None)):
+        output = place.root / f"output_{number}"
+        state, num_played = newest_state(place), len(played_groups(place))
+        resumed_from += [state] if state else []
+        code = run_attempt(config, strike, place, output, target if number else first)
+        for _ in range(RAY_STARTS - 1):
+            # Of a machine that is too busy, not of the run: nothing was written.
+            if code == ENDED_WITH_ERROR and "Ray did not start on this machine" in output.read_text():
+                code = run_attempt(config, strike, place, output, target if number else first)
+        if strike is None:
+            assert code == 0, output.read_text()[-5000:]
+        elif code != 0:
+            require_expected_end(code, strike, output)
+        again = set(state.finished_groups if state else ()).intersection(played_groups(place)[num_played:])
+        assert not again, f"groups that the checkpoint held were played again: {sorted(again)}"
+    strikes = place.root / "strikes"
+    came = tuple(strikes.read_text().splitlines()) if strikes.exists() else ()
+    return PlayedOut(strikes=came, resumed_from=tuple(resumed_from))
+
+
+def living_children(before: set[int]) -> list[str]:
+    """Those that are not in `before`; the dead are buried."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        if child.pid in before:
+            continue
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{child.pid} {' '.join(child.cmdline())[:100]}")
+            elif child.ppid() == os.getpid():
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue
+    return found
+
+
+def require_nothing_left(place: Place, before: set[int]) -> None:
+    deadline = time.monotonic() + 60
+    while (left := living_children(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"processes are left: {left}"
+    in_memory = [path.name for path in Path("/dev/shm").iterdir() if place.run_dir.name in path.name]
+    assert not in_memory, f"left in /dev/shm: {in_memory}"
+    temporary = [str(path.relative_to(place.temporary)) for path in place.temporary.rglob("*")]
+    assert not temporary, f"temporary files are left: {temporary}"
+    unfinished = ("*.partial", "*.writing", "*.rewriting", "*.removed*", "*.unfinished")
+    parts = [str(path) for pattern in unfinished for path in place.run_dir.rglob(pattern)]
+    assert not parts, f"unfinished files are left: {parts}"
