@@ -78,12 +78,15 @@ async def ours(config: Config, settings: UpdateSettings) -> tuple[WorkerGroup, B
     return group, BatchUpdate(settings, Models(policy=group), kl_coef=0.0)
 
 
-async def step_of(update: BatchUpdate, trajectories: Sequence[Trajectory], step: int) -> None:
-    """What the loop does between a step's samples and the next weights."""
+async def step_of(update: BatchUpdate, trajectories: Sequence[Trajectory], step: int) -> float:
+    """What the loop does between a step's samples and the next weights; the norm of its gradients, the mean over the
+    updates."""
     batch = await update.score(collate(trajectories))
     batch, _ = update.prepare(batch)
-    batch, _ = await update.train(batch, step)
+    batch, metrics = await update.train(batch, step)
     update.agreement(batch, version=0)
+    total, weight = metrics["policy/grad_norm"]
+    return total / weight
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -96,14 +99,22 @@ def seconds_of(function: Callable[[], Any]) -> float:
 class TurnsOfOurs(TrainerCallback):
     """Measures TRL's steps, and has ours taken after each batch."""
 
-    def __init__(self, step: Callable[[], Any]):
+    def __init__(self, step: Callable[[], Any], num_updates: int):
         self._step = step
+        self._num_updates = num_updates
         self._since: float | None = None
         self.theirs: list[float] = []
         self.ours: list[float] = []
+        self.first_grad_norm = float("nan")
+        """Of TRL's first optimizer step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            gradients = [weight.grad for weight in kwargs["model"].parameters() if weight.grad is not None]
+            self.first_grad_norm = float(torch.nn.utils.get_total_norm(gradients))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % NUM_UPDATES:
+        if state.global_step % self._num_updates:
             return
         if self._since is not None:
             self.theirs.append(time.process_time() - self._since)
@@ -111,48 +122,78 @@ class TurnsOfOurs(TrainerCallback):
         self._since = time.process_time()
 
 
-def against_trl(model: Path, trajectories: Sequence[Trajectory], step: Callable[[], Any], rounds: int) -> TurnsOfOurs:
-    """Runs TRL's trainer for so many batches."""
+def against_trl(
+    model: Path,
+    trajectories: Sequence[Trajectory],
+    step: Callable[[], Any],
+    *,
+    num_samples: int,
+    num_updates: int,
+    rounds: int,
+    micro_batch: int | None = None,
+) -> TurnsOfOurs:
+    """Runs TRL's trainer for so many batches, after each of which `step` is called.
+
+    Args:
+        model: is trained.
+        trajectories: the batch, in order of prompts.
+        step: ours.
+        num_samples: of a prompt.
+        num_updates: optimizer steps per batch.
+        rounds: batches, and one before them.
+        micro_batch: sequences that TRL computes at once, a divisor of the batch; None: all.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [trajectory.steps[0] for trajectory in trajectories]
-    count = list(steps[0].sampled).index(True)
+    counts = [list(step.sampled).index(True) for step in steps]
     tokens = {
-        "prompt_ids": [list(step.tokens[:count]) for step in steps],
-        "completion_ids": [list(step.tokens[count:]) for step in steps],
-        "logprobs": [list(step.rollout_logprobs[count:]) for step in steps],
+        "prompt_ids": [list(step.tokens[:count]) for step, count in zip(steps, counts, strict=True)],
+        "completion_ids": [list(step.tokens[count:]) for step, count in zip(steps, counts, strict=True)],
+        "logprobs": [list(step.rollout_logprobs[count:]) for step, count in zip(steps, counts, strict=True)],
     }
-    turns = TurnsOfOurs(step)
+    micro_batch = micro_batch or len(steps)
+    turns = TurnsOfOurs(step, num_updates)
     with tempfile.TemporaryDirectory() as output:
         arguments = trl.GRPOConfig(
             output_dir=output,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=len(steps),
-            num_generations=NUM_SAMPLES,
-            num_iterations=NUM_UPDATES,
-            max_completion_length=5,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=len(steps) // micro_batch,
+            num_generations=num_samples,
+            num_iterations=num_updates,
+            max_completion_length=len(tokens["completion_ids"][0]),
             beta=0.0,
             epsilon=0.2,
             epsilon_high=0.28,
             learning_rate=1e-3,
             gradient_checkpointing=False,
-            max_steps=NUM_UPDATES * (rounds + 1),
+            max_grad_norm=1e9,  # clips as always, but leaves the gradient's norm to be compared
+            max_steps=num_updates * (rounds + 1),
             report_to="none",
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
         )
+        # The trainer gives prompts by number, each as often as it has samples; their order is its own.
+        rows = [{"prompt": str(number)} for number in range(len(steps) // num_samples)]
         trainer = trl.GRPOTrainer(
             model=str(model),
             reward_funcs=lambda completions, **_: [step.reward for step in steps[: len(completions)]],
             args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": f"{n + 10}+{99 - n}="} for n in range(NUM_PROMPTS)]),
+            train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             rollout_func=lambda prompts, _: {name: values[: len(prompts)] for name, values in tokens.items()},
             callbacks=[turns],
         )
         trainer.train()
     return turns
+
+
+def show_norms(turns: TurnsOfOurs, own: float) -> None:
+    """Both train the same: the norm of the first optimizer step's gradient."""
+    error = abs(own / turns.first_grad_norm - 1.0)
+    print(f"{'norm of the first gradient, TRL and ours':44s} {turns.first_grad_norm:.7g} {own:.7g} ({error:.0e} apart)")
 
 
 def median(name: str, seconds: Sequence[float]) -> float:
@@ -180,7 +221,9 @@ def main(rounds: int) -> None:
         def step_once(update: BatchUpdate = update) -> None:
             loop.run_until_complete(step_of(update, trajectories, step=2))
 
-        turns = against_trl(model, trajectories, step_once, rounds + 1)
+        turns = against_trl(
+            model, trajectories, step_once, num_samples=NUM_SAMPLES, num_updates=NUM_UPDATES, rounds=rounds + 1
+        )
         theirs, own = median("TRL, two updates", turns.theirs), median("ours, two updates", turns.ours)
         print(f"{'ours over TRL':44s} {own / theirs:7.2f}  (goal 0.6)")
 

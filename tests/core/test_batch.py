@@ -81,6 +81,17 @@ def test_selecting_takes_sequences_in_the_order_given_with_repeats():
     assert batch.offsets.tolist() == [0, 2, 5, 7]
 
 
+@given(batches(), st.data())
+def test_neighbours_are_selected_without_a_copy(batch, data):
+    first = data.draw(st.integers(0, batch.num_sequences - 1))
+    end = data.draw(st.integers(first + 1, batch.num_sequences))
+    selected = batch.select(range(first, end))
+    backwards = batch.select(list(reversed(range(first, end))))
+    require_equal(selected, backwards.select(list(reversed(range(end - first)))))
+    assert selected["tokens"].untyped_storage().data_ptr() == batch["tokens"].untyped_storage().data_ptr()
+    assert (selected is batch) == (end - first == batch.num_sequences)
+
+
 def test_a_batch_is_not_changed_by_the_batches_made_of_it():
     batch = Batch.from_sequences(TWO)
     more = batch.with_columns(returns=torch.zeros(5))

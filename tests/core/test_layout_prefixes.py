@@ -102,6 +102,38 @@ def test_sharing_few_tokens_is_not_worth_it():
     assert forest_of(sequences, least_saved=3).num_cells == 7
 
 
+def test_what_is_saved_counts_a_shared_beginning_once_where_a_longer_one_is_shared_too():
+    """The first token is everyone's, but sharing the rest of each pair's leaves only two that compute it."""
+    sequences = [[1, *([group] * 5), answer] for group in (2, 3) for answer in (4, 5)]
+    assert forest_of(sequences, least_saved=2).num_cells == 2 * (6 + 2)
+    assert forest_of(sequences, least_saved=1).num_cells == 1 + 2 * (5 + 2)
+
+
+@pytest.mark.parametrize("shared", [1, 31, 32, 33, 95, 96, 97, 300])
+def test_long_beginnings_are_compared_to_where_they_part(shared: int):
+    sequences = [[*([7] * shared), *rest] for rest in ([1, 2], [3], [1, 4, 5], [1, 2])]
+    offsets, tokens_T = stream_of(sequences)
+    routes_TLK = np.zeros((len(tokens_T), 2, 1), np.int16)
+    apart = [{*prefixes_of(sequences)}, {(*prefix, i >= offsets[3]) for i, prefix in enumerate(prefixes_of(sequences))}]
+    routed_apart_TLK = routes_TLK + (np.arange(len(tokens_T)) >= offsets[3])[:, None, None]
+    for unlike, routed in zip(apart, (routes_TLK, routed_apart_TLK), strict=True):
+        assert prefix_forest(offsets, tokens_T, routed, least_saved=1).num_cells == len(unlike)
+
+
+def test_groups_that_share_little_are_families_of_their_own():
+    """64 groups of 16 answers of 100 tokens, whose prompts begin with 8 tokens of all; a prompt of 200 keeps its own
+    together."""
+    sequences = [[*([7] * 8), *([group] * 192), *range(100, 200)] for group in range(64) for _ in range(16)]
+    for i, tokens in enumerate(sequences):
+        tokens[200] = i
+    offsets, tokens_T = stream_of(sequences)
+    forest = prefix_forest(offsets, tokens_T)
+    assert forest.num_cells == 8 + 64 * (192 + 16 * 100)
+    members, tokens = families(forest, offsets)
+    assert sorted(map(tuple, members)) == [tuple(range(16 * g, 16 * g + 16)) for g in range(64)]
+    assert tokens.tolist() == [1800] * 64
+
+
 LONG = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=60), min_size=1, max_size=30)
 
 

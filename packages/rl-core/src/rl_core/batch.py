@@ -114,11 +114,23 @@ class Batch:
         return Batch(self.offsets, {name: values for name, values in self.columns.items() if name not in names})
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
-        """The given sequences (indices, any order, repeats allowed) as a batch of their own."""
+        """The given sequences (indices, any order, repeats allowed) as a batch of their own; a view where they are
+        neighbours in their order."""
         index = torch.as_tensor(sequences, dtype=torch.int64)
+        first, end = (int(index[0]), int(index[0]) + len(index)) if len(index) else (-1, -1)
+        if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
+            return self._neighbours(first, end)
         token_index = self.token_index(index)
         columns = {name: v[token_index if field_of(name).axes[0] == "T" else index] for name, v in self.columns.items()}
         return Batch(offsets_of(self.lengths[index]), columns)
+
+    def _neighbours(self, first: int, end: int) -> Batch:
+        if end - first == self.num_sequences:
+            return self
+        offsets = self.offsets[first : end + 1]
+        ranges = {"T": slice(int(offsets[0]), int(offsets[-1])), "N": slice(first, end)}
+        columns = {name: values[ranges[field_of(name).axes[0]]] for name, values in self.columns.items()}
+        return Batch(offsets - offsets[0], columns)
 
     def token_index(self, sequences: Tensor) -> Tensor:
         """int64, stream positions of the tokens of `sequences` (int64 indices), in their order."""

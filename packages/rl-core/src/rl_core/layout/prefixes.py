@@ -16,8 +16,10 @@ from rl_core.layout.balancing import IntArray, greedy_partition, part_sums
 from rl_core.layout.slices import index_runs
 
 _LEAST_SAVED = 16
-"""Tokens that a shared beginning has to save, over all sequences that share it: below, its own call of the attention
-kernel costs more."""
+"""Tokens that a shared beginning has to save, over all that share it: below, its own call of the attention kernel costs
+more."""
+_REPEATED = 0.01
+"""Part of a family's tokens that it may repeat of another's, so that families which share little may be parted."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
 """Sizes that are tried for a family, in a rank's share of the tokens: parts of a cut family repeat what they share, so
 the best is often above 1."""
@@ -36,6 +38,8 @@ class PrefixForest:
     """[M] the node whose last token stands before this one's first; −1 where a sequence begins."""
     order_N: IntArray
     """[N] the sequences in an order in which those that share most are neighbours."""
+    new_N: IntArray
+    """[N] tokens of each sequence of `order_N` that it shares with none before it there."""
 
     @property
     def num_cells(self) -> int:
@@ -52,6 +56,7 @@ def separate_sequences(offsets: npt.ArrayLike) -> PrefixForest:
         length_M=lengths,
         parent_M=np.full(len(lengths), -1),
         order_N=np.arange(len(lengths)),
+        new_N=lengths,
     )
 
 
@@ -64,50 +69,31 @@ def prefix_forest(
         offsets: of the stream, int64 [N+1].
         columns: [T, …] each: two tokens are the same where all columns are. Token ids, and whatever else a model reads
             of a token, such as the experts that it is sent to.
-        least_saved: a beginning is shared where that saves so many tokens.
+        least_saved: a beginning is shared where it saves so many tokens, compared with sharing the next shorter one.
 
     Returns:
         The forest; the same for the same input.
     """
     offsets = np.asarray(offsets, np.int64)
-    keys = _keys(columns, int(offsets[-1]))
-    sequences = [keys[start:end].tobytes() for start, end in pairwise(offsets)]
-    order_N = np.array(sorted(range(len(sequences)), key=sequences.__getitem__), np.int64)
-    lengths = np.diff(offsets)[order_N]
-    common = np.array(
-        [
-            _common_length(keys[offsets[a] : offsets[a + 1]], keys[offsets[b] : offsets[b + 1]])
-            for a, b in pairwise(order_N)
-        ],
-        np.int64,
+    order_N = _sorted_sequences(offsets, columns)
+    start_N, length_N = offsets[order_N], np.diff(offsets)[order_N]
+    common = _common_lengths(columns, start_N[:-1], start_N[1:], np.minimum(length_N[:-1], length_N[1:]))
+    shared = _shared_nodes(common.tolist(), least_saved)
+    # A node's sequences are neighbours, and the last of the nodes that hold one is its innermost.
+    inner_N = np.full(len(order_N), -1)
+    np.maximum.at(
+        inner_N, index_runs(shared.first_M, shared.count_M), np.repeat(np.arange(len(shared)), shared.count_M)
     )
-    cell_T = np.empty(offsets[-1], np.int64)
-    length_M: list[int] = []
-    parent_M: list[int] = []
-    num_cells = 0
-    # Runs of neighbours (first, end) that share their first `depth` tokens, of which `parent` is the last node.
-    runs = [(0, len(lengths), 0, -1)]
-    while runs:
-        first, end, depth, parent = runs.pop()
-        inner = common[first : end - 1]
-        shared = int(inner.min()) if end - first > 1 else int(lengths[first])
-        cuts = first + 1 + np.flatnonzero(inner == shared)
-        is_node = shared > depth and ((shared - depth) * (end - first - 1) >= least_saved or end - first == 1)
-        if is_node:
-            tokens = offsets[order_N[first:end], None] + np.arange(depth, shared)
-            cell_T[tokens] = num_cells + np.arange(shared - depth)
-            num_cells += shared - depth
-            length_M.append(shared - depth)
-            parent_M.append(parent)
-            depth, parent = shared, len(length_M) - 1
-        if end - first > 1:
-            bounds = [first, *cuts.tolist(), end]
-            runs.extend((a, b, depth, parent) for a, b in zip(bounds[-2::-1], bounds[:0:-1], strict=True))
+    depth_N = np.append(shared.end_M, 0)[inner_N]
+    own = np.flatnonzero(length_N > depth_N)
+    nodes = shared.with_one(own, depth_N[own], length_N[own], inner_N[own])
+    length_M = nodes.end_M - nodes.start_M
     return PrefixForest(
-        cell_T=cell_T,
-        length_M=np.array(length_M, np.int64),
-        parent_M=np.array(parent_M, np.int64),
+        cell_T=_cells(nodes, start_N, length_M),
+        length_M=length_M,
+        parent_M=nodes.parent_M,
         order_N=order_N,
+        new_N=np.bincount(nodes.first_M, length_M, minlength=len(order_N)).astype(np.int64),
     )
 
 
@@ -119,7 +105,7 @@ def families(
     max_sequences: int | None = None,
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
-    """Sequences to keep together in a micro-batch: those that share something, as many as its limits let in.
+    """Sequences to keep together in a micro-batch: those that share something worth it, as many as its limits let in.
 
     Over several ranks a large family is cut where that makes the ranks' parts of the tokens more equal; what it shares
     is then computed once per cut.
@@ -129,14 +115,13 @@ def families(
     """
     offsets = np.asarray(offsets, np.int64)
     length_N = np.diff(offsets)[forest.order_N]
-    new_N = length_N - _common_with_one_before(forest, offsets)
     most = max_tokens or forest.num_cells
-    best = _cut(length_N, new_N, most, max_sequences)
+    best = _cut(length_N, forest.new_N, most, max_sequences)
     share = forest.num_cells / num_data_ranks
     for part in _PARTS_OF_A_SHARE if num_data_ranks > 1 else ():
         if _largest_load(best[1], num_data_ranks) <= 1.05 * share:
             break
-        other = _cut(length_N, new_N, min(most, int(part * share)), max_sequences)
+        other = _cut(length_N, forest.new_N, min(most, int(part * share)), max_sequences)
         best = min(best, other, key=lambda found: _largest_load(found[1], num_data_ranks))
     starts, tokens = best
     return [np.sort(family) for family in np.split(forest.order_N, starts[1:])], np.array(tokens, np.int64)
@@ -147,7 +132,7 @@ def _cut(length_N: IntArray, new_N: IntArray, budget: int, max_sequences: int | 
     starts, tokens = [0], [int(length_N[0])]
     for i, (length, new) in enumerate(zip(length_N.tolist(), new_N.tolist(), strict=True)):
         is_full = tokens[-1] + new > budget or i - starts[-1] == max_sequences
-        if i and (new == length or is_full):
+        if i and (length - new <= _REPEATED * tokens[-1] or is_full):
             starts.append(i)
             tokens.append(length)
         elif i:
@@ -157,18 +142,6 @@ def _cut(length_N: IntArray, new_N: IntArray, budget: int, max_sequences: int | 
 
 def _largest_load(tokens: list[int], num_ranks: int) -> float:
     return float(part_sums(tokens, greedy_partition(tokens, num_ranks), num_ranks).max())
-
-
-def _common_with_one_before(forest: PrefixForest, offsets: IntArray) -> IntArray:
-    """[N] tokens that each sequence of `order_N` shares, as the forest has it, with the one before it there."""
-    first_N, length_N = offsets[:-1][forest.order_N], np.diff(offsets)[forest.order_N]
-    compared = np.minimum(length_N, np.concatenate([[0], length_N[:-1]]))
-    one = index_runs(first_N, compared)
-    other = index_runs(np.concatenate([[0], first_N[:-1]]), compared)
-    same = np.concatenate([[0], np.cumsum(forest.cell_T[one] == forest.cell_T[other])])
-    ends = np.cumsum(compared)
-    # Cells are the same up to where the sequences part, and never after.
-    return same[ends] - same[ends - compared]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -254,15 +227,118 @@ def prefix_blocks(length_M: IntArray, parent_M: IntArray) -> PrefixBlocks:
     )
 
 
-def _keys(columns: tuple[npt.NDArray[np.generic], ...], num_tokens: int) -> npt.NDArray[np.uint8]:
-    """uint8 [T, bytes of a token], contiguous."""
+def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic], ...]) -> IntArray:
+    """[N] the sequences in an order in which equal beginnings are neighbours."""
+    num_tokens = int(offsets[-1])
     parts = [np.ascontiguousarray(column).reshape(num_tokens, -1).view(np.uint8) for column in columns]
-    return np.ascontiguousarray(np.concatenate(parts, 1)) if len(parts) > 1 else parts[0]
+    keys = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+    of_all, size = keys.tobytes(), keys.shape[1]
+    bounds = (offsets * size).tolist()
+    sequences = [of_all[start:end] for start, end in pairwise(bounds)]
+    return np.array(sorted(range(len(sequences)), key=sequences.__getitem__), np.int64)
 
 
-def _common_length(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> int:
-    """Tokens that two sequences share at their beginning."""
-    length, size = min(len(a), len(b)), a.shape[1]
-    differs = a[:length].reshape(-1) != b[:length].reshape(-1)
-    first = int(differs.argmax())
-    return first // size if differs[first] else length
+def _common_lengths(
+    columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
+) -> IntArray:
+    """For each pair of places in the stream the number of tokens, up to `most_P`, that are the same from there on.
+
+    Looks at a few tokens of each pair first, and at twice as many of those pairs that are the same so far.
+    """
+    common_P, at_once = np.zeros_like(most_P), 32
+    pairs = np.arange(len(most_P))
+    while len(pairs):
+        done = common_P[pairs]
+        length = np.minimum(most_P[pairs] - done, at_once)
+        same = _common_at_once(columns, one_P[pairs] + done, other_P[pairs] + done, length)
+        common_P[pairs] += same
+        pairs, at_once = pairs[(same == length) & (done + same < most_P[pairs])], 2 * at_once
+    return common_P
+
+
+def _common_at_once(
+    columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, length_P: IntArray
+) -> IntArray:
+    for column in columns:
+        differs = column[index_runs(one_P, length_P)] != column[index_runs(other_P, length_P)]
+        places = np.flatnonzero(differs.any(tuple(range(1, differs.ndim))))
+        ends = np.cumsum(length_P)
+        starts = ends - length_P
+        first = np.append(places, len(differs))[np.searchsorted(places, starts)]
+        length_P = np.minimum(first, ends) - starts
+    return length_P
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Nodes:
+    """Runs of neighbours among sorted sequences, and which of their tokens are one: parents first, then as they lie."""
+
+    first_M: IntArray
+    count_M: IntArray
+    start_M: IntArray
+    """The tokens of each are those from here…"""
+    end_M: IntArray
+    """…to before here."""
+    parent_M: IntArray
+
+    def __len__(self) -> int:
+        return len(self.first_M)
+
+    def with_one(self, first: IntArray, start: IntArray, end: IntArray, parent: IntArray) -> _Nodes:
+        """And nodes of one sequence each, with what it shares with no other."""
+        firsts, starts = np.append(self.first_M, first), np.append(self.start_M, start)
+        order = np.lexsort((starts, firsts))
+        number = np.append(np.argsort(order), -1)
+        return _Nodes(
+            first_M=firsts[order],
+            count_M=np.append(self.count_M, np.ones_like(first))[order],
+            start_M=starts[order],
+            end_M=np.append(self.end_M, end)[order],
+            parent_M=number[np.append(self.parent_M, parent)[order]],
+        )
+
+
+def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
+    """[T] the cell of each token of sorted sequences that start there."""
+    first_cell_M = np.cumsum(length_M) - length_M
+    # Each pair of a node and a sequence that goes through it is a run of the stream.
+    token = start_N[index_runs(nodes.first_M, nodes.count_M)] + np.repeat(nodes.start_M, nodes.count_M)
+    cell, length = (np.repeat(values_M, nodes.count_M) for values_M in (first_cell_M, length_M))
+    order = np.argsort(token)
+    return index_runs(cell[order], length[order])
+
+
+def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
+    """The nodes of two sequences and more, from what each sequence has in common with the next."""
+    nodes: list[tuple[int, int, int, int, int]] = []
+    path: list[tuple[int, int, int]] = []  # (end of the run, tokens, number) of the nodes that the next run may be in
+    for first, shared, end in sorted(_shared_runs(common, least_saved)):
+        while path and path[-1][0] <= first:
+            path.pop()
+        _, depth, parent = path[-1] if path else (0, 0, -1)
+        path.append((end, shared, len(nodes)))
+        nodes.append((first, end - first, depth, shared, parent))
+    first_M, count_M, start_M, end_M, parent_M = np.array(nodes, np.int64).reshape(-1, 5).T
+    return _Nodes(first_M=first_M, count_M=count_M, start_M=start_M, end_M=end_M, parent_M=parent_M)
+
+
+def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
+    """Runs (first, shared, end) of neighbours that share so many tokens, the next ones fewer, and that are worth it:
+    as seen from the next larger run, so many tokens are computed once and not once for each path through them."""
+    runs: list[tuple[int, int, int]] = []
+    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each within the one before
+    for i, shared in enumerate([*common, 0]):
+        first, paths = i, 1
+        while begun and begun[-1][1] > shared:
+            first, of_run, others = begun.pop()
+            paths += others
+            outer = max(shared, begun[-1][1] if begun else 0)
+            if (of_run - outer) * (paths - 1) >= least_saved:
+                runs.append((first, of_run, i + 1))
+                paths = 1
+        if begun and begun[-1][1] == shared:
+            first, _, others = begun.pop()
+            paths += others
+        if shared:
+            begun.append((first, shared, paths))
+    return runs
