@@ -137,7 +137,7 @@ def no_json(a: Point) -> None:
     ("function", "said"),
     [
         (without_hint, "parameter 'a' has no type hint"),
-        (many, "cannot be given by name"),
+        (many, "cannot be passed by name"),
         (no_docstring, "has no docstring"),
         (misspelt, "describes 'nubmer'.*Did you mean 'number'"),
         (no_json, "no JSON form"),

@@ -134,9 +134,9 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
     moved = other_rows(start / "train.parquet", tmp_path / "moved.parquet", lambda table: table)
     with caplog.at_level(logging.WARNING):
         preflight(small_run(stopped, data__train_data=[moved], trainer__run_name="elsewhere"))
-        assert "going on" not in caplog.text
+        assert "resuming with" not in caplog.text
         preflight(small_run(stopped, trainer__train_batch_size=16, generator__n_samples_per_prompt=2))
-    (message,) = [record.getMessage() for record in caplog.records if "going on" in record.getMessage()]
+    (message,) = [record.getMessage() for record in caplog.records if "resuming with" in record.getMessage()]
     assert message == (
         "resuming with settings that differ from those of step_000004: trainer.train_batch_size: 8 → 16; "
         "generator.n_samples_per_prompt: 4 → 2"

@@ -49,7 +49,7 @@ async def test_groups_that_share_devices_stand_in_one_placement_and_take_turns()
 
 
 async def test_groups_share_devices_only_rank_for_rank(four_ranks):
-    with pytest.raises(ConfigError, match="reference: 1 nodes × 2 ranks cannot share the devices of 1 × 4: give"):
+    with pytest.raises(ConfigError, match="reference: 1 nodes × 2 ranks cannot share the devices of 1 × 4: set"):
         await WorkerGroup.launch(GlooBackend(), spec_of("reference"), ranks_per_node=2, share_devices_of=four_ranks)
 
 

@@ -122,7 +122,7 @@ WRONG_TENSORS = {
     ),
     "transposed": (lambda name, tensor: (name, tensor.T.contiguous()), r"arrived with shape \[.*the engine's is"),
     "another name": (lambda name, tensor: (f"{name}.more", tensor), "has no tensor of that name"),
-    "another dtype": (lambda name, tensor: (name, tensor.to(torch.bfloat16)), "came in bfloat16, and the engine"),
+    "another dtype": (lambda name, tensor: (name, tensor.to(torch.bfloat16)), "arrived as bfloat16, but the engine"),
 }
 
 

@@ -53,7 +53,7 @@ class ToolFunction:
         """A function, or a method that is bound to its object.
 
         Raises:
-            ConfigError: a parameter without type hint or one that cannot be given by name, a type that has no JSON
+            ConfigError: a parameter without type hint or one that cannot be passed by name, a type that has no JSON
                 schema, no docstring, or one that describes a parameter that is not there.
         """
         name = function.__name__
