@@ -33,7 +33,7 @@ LIMIT = 1e-4
 """Of one log-prob, in float32 on both sides: 1e-5 seen."""
 SEQUENCE = (5, 1, 9, 2, 7, 7, 3, 11, 4, 8)
 _versions = itertools.count(100, 100)
-_alphas = itertools.count(5)
+_alphas = itertools.count(LORA.alpha + 1)
 
 
 def trained(client: RemoteInferenceClient, policy: WorkerGroup, transport: Any = "files") -> Trainer:
