@@ -76,12 +76,15 @@ def serving(policy: Any, client: Any, transport: str = "shared_memory", *, inter
 class Trainer:
     """Publishes a policy's weights and compares log-probs."""
 
-    def __init__(self, policy: WorkerGroup, client: Any, transport: Any) -> None:
+    def __init__(
+        self, policy: WorkerGroup, client: Any, transport: Any, *, max_bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.policy = policy
         self.client = client
         self.transport = (
             plugins.load("rl_core.weight_transports", transport) if isinstance(transport, str) else transport
         )
+        self.max_bucket_bytes = max_bucket_bytes
         self.version = 0
         self.pause_mode: PauseMode = "keep"
         settings = VerificationSettings(
@@ -102,7 +105,7 @@ class Trainer:
             self.client,
             self.transport,
             self.version,
-            max_bucket_bytes=BUCKET_BYTES,
+            max_bucket_bytes=self.max_bucket_bytes,
             pause_mode=self.pause_mode,
         )
 
@@ -129,6 +132,12 @@ class Trainer:
         shards = self.worker.shards
         shards.exported = partial(_without, shards.exported, name)
 
+    def send_always_as_now(self, name: str) -> None:
+        """This tensor arrives, but with the values that it has now."""
+        shards = self.worker.shards
+        now = next(tensor.clone() for other, tensor in shards.exported() if other == name)
+        shards.exported = partial(_with, shards.exported, name, now)
+
     def send_only(self, part: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] | None) -> None:
         """What `part` makes of the buckets is sent in their place; all of them again, for None."""
         worker, method = self.worker, "export_weights" if self.policy.adapter is None else "export_adapter"
@@ -148,3 +157,7 @@ def _without(exported: Any, name: str) -> Any:
     pairs = list(exported())
     assert any(pair[0] == name for pair in pairs), f"{name} is none of {[pair[0] for pair in pairs]}"
     return ((other, tensor) for other, tensor in pairs if other != name)
+
+
+def _with(exported: Any, name: str, value: Any) -> Any:
+    return ((other, value if other == name else tensor) for other, tensor in exported())

@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct in bfloat16 beside the local engine: the proof of its weights lets a right run start, and a
+weight that does not arrive stops it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import pytest
+
+from rl_core.config import from_mapping
+from rl_core.errors import WeightSyncError
+from rl_core.trainer.settings import serving_settings
+from rl_core.trainer.verification import WeightVerification
+from rl_rollout.local.engine import LocalEngine
+from rl_rollout.local.model import load_model
+from tests.real_model.real_text import real_model
+from tests.rollout.vllm.trainers import Trainer, policy_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STALE = "model.embed_tokens.weight"
+"""Its noise moves log-probs by 1.15 nats, where the limit is 0.61 and rounding 0.14."""
+
+
+async def test_its_weights_are_proved_and_one_that_does_not_arrive_is_found():
+    model = real_model()
+    settings = serving_settings(from_mapping({"trainer.policy.model.path": str(model)})).verification
+    load = partial(load_model, str(model), dtype="bfloat16", device="cpu", model_kwargs={})
+    engine = await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=300.0, num_threads=1)
+    async with policy_of(model, bf16=True) as policy:
+        trainer = Trainer(policy, engine, "files", max_bucket_bytes=1 << 26)
+        verification = WeightVerification(settings, policy, engine, trainer.publish)
+        await verification.prove()
+
+        without_growth = attrs.evolve(settings, limit_grows=False)
+        with pytest.raises(WeightSyncError, match=r"\(limit 0.06\)"):
+            await WeightVerification(without_growth, policy, engine, trainer.publish).probe(trainer.version)
+
+        trainer.send_always_as_now(STALE)
+        with pytest.raises(WeightSyncError, match="every weight was perturbed"):
+            await verification.prove()
+    await engine.close()
