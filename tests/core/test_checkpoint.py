@@ -86,6 +86,8 @@ async def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
     assert len(list_checkpoints(tmp_path)) == 4
     delete_old_checkpoints(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000100"]
+    delete_old_checkpoints(tmp_path, 0)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000100"], "the newest one goes too"
 
 
 async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
@@ -104,6 +106,7 @@ async def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path: Path):
 async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp_path: Path):
     """A kill within `rmtree` leaves some of the files: the directory must not look complete then."""
     path = await save_checkpoint(tmp_path, state(3))
+    await save_checkpoint(tmp_path, state(4))
     seen: list[list[str]] = []
 
     def record(directory: Path, *_: object, **__: object) -> None:
@@ -111,10 +114,10 @@ async def test_a_checkpoint_whose_removal_was_interrupted_counts_for_nothing(tmp
 
     remove, checkpoint.shutil.rmtree = checkpoint.shutil.rmtree, record
     try:
-        delete_old_checkpoints(tmp_path, 0)
+        delete_old_checkpoints(tmp_path, 1)
     finally:
         checkpoint.shutil.rmtree = remove
-    assert seen[-1] == []
+    assert seen[-1] == ["step_000004"]
     assert not path.exists()
     assert list_unfinished(tmp_path), "the next run says so and removes it"
 

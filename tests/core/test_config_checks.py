@@ -171,6 +171,7 @@ def test_the_defaults_pass():
         ("trainer.train_batch_size=4", "policy_mini_batch_size: 256 prompts are more than trainer.train_batch_size=4"),
         ("trainer.train_batch_size=0", "trainer.train_batch_size: got 0; expected at least 1"),
         ("trainer.max_staleness=-1", "trainer.max_staleness: got -1; expected at least 0"),
+        ("trainer.max_ckpts_to_keep=0", "trainer.max_ckpts_to_keep: got 0; expected at least 1, or -1 to keep all"),
         ("trainer.pipeline_depth=-1", "trainer.pipeline_depth: got -1; expected at least 0"),
         (
             "trainer.pipeline_depth=2",

@@ -6,11 +6,15 @@ often.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -32,12 +36,23 @@ from tests.examples.test_resume import BuildConfig
 
 NUM_CASES = 100
 STEPS, GROUPS, SAMPLES = 6, 8, 4
-VISITS = {"start": 1, "generate": 6, "score": 6, "train": 6, "publish": 7, "evaluate": 3, "checkpoint": 3, "export": 1}
-"""How often an uninterrupted run comes by each phase."""
+VISITS = {
+    "start": 1,
+    "generate": 6,
+    "score": 6,
+    "train": 6,
+    "publish": 7,
+    "evaluate": 3,
+    "checkpoint": 3,
+    "export": 3,
+    "last_export": 1,
+}
+"""How often an uninterrupted run comes by each phase; by `checkpoint`, where every second step is saved."""
 STOPPED, ENDED_WITH_ERROR = 130, 3
+MOST_LOGGED = 30 << 20
 RAY_STARTS = 3
 PLUGINS = "tests.examples.kill_plugins"
-ON_RAY: tuple[Victim, ...] = ("rank", "controller", "raylet", "rank", "gcs_server")
+OF_RAY: tuple[Victim, ...] = ("rank", "raylet", "gcs_server")
 DynamicSampling = Literal["filter", "replace"] | None
 BOUNDS_AND_DEPTHS = ((0, 0), (2, 1), (4, 2), (2, 2))
 """`max_staleness` and `pipeline_depth`: in step, and three ways of generating ahead."""
@@ -61,23 +76,23 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """Kinds of cases take turns, so that all of them are there among the first few; moments are random."""
+    """Alone every bound meets every phase twice, on Ray each of its processes is struck in every phase. All
+    else is drawn for itself."""
     dice = random.Random(seed)
-    num_ranks = 2 if seed % 6 == 4 else 1
-    victim = ON_RAY[seed // 6 % len(ON_RAY)] if num_ranks == 2 else "controller"
-    phases = list(SECONDS)
-    first = phases[seed % len(phases)]
-    strikes = [_strike(dice, victim, first, VISITS[first])]
-    for _ in range(dice.choice((0, 1, 2)) if num_ranks == 1 else 0):
-        strikes.append(_strike(dice, "controller", dice.choice(phases), 2))
-    max_staleness, pipeline_depth = BOUNDS_AND_DEPTHS[seed // 2 % len(BOUNDS_AND_DEPTHS)]
+    (max_staleness, pipeline_depth), victim, first, num_ranks = _enumerated()[seed]
+    ckpt_interval = dice.choice((1, 2, 2, 4))
+    visits = VISITS | {"checkpoint": {1: 6, 2: 3, 4: 2}[ckpt_interval]}
+    strikes = [_strike(dice, victim, first, visits[first])]
+    for _ in range(dice.choice((0, 1, 2) if num_ranks == 1 else (0, 0, 1))):
+        phase = dice.choice(list(SECONDS))
+        strikes.append(_strike(dice, "controller", phase, min(2, visits[phase])))
     return Case(
         max_staleness=max_staleness,
         pipeline_depth=pipeline_depth,
         dynamic_sampling=dice.choice((None, "filter", "replace")),
         num_ranks=num_ranks,
         overrides={
-            "trainer__ckpt_interval": dice.choice((1, 2, 2, 4)),
+            "trainer__ckpt_interval": ckpt_interval,
             "trainer__async_save": dice.random() < 0.4,
             "generator__inference_engine__weight_sync_backend": dice.choice(("files", "shared_memory")),
             # Its own is in process; processes of environments take seconds to start.
@@ -87,15 +102,26 @@ def case_of(seed: int) -> Case:
     )
 
 
+@functools.cache
+def _enumerated() -> list[tuple[tuple[int, int], Victim, str, int]]:
+    """Bound and depth, victim, phase and number of ranks of each first strike, shuffled; two of seven on Ray."""
+    dice, phases = random.Random(15), list(SECONDS)
+    products = itertools.product(BOUNDS_AND_DEPTHS, phases)
+    alone = [(bound, "controller", phase, 1) for bound, phase in products for _ in range(2)]
+    struck = [*itertools.product(OF_RAY, phases), ("controller", "train")]
+    bounds = [bound for bound in BOUNDS_AND_DEPTHS for _ in range(len(struck) // len(BOUNDS_AND_DEPTHS))]
+    for drawn in (alone, struck, bounds):
+        dice.shuffle(drawn)
+    on_ray = [(bound, victim, phase, 2) for bound, (victim, phase) in zip(bounds, struck, strict=True)]
+    return [(on_ray if seed % 7 in (3, 6) else alone).pop() for seed in range(NUM_CASES)]
+
+
 def _strike(dice: random.Random, victim: Victim, phase: str, visits: int) -> Strike:
-    if victim != "controller" and phase in ("start", "export"):
-        phase = "train"  # before and after, there are no ranks
     number, presses = signal.SIGKILL, 1
     if victim == "controller":
         number = dice.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
         presses = 2 if number != signal.SIGKILL and dice.random() < 0.25 else 1
-    visit = dice.randrange(min(visits, VISITS[phase]))
-    delay_s = dice.random() * SECONDS[phase]
+    visit, delay_s = dice.randrange(visits), dice.random() * SECONDS[phase]
     return Strike(victim=victim, signal=number, presses=presses, phase=phase, visit=visit, delay_s=delay_s)
 
 
@@ -104,11 +130,13 @@ class Place:
     """Where the attempts of a case leave things."""
 
     root: Path
+    pid: int = attrs.field(factory=os.getpid)
+    """Of the process that plays the case."""
 
     @property
     def run_dir(self) -> Path:
         # Its name is in those of folders under /dev/shm, where other runs have theirs.
-        return self.root / f"struck_{os.getpid()}_{self.root.name}"[-40:]
+        return self.root / f"struck_{self.pid}_{self.root.name}"[-40:]
 
     @property
     def ledger(self) -> Path:
@@ -118,12 +146,16 @@ class Place:
     def temporary(self) -> Path:
         return self.root / "tmp"
 
+    @property
+    def of_ray(self) -> Path:
+        """Ray keeps its logs in it, and the paths of its sockets must be short."""
+        return Path(tempfile.gettempdir(), f"struck_{self.pid}")
+
 
 def attempt(config: Config, strike: Strike | None, place: Place, output: Path) -> None:
     """In a process of its own: exit codes as of the command line, everything printed in a file."""
     print_into(output)
-    # Ray keeps its logs, and the paths of its sockets must be short.
-    os.environ["RAY_TMPDIR"] = tempfile.gettempdir()
+    os.environ["RAY_TMPDIR"] = str(place.of_ray)
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.temporary)
     try:
         arm(strike, place.ledger)
@@ -187,7 +219,7 @@ def build(small_run: BuildConfig, case: Case, run_dir: Path) -> Config:
         "trainer__num_logged_samples": GROUPS * SAMPLES,
         "trainer__max_failure_rate": 1.0,
         "trainer__worker_timeout_s": 120,
-        "trainer__callbacks": [f"{PLUGINS}:BeforeExport"],
+        "trainer__callbacks": [f"{PLUGINS}:BeforeLastExport"],
         "trainer__logger": ["console", f"{PLUGINS}:phase_tracker"],
         "generator__n_samples_per_prompt": SAMPLES,
         "generator__type": f"{PLUGINS}:noting_generator",
@@ -288,6 +320,24 @@ def require_nothing_left(place: Place, before: set[int]) -> None:
     assert not in_memory, f"left in /dev/shm: {in_memory}"
     temporary = [str(path.relative_to(place.temporary)) for path in place.temporary.rglob("*")]
     assert not temporary, f"temporary files are left: {temporary}"
+    locks = [path.name for path in place.root.rglob("*.rl-lock")]
+    assert not locks, f"lock files are left: {locks}"
+    _require_logs_alone(place.of_ray)
     unfinished = ("*.partial", "*.writing", "*.rewriting", "*.removed*", "*.unfinished")
     parts = [str(path) for pattern in unfinished for path in place.run_dir.rglob(pattern)]
     assert not parts, f"unfinished files are left: {parts}"
+
+
+def _require_logs_alone(of_ray: Path) -> None:
+    """Ray keeps its sessions' logs. Nothing listens at a socket of theirs, and nothing large is left; then they go."""
+    files = [path for path in of_ray.rglob("*") if not path.is_symlink() and not path.is_dir()]
+    listening = [str(path) for path in files if path.is_socket() and _is_answered(path)]
+    assert not listening, f"Ray still listens at {listening}"
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert num_bytes < MOST_LOGGED, f"Ray's sessions left {num_bytes} bytes in {of_ray}"
+    shutil.rmtree(of_ray, ignore_errors=True)
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0

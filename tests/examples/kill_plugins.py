@@ -3,12 +3,13 @@ played. All are plug-ins, so the run under test is the one that a user starts.""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -38,9 +39,13 @@ SECONDS = {
     "publish": 0.04,
     "evaluate": 0.08,
     "checkpoint": 0.15,
-    "export": 0.3,
+    "export": 0.15,
+    "last_export": 0.3,
 }
-"""The phases of a run, and about how long each of them takes: a strike comes at a random moment of this time."""
+"""The phases of a run, and about how long each of them takes: a strike comes at a random moment of this time. `export`
+is a step's (`trainer.hf_save_interval`), `last_export` the run's own."""
+_APPEARS_S = 100.0
+"""Ray and the ranks are there at the latest then; in every phase but the first they are there."""
 
 
 @attrs.frozen(kw_only=True)
@@ -96,20 +101,30 @@ def await_strike() -> None:
 
 
 def _strike(strike: Strike) -> None:
+    pid = _pid_of(strike.victim)
     time.sleep(strike.delay_s)
     with _armed.ledger.with_name("strikes").open("a") as strikes:
         strikes.write(f"{strike}\n")
     for press in range(strike.presses):
         time.sleep(1.1 * (press > 0))
-        os.kill(_pid_of(strike.victim), strike.signal)
+        os.kill(pid, strike.signal)
 
 
 def _pid_of(victim: Victim) -> int:
+    """Of the newest such process; in the first phase, once there is one."""
     if victim == "controller":
         return os.getpid()
-    wanted = "ray::RayRank" if victim == "rank" else f"/{victim}"
-    names = {child.pid: child.cmdline() for child in psutil.Process().children(recursive=True)}
-    return max(pid for pid, words in names.items() if words and wanted in words[0])
+    wanted, deadline = "ray::RayRank" if victim == "rank" else f"/{victim}", time.monotonic() + _APPEARS_S
+    while not (found := [pid for pid, name in _child_names() if wanted in name]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert found, f"there is no {victim} to strike"
+    return max(found)
+
+
+def _child_names() -> Iterator[tuple[int, str]]:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield child.pid, " ".join(child.cmdline()[:1])
 
 
 class PhaseTracker:
@@ -130,11 +145,11 @@ def phase_tracker(config: object, run_dir: Path, *, total_steps: int, first_step
     return PhaseTracker()
 
 
-class BeforeExport(Callback):
-    """The loop is done; the model is written next."""
+class BeforeLastExport(Callback):
+    """The last step is done; the run's model is written next."""
 
     def on_run_end(self, step: int) -> None:
-        reached("export")
+        reached("last_export")
 
 
 class LowDigit(ArithmeticEnvironment):

@@ -5,7 +5,9 @@ is doubled, nothing is left behind.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from tests.examples.kept_groups import require_every_group_once, require_listed_
 from tests.examples.kill_cases import (
     BOUNDS_AND_DEPTHS,
     NUM_CASES,
+    OF_RAY,
+    STEPS,
     Case,
     Place,
     PlayedOut,
@@ -40,7 +44,7 @@ from tests.examples.kill_cases import (
 from tests.examples.kill_plugins import SECONDS, Strike
 from tests.examples.test_resume import BuildConfig, require_same_run
 
-IN_EVERY_RUN_OF_THE_TESTS = (1, 2, 5)
+IN_EVERY_RUN_OF_THE_TESTS = (1, 2, 4)
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -62,6 +66,7 @@ def uninterrupted(
             calm = attrs.evolve(case, overrides={}, strikes=())
             assert not play_out(small_run, calm, place).strikes
             references[key] = place.run_dir
+            shutil.rmtree(place.of_ray, ignore_errors=True)
         return references[key]
 
     return find
@@ -82,6 +87,8 @@ def require_nothing_lost(
     if not case.runs_ahead:
         is_in_process = case.overrides.get("environment__placement") is None
         require_same_run(place.run_dir, find(case), engine_tolerance=0.0 if is_in_process else 1e-5)
+    exports = [path.name for path in sorted((place.run_dir / "model").glob("step_*"))]
+    assert exports == [f"step_{step:06d}" for step in range(2, STEPS + 1, 2)]
     sizes = sizes_of(build(small_run, case, place.run_dir))
     require_listed_groups_once(place.run_dir, played.resumed_from, sizes)
     require_every_group_once(place.run_dir, place.ledger, sizes)
@@ -121,13 +128,15 @@ def test_a_run_that_is_struck_at_a_random_moment_loses_nothing(
 def test_the_cases_cover_every_kind():
     cases = [case_of(seed) for seed in range(NUM_CASES)]
     kinds = {(case.max_staleness, case.pipeline_depth, case.dynamic_sampling) for case in cases}
-    assert len(kinds) == 3 * len(BOUNDS_AND_DEPTHS)
-    assert {(case.runs_ahead, strike.phase) for case in cases for strike in case.strikes} == {
-        (runs_ahead, phase) for runs_ahead in (False, True) for phase in SECONDS
-    }
-    struck = {(case.runs_ahead, strike.victim) for case in cases for strike in case.strikes}
-    victims = ("controller", "rank", "raylet", "gcs_server")
-    assert struck == {(runs_ahead, victim) for runs_ahead in (False, True) for victim in victims}
+    assert kinds == {(*bound, kind) for bound in BOUNDS_AND_DEPTHS for kind in (None, "filter", "replace")}
+    alone = Counter(
+        ((case.max_staleness, case.pipeline_depth), case.strikes[0].phase) for case in cases if case.num_ranks == 1
+    )
+    assert alone == dict.fromkeys(itertools.product(BOUNDS_AND_DEPTHS, SECONDS), 2)
+    struck = {(strike.victim, strike.phase) for case in cases for strike in case.strikes}
+    assert struck == set(itertools.product(("controller", *OF_RAY), SECONDS))
+    ahead = {(case.runs_ahead, strike.victim) for case in cases for strike in case.strikes}
+    assert ahead == set(itertools.product((False, True), ("controller", *OF_RAY)))
 
 
 class LosingRollouts(Rollouts):

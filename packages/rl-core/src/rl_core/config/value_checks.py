@@ -394,6 +394,15 @@ def _resume(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _kept_checkpoints(config: Config) -> Iterator[ConfigError]:
+    kept = config.trainer.max_ckpts_to_keep
+    if kept != -1 and kept < 1:
+        yield ConfigError(
+            f"trainer.max_ckpts_to_keep: got {kept}; expected at least 1, or -1 to keep all; trainer.ckpt_interval=-1 "
+            "saves none"
+        )
+
+
 def _reward_functions(config: Config) -> Iterator[ConfigError]:
     environment, key = config.environment, "environment.reward_functions"
     if environment.reward_functions and environment.env_class != "reward_functions":
@@ -421,6 +430,7 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kl: (),
     _reduction: (),
     _resume: (),
+    _kept_checkpoints: (),
     _reward_functions: (),
 }
 """Check → the keys that have to be within their bounds for it to be asked."""

@@ -44,7 +44,7 @@ class PhaseAware(Protocol):
     """A tracker that is told the run's current phase."""
 
     def phase(self, name: str) -> None:
-        """The phase `name` begins: generate, score, train, publish, evaluate or checkpoint."""
+        """The phase `name` begins: generate, score, train, publish, evaluate, checkpoint or export."""
         ...
 
 

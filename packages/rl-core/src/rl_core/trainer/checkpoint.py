@@ -155,9 +155,9 @@ def step_of(path: Path) -> int:
 
 
 def delete_old_checkpoints(root: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`; nothing for a negative number."""
+    """Deletes all but the newest `keep`, and never the newest one; nothing for a negative number."""
     if keep >= 0:
-        for path in complete_checkpoints(root)[: -keep or None]:
+        for path in complete_checkpoints(root)[: -max(keep, 1)]:
             _remove(path)
 
 

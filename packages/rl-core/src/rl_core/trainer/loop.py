@@ -259,6 +259,7 @@ class TrainingLoop:
         """The model of a step at which one is due."""
         interval = self._settings.hf_save_interval
         if interval > 0 and self.steps_done % interval == 0:
+            self._reporter.phase("export")
             with self._times.phase("checkpoint"):
                 await self._engines.to_models()
                 await self._saver.export(self._export_directory)

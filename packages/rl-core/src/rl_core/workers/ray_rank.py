@@ -44,7 +44,7 @@ class RankAddress:
     """Ray's name of it."""
     pid: int
     free_port: int
-    """Nothing listened there when it was asked for."""
+    """Nobody else gets it until the rank has started."""
     gpus: str | None
     """CUDA_VISIBLE_DEVICES as Ray set it: this rank's own."""
 
@@ -84,18 +84,17 @@ class RayRank:
         keep_freed_memory()
         self._host: RankHost | None = None
         self._call = ("nothing", 0.0, 0)
+        self._kept_port: socket.socket | None = None
 
     def address(self) -> RankAddress:
         """Where it runs."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        self._kept_port = kept_port()
         node_id = ray.get_runtime_context().get_node_id()
         return RankAddress(
             node=_address_of(node_id),
             node_id=node_id,
             pid=os.getpid(),
-            free_port=port,
+            free_port=self._kept_port.getsockname()[1],
             gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
 
@@ -110,6 +109,8 @@ class RayRank:
             # A batch lies in shared memory, read-only, and no worker writes to one.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
+            if self._kept_port is not None:
+                self._kept_port.close()
             return self._host.abilities
 
         return self._answer("start", build)
@@ -150,6 +151,15 @@ class RayRank:
             return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
         finally:
             self._call = ("nothing", 0.0, 0)
+
+
+def kept_port() -> socket.socket:
+    """A socket bound to a free port. While it is open nobody else is given the port; but a store of torch can listen
+    there, because both allow the other (SO_REUSEADDR) and this one does not listen."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    return kept
 
 
 def _address_of(node_id: str) -> str:
