@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
 from rl_rollout.transports import broadcast_ends
 from rl_rollout.transports.broadcast import BroadcastTransport, broadcast
-from rl_rollout.transports.broadcast_ends import BroadcastReceiver
+from rl_rollout.transports.broadcast_ends import BroadcastReceiver, Group
 from rl_rollout.transports.channel import Channel
+from rl_rollout.transports.sync_log import receiving
 
 
 class TestBroadcast(WeightTransportConformance):
@@ -92,12 +95,17 @@ def test_what_differs_from_the_checksums_is_refused(sync, threads, spoil):
         receiving.result(60)
 
 
-def test_a_receiver_that_never_joins_runs_into_the_deadline():
-    transport = BroadcastTransport(timeout_s=0.3)
+def test_a_receiver_that_never_joins_ends_all_sides_in_seconds_though_a_sync_may_take_minutes(threads):
+    assert BroadcastTransport().join_timeout_s <= 30.0
+    transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=1.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
-    Channel(rendezvous.data).register_receiver({"device": "cpu", "version": 0})
-    with pytest.raises(DeadlineError, match=r"waited 0\.3 s for 2 receivers, of which 1 have joined"):
+    began = time.monotonic()
+    receiving = threads.submit(receive, rendezvous)
+    with pytest.raises(DeadlineError, match=rf"waited 1 s for 2 receivers, of which 1 have joined .*{os.getpid()}"):
         send(transport, rendezvous)
+    with pytest.raises(WeightSyncError, match=r"rank 0 could not send weight version 0: DeadlineError: waited 1 s"):
+        receiving.result(60)
+    assert time.monotonic() - began < 20.0
     transport.close(rendezvous)
 
 
@@ -173,6 +181,64 @@ def test_a_receiver_that_fails_ends_the_others_at_once_though_its_error_is_kept(
             future.result(60)
         kept.append(error)
     transport.close(rendezvous)
+
+
+class Endless:
+    """A process group whose collectives notice nobody's end, as NCCL's do."""
+
+    def __init__(self):
+        self.calls = []
+
+    def broadcast(self, tensors, options):
+        self.calls.append("broadcast")
+        return SimpleNamespace(is_completed=lambda: False)
+
+    def abort(self):
+        self.calls.append("abort")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, threads):
+    _, rendezvous = sync
+    stuck = Group(Endless(), Channel(rendezvous.data), torch.device("cpu"))
+    stuck.start_broadcast(torch.ones(3))
+    waiting = threads.submit(stuck.wait)
+    with pytest.raises(ValueError, match="cannot load"), receiving(rendezvous):
+        raise ValueError("this engine cannot load it")
+    with pytest.raises(WeightSyncError, match=r"broken off: the receiver in process \d+ .*engine cannot load it"):
+        waiting.result(20)
+
+
+def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
+    transport, rendezvous = sync
+    process_group = Endless()
+    group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands for a GPU
+    group.start_broadcast(torch.ones(3))
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match="the sync was closed"):
+        group.wait()
+    group.close()
+    assert process_group.calls == ["broadcast", "abort"]
+
+
+def test_a_group_with_nothing_under_way_is_shut_down_in_order(sync):
+    process_group = Endless()
+    Group(process_group, Channel(sync[1].data), torch.device("meta")).close()
+    assert process_group.calls == ["shutdown"]
+
+
+def test_closing_the_sync_ends_a_rank_that_waits_for_the_connection_of_a_receiver_that_is_gone(threads):
+    transport = BroadcastTransport(timeout_s=250.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    joined = Channel(rendezvous.data)
+    joined.register_receiver({"device": "cpu", "version": 0})
+    sending = threads.submit(send, transport, rendezvous)
+    joined.read(0)  # the rank connects now, and nobody else does
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError):
+        sending.result(30)
 
 
 def test_closing_the_sync_ends_a_broadcast_under_way(threads):
