@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rl_core.errors import DeadlineError, WeightSyncError
 from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
@@ -122,6 +125,50 @@ def test_one_receiver_too_many_is_refused(sync):
     channel.register_receiver({"device": "cpu", "version": 0})
     with pytest.raises(WeightSyncError, match="opened for 1 receivers, and one more came"):
         channel.register_receiver({"device": "cpu", "version": 0})
+
+
+def stranger(rendezvous):
+    """Whoever reaches the store's port, as every user of the machine does."""
+    return TCPStore("127.0.0.1", rendezvous.data["port"], is_master=False, wait_for_workers=False)
+
+
+def test_who_does_not_know_the_secret_of_a_sync_is_refused(sync):
+    with pytest.raises(WeightSyncError, match="somebody who is no part of it wrote to its store"):
+        Channel({**sync[1].data, "secret": secrets.token_hex()})
+
+
+def test_a_receiver_that_registers_without_the_secret_gets_nothing(sync):
+    transport, rendezvous = sync
+    store = stranger(rendezvous)
+    store.add("receivers", 1)
+    store.set("receiver/0", json.dumps({"device": "cpu", "version": 0, "process": "a stranger's"}))
+    with pytest.raises(WeightSyncError, match=r"'receiver/0' has another signature"):
+        send(transport, rendezvous)
+
+
+@pytest.mark.parametrize("key", ["log/0", "broken", "group/0/0/0"])
+def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads, key):
+    """It ends the sync: a user of the machine can disturb one, and sends nobody anywhere."""
+    transport, rendezvous = sync
+    stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
+    receiving = threads.submit(receive, rendezvous)
+    if key == "group/0/0/0":  # where the rank listens
+        joined = Channel(rendezvous.data)
+        with pytest.raises(WeightSyncError, match=r"'group/0/0/0' has another signature"):
+            PrefixStore("group/0", joined.store).get("0/0")
+        transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match=r"another signature|closed"):
+        receiving.result(30)
+
+
+def test_a_signature_is_of_its_key_too(sync):
+    store = stranger(sync[1])
+    participant = Channel(sync[1].data)
+    participant.append({"kind": "end", "rank": 0})
+    store.set("log/1", store.get("log/0"))
+    assert participant.read(0) == {"kind": "end", "rank": 0}
+    with pytest.raises(WeightSyncError, match="'log/1' has another signature"):
+        participant.read(1)
 
 
 def test_a_closed_sync_is_refused_at_once(sync):

@@ -201,14 +201,16 @@ class Group:
     @classmethod
     def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:
         """`member`: 0 for the sender, 1 and the receiver's number for each of the others. Waits for them."""
-        store = PrefixStore(f"group/{sender}", channel.store)
-        size, timeout = 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
+        prefix, size, timeout = f"group/{sender}", 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
+                # Its threads use the store for as long as the group lives, so it must be one without Python.
+                store = PrefixStore(prefix, channel.store.plain)
                 group: Any = dist.ProcessGroupNCCL(store, member, size, options)
                 return cls(group, channel, torch.device("cuda", torch.cuda.current_device()))
+            store = PrefixStore(prefix, channel.store)
             group = dist.ProcessGroupGloo(store, member, size, _gloo_options(data["host"], timeout))
             return cls(group, channel, torch.device(CPU))
         except RuntimeError as error:

@@ -2,15 +2,17 @@
 
 A sync has a store of its own (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
 it; receivers follow the log. So nobody has to know in advance which ranks send, how much, or in which layout, and
-nothing of one sync is left for the next. Closing the store ends every wait on it, and so does a participant that breaks
-the sync off.
+nothing of one sync is left for the next. All of it is signed (`signed_store`). Closing the store ends every wait on it,
+and so does a participant that breaks the sync off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +23,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from rl_core.errors import DeadlineError, WeightSyncError
+from rl_rollout.transports.signed_store import SignedStore
 
-_LENGTH, _RECEIVERS, _BROKEN = "log/length", "receivers", "broken"
+_OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
 _CONNECT_S = 30.0
-_LOOK_S = 1.0
-"""Between two looks of one who waits at whether the sync was broken off."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+"""Between two looks of one who waits. (torch's own wait writes two lines to stderr whenever it is in vain.)"""
+_LOOKS_PER_BREAK = 20
 _stores: dict[int, TCPStore] = {}
 """Of the syncs that are open in this process, by port."""
 
@@ -37,7 +41,7 @@ def open_store(
     # torch itself would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
-    _stores[port] = TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -45,9 +49,13 @@ def open_store(
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
     )
+    secret = secrets.token_hex()
+    SignedStore(store, secret).set(_OPENED, "")
+    _stores[port] = store
     return {
         "host": host,
         "port": port,
+        "secret": secret,
         "num_ranks": num_ranks,
         "num_receivers": num_receivers,
         "timeout_s": timeout_s,
@@ -73,7 +81,7 @@ class Channel:
     """One participant's access to a sync's store."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        """`data`: of `open_store`."""
+        """`data`: of `open_store`. Raises WeightSyncError where the sync is closed, or has another secret."""
         self.timeout_s: float = data["timeout_s"]
         self.join_timeout_s: float = min(data["join_timeout_s"], self.timeout_s)
         self.num_ranks: int = data["num_ranks"]
@@ -81,14 +89,16 @@ class Channel:
         try:
             # torch would try again and again to reach a store that is no longer there.
             socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
-            self.store = TCPStore(
+            store = TCPStore(
                 data["host"],
                 data["port"],
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=min(self.timeout_s, _CONNECT_S)),
             )
-            self.store.set_timeout(timedelta(seconds=self.timeout_s))
+            store.set_timeout(timedelta(seconds=self.timeout_s))
+            self.store = SignedStore(store, data["secret"])
+            self.store.get(_OPENED)
         except (OSError, dist.DistError) as error:
             raise WeightSyncError(f"the sync at {data['host']}:{data['port']} is closed: {error}") from error
 
@@ -159,16 +169,20 @@ class Channel:
 
     def _get(self, key: str, what: str, *, timeout_s: float, told_s: float | None = None) -> bytes:
         """`told_s`: the deadline that an error tells of, where it began earlier."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            look_s = max(0.001, min(_LOOK_S, deadline - time.monotonic()))
-            try:
-                self.store.wait([key], timedelta(seconds=look_s))
-                return self.store.get(key)
-            except dist.DistError as error:
-                self.require_open()
+        deadline, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        try:
+            for looks in itertools.count(1):
+                if self.store.check([key]):
+                    return self.store.get(key)
+                if looks % _LOOKS_PER_BREAK == 0:
+                    self.require_open()
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"waited {told_s or timeout_s:g} s for {what}") from error
+                    break
+                time.sleep(look_s)
+                look_s = min(1.5 * look_s, _LAST_LOOK_S)
+        except dist.DistError as error:
+            raise _closed(error) from error
+        raise DeadlineError(f"waited {told_s or timeout_s:g} s for {what}")
 
 
 def this_process() -> str:
