@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rl_core.errors import DeadlineError, WeightSyncError
 from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.testing.transports import WeightTransportConformance
 from rl_rollout.transports import broadcast_ends
 from rl_rollout.transports.broadcast import BroadcastTransport, broadcast
-from rl_rollout.transports.broadcast_ends import BroadcastReceiver
+from rl_rollout.transports.broadcast_ends import BroadcastReceiver, Group
 from rl_rollout.transports.channel import Channel
+from rl_rollout.transports.sync_log import receiving
 
 
 class TestBroadcast(WeightTransportConformance):
@@ -92,12 +98,17 @@ def test_what_differs_from_the_checksums_is_refused(sync, threads, spoil):
         receiving.result(60)
 
 
-def test_a_receiver_that_never_joins_runs_into_the_deadline():
-    transport = BroadcastTransport(timeout_s=0.3)
+def test_a_receiver_that_never_joins_ends_all_sides_in_seconds_though_a_sync_may_take_minutes(threads):
+    assert BroadcastTransport().join_timeout_s <= 30.0
+    transport = BroadcastTransport(timeout_s=250.0, join_timeout_s=1.0)
     rendezvous = transport.open(num_ranks=1, num_engines=2)
-    Channel(rendezvous.data).register_receiver({"device": "cpu", "version": 0})
-    with pytest.raises(DeadlineError, match=r"waited 0\.3 s for 2 receivers, of which 1 have joined"):
+    began = time.monotonic()
+    receiving = threads.submit(receive, rendezvous)
+    with pytest.raises(DeadlineError, match=rf"waited 1 s for 2 receivers, of which 1 have joined .*{os.getpid()}"):
         send(transport, rendezvous)
+    with pytest.raises(WeightSyncError, match=r"rank 0 could not send weight version 0: DeadlineError: waited 1 s"):
+        receiving.result(60)
+    assert time.monotonic() - began < 20.0
     transport.close(rendezvous)
 
 
@@ -114,6 +125,50 @@ def test_one_receiver_too_many_is_refused(sync):
     channel.register_receiver({"device": "cpu", "version": 0})
     with pytest.raises(WeightSyncError, match="opened for 1 receivers, and one more came"):
         channel.register_receiver({"device": "cpu", "version": 0})
+
+
+def stranger(rendezvous):
+    """Whoever reaches the store's port, as every user of the machine does."""
+    return TCPStore("127.0.0.1", rendezvous.data["port"], is_master=False, wait_for_workers=False)
+
+
+def test_who_does_not_know_the_secret_of_a_sync_is_refused(sync):
+    with pytest.raises(WeightSyncError, match="somebody who is no part of it wrote to its store"):
+        Channel({**sync[1].data, "secret": secrets.token_hex()})
+
+
+def test_a_receiver_that_registers_without_the_secret_gets_nothing(sync):
+    transport, rendezvous = sync
+    store = stranger(rendezvous)
+    store.add("receivers", 1)
+    store.set("receiver/0", json.dumps({"device": "cpu", "version": 0, "process": "a stranger's"}))
+    with pytest.raises(WeightSyncError, match=r"'receiver/0' has another signature"):
+        send(transport, rendezvous)
+
+
+@pytest.mark.parametrize("key", ["log/0", "broken", "group/0/0/0"])
+def test_what_a_stranger_writes_is_never_taken_for_a_participants(sync, threads, key):
+    """It ends the sync: a user of the machine can disturb one, and sends nobody anywhere."""
+    transport, rendezvous = sync
+    stranger(rendezvous).set(key, json.dumps({"kind": "failed", "rank": 0, "error": "nothing failed"}))
+    receiving = threads.submit(receive, rendezvous)
+    if key == "group/0/0/0":  # where the rank listens
+        joined = Channel(rendezvous.data)
+        with pytest.raises(WeightSyncError, match=r"'group/0/0/0' has another signature"):
+            PrefixStore("group/0", joined.store).get("0/0")
+        transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match=r"another signature|closed"):
+        receiving.result(30)
+
+
+def test_a_signature_is_of_its_key_too(sync):
+    store = stranger(sync[1])
+    participant = Channel(sync[1].data)
+    participant.append({"kind": "end", "rank": 0})
+    store.set("log/1", store.get("log/0"))
+    assert participant.read(0) == {"kind": "end", "rank": 0}
+    with pytest.raises(WeightSyncError, match="'log/1' has another signature"):
+        participant.read(1)
 
 
 def test_a_closed_sync_is_refused_at_once(sync):
@@ -173,6 +228,64 @@ def test_a_receiver_that_fails_ends_the_others_at_once_though_its_error_is_kept(
             future.result(60)
         kept.append(error)
     transport.close(rendezvous)
+
+
+class Endless:
+    """A process group whose collectives notice nobody's end, as NCCL's do."""
+
+    def __init__(self):
+        self.calls = []
+
+    def broadcast(self, tensors, options):
+        self.calls.append("broadcast")
+        return SimpleNamespace(is_completed=lambda: False)
+
+    def abort(self):
+        self.calls.append("abort")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+def test_a_participant_that_fails_ends_a_collective_that_does_not_notice(sync, threads):
+    _, rendezvous = sync
+    stuck = Group(Endless(), Channel(rendezvous.data), torch.device("cpu"))
+    stuck.start_broadcast(torch.ones(3))
+    waiting = threads.submit(stuck.wait)
+    with pytest.raises(ValueError, match="cannot load"), receiving(rendezvous):
+        raise ValueError("this engine cannot load it")
+    with pytest.raises(WeightSyncError, match=r"broken off: the receiver in process \d+ .*engine cannot load it"):
+        waiting.result(20)
+
+
+def test_a_rank_in_a_collective_on_gpus_aborts_it_when_the_sync_is_over(sync):
+    transport, rendezvous = sync
+    process_group = Endless()
+    group = Group(process_group, Channel(rendezvous.data), torch.device("meta"))  # stands for a GPU
+    group.start_broadcast(torch.ones(3))
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError, match="the sync was closed"):
+        group.wait()
+    group.close()
+    assert process_group.calls == ["broadcast", "abort"]
+
+
+def test_a_group_with_nothing_under_way_is_shut_down_in_order(sync):
+    process_group = Endless()
+    Group(process_group, Channel(sync[1].data), torch.device("meta")).close()
+    assert process_group.calls == ["shutdown"]
+
+
+def test_closing_the_sync_ends_a_rank_that_waits_for_the_connection_of_a_receiver_that_is_gone(threads):
+    transport = BroadcastTransport(timeout_s=250.0)
+    rendezvous = transport.open(num_ranks=1, num_engines=1)
+    joined = Channel(rendezvous.data)
+    joined.register_receiver({"device": "cpu", "version": 0})
+    sending = threads.submit(send, transport, rendezvous)
+    joined.read(0)  # the rank connects now, and nobody else does
+    transport.close(rendezvous)
+    with pytest.raises(WeightSyncError):
+        sending.result(30)
 
 
 def test_closing_the_sync_ends_a_broadcast_under_way(threads):

@@ -22,10 +22,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is
 @pytest.fixture
 def rendezvous():
     """Of a sync whose two ends were not stopped at `open`."""
-    port = open_store("127.0.0.1", 20.0)
-    data = {"host": "127.0.0.1", "port": port, "num_ranks": 1, "num_receivers": 1, "timeout_s": 20.0}
+    data = open_store("127.0.0.1", num_ranks=1, num_receivers=1, timeout_s=20.0, join_timeout_s=20.0)
     yield Rendezvous(transport="cuda_ipc", receiver="", data=data)
-    close_store(port)
+    close_store(data["port"])
 
 
 @without_gpu

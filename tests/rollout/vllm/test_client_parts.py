@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import attrs
@@ -14,20 +16,23 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rl_core.errors import ConfigError, DeadlineError, GenerationError
-from rl_core.interfaces import Completion, GenerateRequest, Manifest, SamplingParams, TensorRecord
+from rl_core.errors import ConfigError, DeadlineError, GenerationError, WeightSyncError
+from rl_core.interfaces import Completion, GenerateRequest, Manifest, Rendezvous, SamplingParams, TensorRecord
 from rl_core.tasks import IdleTime
+from rl_core.trainer.publish import publish_weights
 from rl_rollout.local.plugin import local
 from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import LostUnderRequest
 from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
 from rl_rollout.vllm.launch import cpu_environment
 from rl_rollout.vllm.placement import shared_gpus
 from rl_rollout.vllm.plugin import vllm
-from rl_rollout.vllm.pool import Member, Pool, Wanted
+from rl_rollout.vllm.pool import EngineFacts, Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import Heartbeat, Supervisor
+from tests.core.virtual_time import run_virtually
 from tests.rollout.vllm.servers import make_spec
 
 REQUEST = GenerateRequest(
@@ -247,6 +252,150 @@ async def test_waiting_for_a_server_names_the_state_of_each():
     assert await waiting is second
 
 
+# --- a sync that breaks -----------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A server whose part of an update is a function."""
+
+    def __init__(self, name: str, update: Callable[[], Awaitable[Any]]) -> None:
+        self.name = name
+        self._update = update
+
+    async def call(self, method: str, arguments: Any = None, *, timeout_s: float) -> Any:
+        if method == "update_weights":
+            return await self._update()
+        return {}
+
+
+async def refuses() -> Any:
+    raise WeightSyncError("vLLM server 0, update_weights: it does not fit")
+
+
+async def is_gone() -> Any:
+    raise LostUnderRequest("vLLM server 0: its connection broke")
+
+
+async def never_answers() -> Any:
+    await asyncio.Event().wait()
+
+
+class Closable:
+    """A transport that carries nothing: ranks and engines wait until it is closed."""
+
+    name = "closable"
+    contract_version = 1
+
+    def __init__(self, *, is_staged: bool = False) -> None:
+        self.is_staged = is_staged
+        self.is_closed = asyncio.Event()
+
+    def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
+        return Rendezvous(transport=self.name, receiver="", data={})
+
+    def close(self, rendezvous: Rendezvous) -> None:
+        self.is_closed.set()
+
+    async def taken(self) -> Any:
+        await self.is_closed.wait()
+        raise WeightSyncError("the sync was closed")
+
+    async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+        return await self.taken()
+
+
+async def broken(transport: Closable, *updates: Callable[[], Awaitable[Any]]) -> tuple[str, float, list[Member]]:
+    """What is raised by a sync with these servers, after how many seconds, and the members that were reported."""
+    pool, failed = Pool(len(updates)), []
+    for member, update in zip(pool.members, updates, strict=True):
+        scripted: Any = Scripted(str(member), update)
+        await pool.joined(member, scripted, 0, is_quarantined=False)
+    pool.version, pool.facts = 0, EngineFacts(vocab_size=8, num_workers=1)
+    client = RemoteInferenceClient(pool, timeout_s=1000.0, on_failure=failed.append)
+    policy: Any = SimpleNamespace(mesh=SimpleNamespace(world_size=1), adapter=None, publish=transport.publish)
+    clock = asyncio.get_running_loop()
+    with pytest.raises(WeightSyncError) as raised:
+        await publish_weights(policy, client, transport, 1, max_bucket_bytes=1)
+    took_s = clock.time()
+    await asyncio.sleep(60.0)
+    return str(raised.value), took_s, failed
+
+
+@pytest.mark.parametrize("first", [refuses, is_gone])
+def test_a_server_that_fails_breaks_a_sync_off_at_once_for_those_that_wait_in_it(first: Any):
+    async def work() -> None:
+        transport = Closable()
+        message, took_s, failed = await broken(transport, first, transport.taken)
+        assert message.startswith("vLLM server 0")
+        assert message.endswith("; vLLM server 1 had not ended its part")
+        assert took_s == 0.0
+        assert [member.index for member in failed] == [0, 1]
+        assert [member.hung for member in failed] == [None, None]
+
+    run_virtually(work())
+
+
+def test_a_server_that_does_not_end_its_part_of_a_broken_sync_is_given_up_as_hung():
+    async def work() -> None:
+        _, took_s, failed = await broken(Closable(), refuses, never_answers)
+        assert took_s == 0.0
+        assert [member.index for member in failed] == [0, 1]
+        assert failed[1].hung is not None
+        assert "30 s after update_weights failed" in failed[1].hung
+
+    run_virtually(work())
+
+
+def test_the_only_server_that_hangs_in_a_sync_is_given_up_seconds_after_the_ranks_failed():
+    class Unjoined(Closable):
+        async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+            await asyncio.sleep(30.0)
+            raise WeightSyncError("waited 30 s for 1 receivers, of which 0 have joined")
+
+    async def work() -> None:
+        message, took_s, failed = await broken(Unjoined(), never_answers)
+        assert "of which 0 have joined" in message
+        assert took_s == 40.0
+        assert [member.hung is not None for member in failed] == [True]
+
+    run_virtually(work())
+
+
+def test_a_staged_version_is_waited_for_on_every_server():
+    """The negative control: there one server's failure is not the others'."""
+
+    async def work() -> None:
+        async def slowly() -> Any:
+            await asyncio.sleep(100.0)
+            return wire.manifest_record(Manifest(version=1, tensors={}))
+
+        class Sent(Closable):
+            async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
+                return Manifest(version=version, tensors={})
+
+        _, took_s, failed = await broken(Sent(is_staged=True), refuses, slowly)
+        assert took_s == 100.0
+        assert [member.index for member in failed] == [0]
+
+    run_virtually(work())
+
+
+async def test_a_server_that_is_known_to_be_hung_is_started_again_though_it_answers():
+    pool, server = Pool(1), StartedAgain()
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    (member,) = pool.members
+    first, member.hung = member.connection, "it is hung, says a test"
+    supervisor.suspect(member)
+    async with asyncio.timeout(20):
+        await member.lost.wait()
+        assert member.why_down == "it is hung, says a test"
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    assert member.connection is not first
+    assert member.hung is None
+    await supervisor.close()
+
+
 # --- configuration --------------------------------------------------------------------------------------------------
 
 
@@ -405,15 +554,17 @@ class StartedAgain:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
+        self._runners: list[web.AppRunner] = []
 
     async def start(self) -> ServerAddress:
         self.told.clear()
         app = web.Application()
         app.router.add_post("/rl/{name}", self._answer)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return ServerAddress(url=f"http://127.0.0.1:{self._runner.addresses[0][1]}", pid=0)
+        runner = web.AppRunner(app)
+        self._runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return ServerAddress(url=f"http://127.0.0.1:{runner.addresses[0][1]}", pid=0)
 
     async def _answer(self, request: web.Request) -> web.Response:
         name, arguments = request.match_info["name"], wire.decode(await request.read())
@@ -425,7 +576,8 @@ class StartedAgain:
     def kill(self) -> None: ...
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        while self._runners:
+            await self._runners.pop().cleanup()
 
 
 async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():

@@ -104,6 +104,9 @@ class Rendezvous:
     """For syncs whose weights both sides keep: the unique `id` of this sync, and as `base` the id of the sync whose
     weights the changes apply to; None for whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read
     it."""
+    is_staged: bool = True
+    """As `WeightTransport.is_staged`; `publish_weights` fills it in. If not, no engine gets the version without the
+    others, and a client raises as soon as one of them fails."""
 
 
 class WeightSender(Protocol):

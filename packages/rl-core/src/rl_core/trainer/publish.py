@@ -15,6 +15,8 @@ from rl_core.workers import WorkerGroup
 
 R = TypeVar("R")
 PauseMode = Literal["keep", "abort", "wait"]
+_END_S = 10.0
+"""For engines to end their part of a sync that failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +59,7 @@ async def publish_weights(
     """
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
     opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
-    rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta)
+    rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta, is_staged=transport.is_staged)
 
     async def both(receiving: Awaitable[R]) -> tuple[Manifest, R]:
         sender = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))
@@ -91,13 +93,16 @@ async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
     """Waits for both. When one fails the other is told through the transport and waited for too: a rank that still
-    sends would hold up whatever it is asked next. Raises the error that came first."""
+    sends would hold up whatever it is asked next. An engine that does not end is given up: it may be hung. Raises the
+    error that came first."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         failures = [error for future in done if (error := future.exception()) is not None]
         if failures:
             stop()
+            await asyncio.wait({receiving}, timeout=_END_S)
+            receiving.cancel()
             await asyncio.wait(both)
             raise failures[0]
     except asyncio.CancelledError:

@@ -30,6 +30,9 @@ class BroadcastTransport:
     loopback."""
     timeout_s: float = 600.0
     """How long each side waits for the next step of the other."""
+    join_timeout_s: float = 30.0
+    """How long a rank that is ready waits for every engine to join: they are called when it begins, and join before
+    they do anything else, so one that takes longer is dead or hung."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
@@ -40,13 +43,13 @@ class BroadcastTransport:
         from rl_rollout.transports.channel import open_store
 
         host = self.host or controller_address()
-        data = {
-            "host": host,
-            "port": open_store(host, self.timeout_s),
-            "num_ranks": num_ranks,
-            "num_receivers": num_engines,
-            "timeout_s": self.timeout_s,
-        }
+        data = open_store(
+            host,
+            num_ranks=num_ranks,
+            num_receivers=num_engines,
+            timeout_s=self.timeout_s,
+            join_timeout_s=self.join_timeout_s,
+        )
         return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> BroadcastSender:

@@ -2,8 +2,9 @@
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
 produces     (sender) the log, the bytes; (receiver) buckets, checked once a rank has sent its last
-waits for    receivers to join, the other end of each broadcast (deadline `timeout_s` of the rendezvous)
-unblocked by the other side; by `close` of the transport; by a participant that fails or dies, whose connections break
+waits for    receivers to join (`join_timeout_s` of the rendezvous), the other end of each broadcast (`timeout_s`)
+unblocked by the other side; by `close` of the transport; by a participant that fails and breaks the sync off, or that
+             dies: its connections break
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rl_rollout.transports.sync_log import (
     device_name,
     end_message,
     follow,
+    receiving,
     require_version,
     sending,
 )
@@ -88,7 +90,7 @@ class BroadcastSender:
         has_gpus = CPU not in devices and len(set(devices)) == len(devices)
         backend = "nccl" if has_gpus else "gloo"
         channel.append({"kind": "group", "rank": self._rank, "backend": backend})
-        return Group(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
+        return Group.connected(channel, self._rendezvous.data, sender=self._rank, member=0, backend=backend)
 
 
 class Stages:
@@ -142,10 +144,11 @@ class BroadcastReceiver:
         follower = threading.Thread(target=run, name="rl-rollout-broadcast-receiver", daemon=True)
         follower.start()
         try:
-            while (item := arrived.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            with receiving(self._rendezvous):
+                while (item := arrived.get()) is not None:
+                    if isinstance(item, BaseException):
+                        raise item
+                    yield item
         finally:
             stopped.set()
 
@@ -162,7 +165,9 @@ class BroadcastReceiver:
             rank = message["rank"]
             if message["kind"] == "bucket":
                 return _receive_bucket(message, groups[rank], device)
-            groups[rank] = Group(channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"])
+            groups[rank] = Group.connected(
+                channel, self._rendezvous.data, sender=rank, member=member, backend=message["backend"]
+            )
             return None
 
         try:
@@ -179,24 +184,37 @@ class Group:
     reference that is only dropped may be kept by an error's traceback for as long as somebody looks at the error.
     """
 
-    def __init__(self, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> None:
-        store = PrefixStore(f"group/{sender}", channel.store)
-        size, timeout = 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
+    def __init__(self, process_group: Any, channel: Channel, device: torch.device) -> None:
+        """
+        Args:
+            process_group: of torch; this object's own from now on.
+            channel: of the sync.
+            device: where the group's collectives have their memory.
+        """
+        self.device = device
+        self._group: Any = process_group
         self._channel = channel
-        self._timeout = timeout
         self._data: Tensor | None = None
         self._work: Any = None
         """Under way, with its memory."""
+
+    @classmethod
+    def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:
+        """`member`: 0 for the sender, 1 and the receiver's number for each of the others. Waits for them."""
+        prefix, size, timeout = f"group/{sender}", 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group: Any = dist.ProcessGroupNCCL(store, member, size, options)
-            else:
-                self._group = dist.ProcessGroupGloo(store, member, size, _gloo_options(data["host"], timeout))
+                # Its threads use the store for as long as the group lives, so it must be one without Python.
+                store = PrefixStore(prefix, channel.store.plain)
+                group: Any = dist.ProcessGroupNCCL(store, member, size, options)
+                return cls(group, channel, torch.device("cuda", torch.cuda.current_device()))
+            store = PrefixStore(prefix, channel.store)
+            group = dist.ProcessGroupGloo(store, member, size, _gloo_options(data["host"], timeout))
+            return cls(group, channel, torch.device(CPU))
         except RuntimeError as error:
             raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
-        self.device = torch.device(CPU) if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
     def start_broadcast(self, data: Tensor) -> Tensor:
         """Starts a broadcast from the sender, to be waited for before the next; receivers give the memory to fill.
@@ -208,7 +226,7 @@ class Group:
         data = data.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = self._timeout
+        options.timeout = timedelta(seconds=self._channel.timeout_s)
         # The empty bucket: a collective of no bytes is not one that every backend knows.
         if data.numel():
             self._data, self._work = data, self._group.broadcast([data], options)

@@ -2,12 +2,17 @@
 
 A sync has a store of its own (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
 it; receivers follow the log. So nobody has to know in advance which ranks send, how much, or in which layout, and
-nothing of one sync is left for the next. Closing the store ends every wait on it.
+nothing of one sync is left for the next. All of it is signed (`signed_store`). Closing the store ends every wait on it,
+and so does a participant that breaks the sync off.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -18,19 +23,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from rl_core.errors import DeadlineError, WeightSyncError
+from rl_rollout.transports.signed_store import SignedStore
 
-_LENGTH, _RECEIVERS = "log/length", "receivers"
+_OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
 _CONNECT_S = 30.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
+"""Between two looks of one who waits. (torch's own wait writes two lines to stderr whenever it is in vain.)"""
+_LOOKS_PER_BREAK = 20
 _stores: dict[int, TCPStore] = {}
 """Of the syncs that are open in this process, by port."""
 
 
-def open_store(host: str, timeout_s: float) -> int:
-    """Starts a sync's store on a free port of `host` alone; returns the port."""
+def open_store(
+    host: str, *, num_ranks: int, num_receivers: int, timeout_s: float, join_timeout_s: float
+) -> dict[str, Any]:
+    """Starts a sync's store on a free port of `host` alone; `Rendezvous.data` of the sync."""
     # torch itself would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
-    _stores[port] = TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -38,7 +49,18 @@ def open_store(host: str, timeout_s: float) -> int:
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
     )
-    return port
+    secret = secrets.token_hex()
+    SignedStore(store, secret).set(_OPENED, "")
+    _stores[port] = store
+    return {
+        "host": host,
+        "port": port,
+        "secret": secret,
+        "num_ranks": num_ranks,
+        "num_receivers": num_receivers,
+        "timeout_s": timeout_s,
+        "join_timeout_s": join_timeout_s,
+    }
 
 
 def close_store(port: int) -> None:
@@ -46,32 +68,54 @@ def close_store(port: int) -> None:
     _stores.pop(port, None)
 
 
+def break_off(data: Mapping[str, Any], reason: str) -> None:
+    """Ends the waits of everybody in the sync with an error that says why; nothing where it is closed already.
+
+    Over a connection of its own: that of a channel may be busy in another thread.
+    """
+    with contextlib.suppress(WeightSyncError):
+        Channel(data).break_off(reason)
+
+
 class Channel:
     """One participant's access to a sync's store."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        """`data`: `Rendezvous.data` with `host`, `port`, `num_ranks`, `num_receivers` and `timeout_s`."""
+        """`data`: of `open_store`. Raises WeightSyncError where the sync is closed, or has another secret."""
         self.timeout_s: float = data["timeout_s"]
+        self.join_timeout_s: float = min(data["join_timeout_s"], self.timeout_s)
         self.num_ranks: int = data["num_ranks"]
         self.num_receivers: int = data["num_receivers"]
         try:
             # torch would try again and again to reach a store that is no longer there.
             socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
-            self.store = TCPStore(
+            store = TCPStore(
                 data["host"],
                 data["port"],
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=min(self.timeout_s, _CONNECT_S)),
             )
-            self.store.set_timeout(timedelta(seconds=self.timeout_s))
+            store.set_timeout(timedelta(seconds=self.timeout_s))
+            self.store = SignedStore(store, data["secret"])
+            self.store.get(_OPENED)
         except (OSError, dist.DistError) as error:
             raise WeightSyncError(f"the sync at {data['host']}:{data['port']} is closed: {error}") from error
 
     def require_open(self) -> None:
-        """Raises WeightSyncError if the sync was closed."""
+        """Raises WeightSyncError if the sync was closed, or a participant broke it off."""
         try:
-            self.store.check([_LENGTH])
+            reason = self.store.get(_BROKEN).decode() if self.store.check([_BROKEN]) else None
+        except dist.DistError as error:
+            raise _closed(error) from error
+        if reason is not None:
+            raise WeightSyncError(f"the sync was broken off: {reason}")
+
+    def break_off(self, reason: str) -> None:
+        """Tells everybody that the sync has failed; the first reason stays."""
+        try:
+            if not self.store.check([_BROKEN]):
+                self.store.set(_BROKEN, reason)
         except dist.DistError as error:
             raise _closed(error) from error
 
@@ -86,7 +130,8 @@ class Channel:
 
     def read(self, place: int) -> dict[str, Any]:
         """The message at `place`. Raises DeadlineError if it does not come, WeightSyncError if the sync is closed."""
-        return json.loads(self._get(f"log/{place}", f"what comes after {place} messages of the ranks"))
+        what = f"what comes after {place} messages of the ranks"
+        return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 
     def register_receiver(self, description: Mapping[str, Any]) -> int:
         """Says that a receiver is there; its number, from 0."""
@@ -94,18 +139,21 @@ class Channel:
             number = self.store.add(_RECEIVERS, 1) - 1
             if number >= self.num_receivers:
                 raise WeightSyncError(f"the sync was opened for {self.num_receivers} receivers, and one more came")
-            self.store.set(f"receiver/{number}", json.dumps(description))
+            self.store.set(f"receiver/{number}", json.dumps({**description, "process": this_process()}))
         except dist.DistError as error:
             raise _closed(error) from error
         return number
 
     def receivers(self) -> list[dict[str, Any]]:
-        """What the receivers said of themselves, by number; waits until all are there."""
-        names = [f"receiver/{number}" for number in range(self.num_receivers)]
-        return [
-            json.loads(self._get(name, f"{self.num_receivers} receivers, of which {i} have joined the sync"))
-            for i, name in enumerate(names)
-        ]
+        """What the receivers said of themselves, by number; waits until all are there. Raises DeadlineError if they are
+        not in time."""
+        deadline, joined = time.monotonic() + self.join_timeout_s, []
+        while len(joined) < self.num_receivers:
+            names = ", ".join(receiver["process"] for receiver in joined) or "none"
+            what = f"{self.num_receivers} receivers, of which {len(joined)} have joined the sync ({names})"
+            key, left_s = f"receiver/{len(joined)}", deadline - time.monotonic()
+            joined.append(json.loads(self._get(key, what, timeout_s=left_s, told_s=self.join_timeout_s)))
+        return joined
 
     def acknowledge(self, place: int, number: int) -> None:
         """Receiver `number` has taken what message `place` speaks of."""
@@ -117,18 +165,29 @@ class Channel:
     def wait_until_taken(self, place: int, numbers: Sequence[int]) -> None:
         """Returns when all these receivers have."""
         for number in numbers:
-            self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}")
+            self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 
-    def _get(self, key: str, what: str) -> bytes:
-        started = time.monotonic()
+    def _get(self, key: str, what: str, *, timeout_s: float, told_s: float | None = None) -> bytes:
+        """`told_s`: the deadline that an error tells of, where it began earlier."""
+        deadline, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-            return self.store.get(key)
+            for looks in itertools.count(1):
+                if self.store.check([key]):
+                    return self.store.get(key)
+                if looks % _LOOKS_PER_BREAK == 0:
+                    self.require_open()
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(look_s)
+                look_s = min(1.5 * look_s, _LAST_LOOK_S)
         except dist.DistError as error:
-            # A store that was closed answers at once, a missing key after the deadline.
-            if time.monotonic() - started >= self.timeout_s:
-                raise DeadlineError(f"waited {self.timeout_s:g} s for {what}") from error
             raise _closed(error) from error
+        raise DeadlineError(f"waited {told_s or timeout_s:g} s for {what}")
+
+
+def this_process() -> str:
+    """Its name in messages."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _closed(error: Exception) -> WeightSyncError:

@@ -28,6 +28,8 @@ class CudaIpcTransport:
 
     timeout_s: float = 600.0
     """How long each side waits for the next step of the other."""
+    join_timeout_s: float = 30.0
+    """How long a rank that is ready waits for every engine to join; see `BroadcastTransport`."""
     contract_version: int = 1
     name: str = "cuda_ipc"
     is_staged: bool = False
@@ -53,13 +55,13 @@ class CudaIpcTransport:
         from rl_rollout.transports.channel import open_store
 
         self.validate()
-        data = {
-            "host": "127.0.0.1",
-            "port": open_store("127.0.0.1", self.timeout_s),
-            "num_ranks": num_ranks,
-            "num_receivers": num_engines,
-            "timeout_s": self.timeout_s,
-        }
+        data = open_store(
+            "127.0.0.1",
+            num_ranks=num_ranks,
+            num_receivers=num_engines,
+            timeout_s=self.timeout_s,
+            join_timeout_s=self.join_timeout_s,
+        )
         return Rendezvous(transport=self.name, receiver=self.receiver, data=data)
 
     def sender(self, rendezvous: Rendezvous, rank: int, world_size: int) -> CudaIpcSender:

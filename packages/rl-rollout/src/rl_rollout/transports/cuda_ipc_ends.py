@@ -26,6 +26,7 @@ from rl_rollout.transports.sync_log import (
     device_name,
     end_message,
     follow,
+    receiving,
     require_version,
     sending,
 )
@@ -90,17 +91,19 @@ class CudaIpcReceiver:
         if not torch.cuda.is_available():
             raise WeightSyncError("the cuda_ipc transport reached an engine without a GPU; use shared_memory")
         device = torch.device("cuda", torch.cuda.current_device())
-        channel = Channel(self._rendezvous.data)
-        number = channel.register_receiver({"version": version})
+        with receiving(self._rendezvous):
+            channel = Channel(self._rendezvous.data)
+            number = channel.register_receiver({"version": version})
 
-        def take(message: Mapping[str, Any], place: int) -> WeightBucket:
-            # A copy: vLLM keeps parts of a bucket until it has a layer's last tensor, the rank only until it is told.
-            data = opened(message).to(device, copy=True)
-            torch.cuda.current_stream(device).synchronize()
-            channel.acknowledge(place, number)
-            return described_bucket(message, data)
+            def take(message: Mapping[str, Any], place: int) -> WeightBucket:
+                # A copy: vLLM keeps parts of a bucket until it has a layer's last tensor, the rank only until it is
+                # told.
+                data = opened(message).to(device, copy=True)
+                torch.cuda.current_stream(device).synchronize()
+                channel.acknowledge(place, number)
+                return described_bucket(message, data)
 
-        yield from follow(channel, version, take)
+            yield from follow(channel, version, take)
 
 
 def shared(data: Tensor, rank: int) -> dict[str, Any]:

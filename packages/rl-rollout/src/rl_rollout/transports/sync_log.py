@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Rendezvous, TensorRecord, WeightBucket
 from rl_core.rank_kit.weight_buckets import bucket_records, draining, with_checksums
-from rl_rollout.transports.channel import Channel
+from rl_rollout.transports.channel import Channel, break_off, this_process
 
 CPU = "cpu"
 """What `device_name` calls memory that is on no GPU."""
@@ -30,9 +30,23 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
         try:
             yield channel
         except Exception as error:
+            told = f"{type(error).__name__}: {error}"
             with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
-                channel.append({"kind": "failed", "rank": rank, "error": f"{type(error).__name__}: {error}"})
+                channel.append({"kind": "failed", "rank": rank, "error": told})
+                channel.break_off(f"rank {rank} could not send its weights: {told}")
             raise
+
+
+@contextlib.contextmanager
+def receiving(rendezvous: Rendezvous) -> Iterator[None]:
+    """For a receiver, which takes the sync in the block: where it does not take all of it, that ends everybody's part.
+    NCCL would not notice, and a rank would wait in it for a receiver that is no longer there."""
+    try:
+        yield
+    except BaseException as error:  # GeneratorExit too: whoever loads the buckets raised
+        told = "" if isinstance(error, GeneratorExit) else f": {type(error).__name__}: {error}"
+        break_off(rendezvous.data, f"the receiver in {this_process()} did not take all of it{told}")
+        raise
 
 
 def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:

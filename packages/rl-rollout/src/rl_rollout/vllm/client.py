@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
-"""Deadline of calls that compute nothing."""
+"""Deadline of calls that compute nothing, and of servers to end their part of a sync that failed."""
 _UPDATE_SHARE = 0.5
 """Of a request's deadline, which an update may take: requests wait meanwhile, and outlive one that hangs."""
 _TOKENIZE_CONCURRENCY = 32
@@ -172,12 +172,14 @@ class RemoteInferenceClient:
         """See `InferenceClient.update_weights`. A server that dies meanwhile is left to the supervisor.
 
         Raises:
-            WeightSyncError: a server that lives did not get the version; none serves it then.
+            WeightSyncError: a server that lives did not get the version, or one died in a sync that is not staged; none
+                serves it then.
         """
         arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         async with self._pool.updating():
-            answers = await self._on_all("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
+            on_servers = self._on_all if rendezvous.is_staged else self._on_all_or_none
+            answers = await on_servers("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
             if not answers:
                 lost = f"weight version {version}: every server was lost meanwhile"
                 raise WeightSyncError(f"{lost}; {self._pool.described()}")
@@ -314,26 +316,66 @@ class RemoteInferenceClient:
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
         """The answers of all servers that are up. One that is gone has none; an error of another one is raised."""
-        members = self._pool.up
+        asked = self._ask_all(method, arguments, timeout_s)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for member, answer in zip(asked.values(), answers, strict=True):
+            self._note(method, member, answer)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ServerGone):
+                raise answer
+        pairs = zip(asked.values(), answers, strict=True)
+        return {member: answer for member, answer in pairs if not isinstance(answer, ServerGone)}
 
+    async def _on_all_or_none(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
+        """As `_on_all`, of what no server can do without the others: the first failure is raised at once. The others
+        fail with it, when its caller breaks off what they wait for; one that does not end then is hung, and given up.
+
+        Raises:
+            WeightSyncError: a server refused, or is gone.
+        """
+        asked = self._ask_all(method, arguments, timeout_s)
+        running = set(asked)
+        try:
+            ended, running = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if running:
+                _in_background(self._end(method, {task: asked[task] for task in running}))
+        for task in ended:
+            self._note(method, asked[task], task.exception())
+        failures = [error for task in ended if (error := task.exception()) is not None]
+        if not failures:
+            return {asked[task]: task.result() for task in asked}
+        error = next((error for error in failures if not isinstance(error, ServerGone)), failures[0])
+        if isinstance(error, RLError) and not running:
+            raise error
+        late = "".join(f"; {asked[task]} had not ended its part" for task in running)
+        raise WeightSyncError(f"{error}{late}") from error
+
+    async def _end(self, method: str, running: Mapping[asyncio.Task[Any], Member]) -> None:
+        """Waits for what was asked of these servers and is not wanted any more."""
+        ended, late = await asyncio.wait(running, timeout=_SHORT_S)
+        for task in ended:
+            self._note(method, running[task], task.exception())
+        for task in late:
+            task.cancel()
+            member = running[task]
+            member.hung = f"it is hung: {_SHORT_S:g} s after {method} failed it had not ended its part"
+            self._on_failure(member)
+
+    def _ask_all(self, method: str, arguments: Any, timeout_s: float) -> dict[asyncio.Task[Any], Member]:
         async def ask(connection: Connection, timeout_s: float) -> Any:
             return await connection.call(method, arguments, timeout_s=timeout_s)
 
-        answers = await asyncio.gather(
-            *(self._until_lost(member, ask, timeout_s) for member in members), return_exceptions=True
-        )
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, ServerGone):
-                logger.warning("%s: %s", method, answer)
-                self._on_failure(member)
-            elif isinstance(answer, WeightSyncError):
-                member.is_quarantined = True  # until its next heartbeat says what it really holds
-                self._on_failure(member)
-        refused = [error for error in errors if not isinstance(error, ServerGone)]
-        if refused:
-            raise refused[0]
-        return {m: answer for m, answer in zip(members, answers, strict=True) if not isinstance(answer, ServerGone)}
+        return {asyncio.create_task(self._until_lost(member, ask, timeout_s)): member for member in self._pool.up}
+
+    def _note(self, method: str, member: Member, answer: object) -> None:
+        """What an answer, or an error, says of the server."""
+        if isinstance(answer, ServerGone):
+            logger.warning("%s: %s", method, answer)
+            self._on_failure(member)
+        elif isinstance(answer, WeightSyncError):
+            member.is_quarantined = True  # until its next heartbeat says what it really holds
+            self._on_failure(member)
 
     async def _tokenizer_call(self, path: str, arguments: Mapping[str, Any]) -> Any:
         async def ask(connection: Connection, timeout_s: float) -> Any:
@@ -353,9 +395,13 @@ class RemoteInferenceClient:
             except (ServerGone, RLError) as error:
                 logger.info("sample %s was cancelled, but %s", sample_id, error)
 
-        task = asyncio.ensure_future(tell(member.connection))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        _in_background(tell(member.connection))
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 _background: set[asyncio.Task[None]] = set()

@@ -64,6 +64,8 @@ class Member:
     idle: IdleTime = attrs.field(factory=IdleTime)
     """Time without any."""
     why_down: str = "it has not started"
+    hung: str | None = None
+    """Why it must go, whatever it says of itself: its HTTP server answers, and its engine does not."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
     """Set when the connection it had is given up; every connection has an event of its own."""
 
@@ -133,7 +135,7 @@ class Pool:
 
     async def left(self, member: Member, reason: str) -> None:
         """The server is given up, with all requests that wait for it."""
-        member.connection = None
+        member.connection = member.hung = None
         member.why_down = reason
         member.lost.set()
         await self._tell()

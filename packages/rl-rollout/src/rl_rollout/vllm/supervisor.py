@@ -145,6 +145,8 @@ class Supervisor:
         """Why the server must go; None if it is well."""
         connection = member.connection
         assert connection is not None
+        if member.hung is not None:
+            return member.hung
         try:
             try:
                 await self._heard(member, connection)

@@ -1,0 +1,59 @@
+"""A store of torch in which nobody can write who does not know the sync's secret.
+
+torch's TCPStore has no password: whoever reaches its port reads, writes and lists all keys. So values carry a signature
+of their key and content; a participant takes no other. The secret comes with the rendezvous, which servers accept with
+the control token alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from rl_core.errors import WeightSyncError
+
+_NUM_BYTES = 32
+
+
+class SignedStore(Store):
+    """As far as a sync and gloo use a store. Counts (`add`) are not signed: they say where to look, no more."""
+
+    def __init__(self, plain: Store, secret: str) -> None:
+        """`plain`: where values lie. `secret`: of `secrets.token_hex`."""
+        super().__init__()
+        self.plain = plain
+        self._secret = bytes.fromhex(secret)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes the value with its signature."""
+        content = value.encode() if isinstance(value, str) else value
+        self.plain.set(key, self._signature(key, content) + content)  # pyright: ignore[reportArgumentType]
+
+    def get(self, key: str) -> bytes:
+        """Raises WeightSyncError for a value of somebody without the secret."""
+        stored = self.plain.get(key)
+        signature, content = stored[:_NUM_BYTES], stored[_NUM_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, content)):
+            raise WeightSyncError(
+                f"the sync's {key!r} has another signature than this sync's secret gives: somebody who is no part of "
+                "it wrote to its store"
+            )
+        return content
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """All of these have a value."""
+        return self.plain.check(list(keys))
+
+    def add(self, key: str, value: int) -> int:
+        """The count after adding."""
+        return self.plain.add(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when all of these have a value."""
+        self.plain.wait(list(keys)) if timeout is None else self.plain.wait(list(keys), timeout)
+
+    def _signature(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + content, "sha256")
