@@ -1,13 +1,14 @@
 """What vLLM gets wrong about loading weights again, about seeds and AMX on CPUs, adapters and memory, repaired.
 
-Imported in every worker, before it loads its model; `unlink_message_queues` is for all processes of a server. Each fix
-names version and fault, says when it can go, and fails loudly where vLLM no longer has what it wraps.
+Imported in every worker, before it loads its model; the two that unlink memory, in all processes of a
+server. Each fix names version and fault, says when it can go, and fails loudly where vLLM no longer has what it wraps.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import WeightSyncError
@@ -190,6 +191,32 @@ def unlink_message_queues() -> None:
 
     setattr(wait_and_unlink, _MARK, True)
     MessageQueue.wait_until_ready = wait_and_unlink
+
+
+def unlink_shared_memory_on_cpu() -> None:
+    """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks that a signal ends leave 4 MB each in /dev/shm.
+
+    As with queues: a rank's segment goes by its name as soon as all others have it.
+    Shown by tests/rollout/vllm/test_faults.py, of a tensor parallel engine. Can go when that passes without.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original: Any = _CPUSHMDistributed._init_cpu_shm
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def init_and_unlink(self: Any) -> Any:
+        handle = original(self)
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    setattr(init_and_unlink, _MARK, True)
+    _CPUSHMDistributed._init_cpu_shm = init_and_unlink
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
