@@ -1,18 +1,19 @@
-"""Faults of servers and of syncs, drawn at random, and a trainer that publishes weights meanwhile."""
+"""Faults of servers and of syncs at random moments, and a trainer that publishes weights meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 import psutil
@@ -30,16 +31,25 @@ from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.pool import Member
 from tests.rollout.vllm.servers import request
 
+T = TypeVar("T")
 What = Literal["kill", "freeze", "pause", "flip a byte", "stop sending"]
 Whom = Literal["server", "core", "worker"]
-When = Literal["generating", "syncing", "idle"]
+When = Literal["generating", "idle", "pausing", "receiving", "swapping", "resuming"]
+SYNC_PHASES: Sequence[When] = ("pausing", "receiving", "swapping", "resuming")
 TIMEOUT_S = 300.0
-"""Of a request; an update has half of it. A server starts in a minute on two free cores."""
+"""Of a request. A server starts in a minute on two free cores."""
+_UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
 """As by default: whoever waits in vain for another one's part of a sync says so before its engine is given up."""
 HUNG_AFTER_S = 20.0
 _LATE_S = 15.0
-"""After its deadline, on a busy machine."""
+"""What a sync takes on a busy machine, and what a deadline may be late."""
+_CALLS: Mapping[When, tuple[str, float]] = {
+    "pausing": ("pause", 0.02),
+    "swapping": ("update_weights", 0.2),
+    "resuming": ("resume", 0.02),
+}
+"""By phase of a sync: the client's call, and about how many seconds it takes. Weights arrive in the phase without."""
 _BACK_WITHIN_S = 900.0
 _PAUSE_S = 2.0
 _LIMIT = 1e-3
@@ -58,12 +68,29 @@ class Fault:
 
     what: What
     when: When
+    """Generating: some of the requests are done. Idle: before they are asked for. Else: a phase of a sync."""
     transport: str = "files"
     """Of the sync: the one that it hits, or that comes after it."""
     whom: Whom = "server"
     """Of what the operating system does; the sender has the others."""
     moment: float = 0.5
-    """From 0 to 1: of the requests, or of the buckets of the sync, how many are done."""
+    """From 0 to 1: of the requests, of the buckets, or of the time that the phase takes."""
+
+    @property
+    def is_in_sync(self) -> bool:
+        """It hits a sync, instead of coming before one."""
+        return self.when in SYNC_PHASES
+
+    @property
+    def noticed_within_s(self) -> float:
+        """By its deadlines: until a sync has ended, well or with an error."""
+        if self.what == "pause":
+            return _PAUSE_S
+        if self.what != "freeze":
+            return 0.0
+        # A core that takes weights is busy, and heartbeats do not ask it: the update's own deadline is left.
+        is_receiving = self.when == "receiving" and TRANSPORTS[self.transport].is_staged
+        return _UPDATE_S if self.whom != "server" and self.is_in_sync and not is_receiving else HUNG_AFTER_S
 
     def __str__(self) -> str:
         if self.what in ("flip a byte", "stop sending"):
@@ -71,20 +98,40 @@ class Fault:
         return f"{self.what} {self.whom} {self.when}, {self.transport} at {self.moment:.2f}"
 
 
-def drawn(seed: int) -> Fault:
-    """Half of them hit a sync."""
-    dice = random.Random(seed)
-    when: When = dice.choice(["generating", "syncing", "syncing", "idle"])
-    anytime: Sequence[What] = ("kill", "kill", "freeze", "pause")
-    of_sync: Sequence[What] = ("flip a byte", "flip a byte", "stop sending")
-    whom: Sequence[Whom] = ("server", "core", "worker")
-    return Fault(
-        what=dice.choice([*anytime, *of_sync] if when == "syncing" else anytime),
-        when=when,
-        transport=dice.choice(list(TRANSPORTS)),
-        whom=dice.choice(whom),
-        moment=dice.random(),
-    )
+def faults_of_shard(shard: int) -> list[Fault]:
+    """Twenty: each phase of a sync by each transport is hit once, and each transport damages and stops once.
+
+    What hits a phase is another thing with the next transport and in the next shard, so that servers are killed in
+    every phase of every transport by two shards in a row. Server, core and worker are killed equally often, and frozen.
+    """
+    dice = random.Random(shard)
+    whats: Sequence[What] = ("kill", "freeze", "kill", "pause")
+    beside: list[tuple[What, When, str]] = [
+        ("kill", "generating", dice.choice([*TRANSPORTS])),
+        ("freeze", "idle", dice.choice([*TRANSPORTS])),
+    ]
+    hits = [
+        *beside,
+        *(
+            (whats[(i + j + shard) % len(whats)], when, transport)
+            for i, transport in enumerate(TRANSPORTS)
+            for j, when in enumerate(SYNC_PHASES)
+        ),
+    ]
+    dice.shuffle(hits)
+    whoms: Sequence[Whom] = ("server", "core", "worker")
+    turns = {what: itertools.cycle(dice.sample(whoms, len(whoms))) for what in ("kill", "freeze", "pause")}
+    faults = [
+        Fault(what=what, when=when, transport=transport, whom=next(turns[what]), moment=dice.random())
+        for what, when, transport in hits
+    ]
+    of_sender: Sequence[What] = ("flip a byte", "stop sending")
+    faults += [
+        Fault(what=what, when="receiving", transport=transport, moment=dice.random())
+        for what, transport in itertools.product(of_sender, TRANSPORTS)
+    ]
+    dice.shuffle(faults)
+    return faults
 
 
 class Model:
@@ -133,9 +180,11 @@ class Cluster:
 
     async def survives(self, fault: Fault, name: str) -> None:
         """Requests are asked for, the fault comes: each is answered once, by the weights it says, within its deadline;
-        and afterwards all servers serve the current version."""
+        afterwards all servers serve the current version, and nothing is left of the one that failed."""
         victim = random.Random(name).choice(self.members)
-        hit = Hit(await self.processes(victim), fault)
+        processes = await self.processes(victim)
+        left_by_victim = Left.by([victim_process for those in processes.values() for victim_process in those])
+        hit = Hit(processes, fault)
         requests = _requests(name)
         waiting: list[asyncio.Future[Completion]] = []
         try:
@@ -152,85 +201,121 @@ class Cluster:
             for task in waiting:
                 task.cancel()
             hit.over()
+        assert hit.has_come
         for asked, completion in zip(requests, completions, strict=True):
             assert len(completion.tokens) == asked.params.max_tokens
             self.model.require_versions(asked, completion)
         await self.whole_again()
-        self._require_nothing_left()
+        self._require_no_folder()
+        await left_by_victim.require_nothing(but=Left.by(await self.all_processes()))
 
-    async def publish(
-        self,
-        transport: str = "files",
-        *,
-        disturbed: Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]] = lambda buckets: buckets,
-    ) -> None:
-        """The next version, as a trainer does at the end of a step."""
+    async def publish(self, transport: str = "files", hit: Hit | None = None) -> None:
+        """The next version, as a trainer does at the end of a step; with a fault that hits the sync."""
         self.version += 1
         buckets = pack_buckets(self.model.tensors(self.version).items(), _BUCKET_BYTES)
-        rank = _OneRank(TRANSPORTS[transport], disturbed(buckets))
+        rank = _OneRank(TRANSPORTS[transport], buckets if hit is None else hit.among(buckets))
         sending: Any = rank
-        await publish_weights(sending, self.client, TRANSPORTS[transport], self.version, max_bucket_bytes=_BUCKET_BYTES)
+        with contextlib.nullcontext() if hit is None else hit.in_call_of(self.client):
+            await publish_weights(
+                sending, self.client, TRANSPORTS[transport], self.version, max_bucket_bytes=_BUCKET_BYTES
+            )
 
     async def _publish_until_good(self, fault: Fault, hit: Hit) -> None:
         """What the trainer of a run that goes on would do; a fault of a sync is in the first."""
-        if fault.when == "syncing":
+        within_s = fault.noticed_within_s + _LATE_S
+        if fault.is_in_sync:
             try:
-                await self._in_time(self.publish(fault.transport, disturbed=hit.in_sync))
+                await _in_time(self.publish(fault.transport, hit), within_s)
             except RLError:
                 pass
             else:
                 assert fault.what not in ("flip a byte", "stop sending"), "the damaged version was taken"
                 return
-        await self._again(fault.transport)
+        await self._again(fault.transport, within_s)
 
-    async def _again(self, transport: str) -> None:
+    async def _again(self, transport: str, within_s: float) -> None:
         async with asyncio.timeout(_BACK_WITHIN_S):
             while True:
+                await self.client._pool.wait_for(lambda: bool(self.client._pool.up), "a server", timeout_s=None)
                 try:
-                    return await self._in_time(self.publish(transport))
+                    return await _in_time(self.publish(transport), within_s)
                 except RLError:
                     await asyncio.sleep(0.5)
 
     async def _timed(self, asked: GenerateRequest) -> Completion:
-        (completion,) = await self._in_time(self.client.generate(asked))
+        (completion,) = await _in_time(self.client.generate(asked), TIMEOUT_S + _LATE_S)
         return completion
-
-    async def _in_time(self, call: Any) -> Any:
-        """Its own deadline ends it, at the latest."""
-        began = time.monotonic()
-        try:
-            return await call
-        finally:
-            took_s = time.monotonic() - began
-            # An update waits for a server to be up before it begins.
-            assert took_s < 2 * TIMEOUT_S + _LATE_S, f"waited {took_s:.0f} s, where the deadline is {TIMEOUT_S:g} s"
 
     async def whole_again(self) -> None:
         """Returns when all servers hold the current version, which is published again when they ask for it."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while len(self.client._pool.serving) < len(self.members):
                 await self.client.needs_weights()
-                await self._again("files")
+                await self._again("files", _LATE_S)
         for member in self.members:
             assert member.connection is not None
             health = await member.connection.call("health", timeout_s=60)
             assert (health["version"], health["quarantine"]) == (self.version, None)
             assert (health["num_running"], health["num_waiting"], member.load) == (0, 0, 0)
 
-    def _require_nothing_left(self) -> None:
+    def _require_no_folder(self) -> None:
         for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
             left = [folder for folder in place.glob("rl-weights-*") if f"-{os.getpid()}-" in folder.name]
             assert not left, f"a sync left {left}"
 
     async def processes(self, member: Member) -> Mapping[str, Sequence[psutil.Process]]:
-        """Of a server: itself, and those of its engine by what they are."""
+        """Of a server: itself, those of its engine by what they are, and all others that it started."""
         assert member.connection is not None
         server = psutil.Process((await member.connection.call("health", timeout_s=60))["pid"])
         children = server.children(recursive=True)
         cores = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
         workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
         assert cores, [child.cmdline() for child in children]
-        return {"server": [server], "core": cores, "worker": workers or cores}
+        others = [child for child in children if child not in cores and child not in workers]
+        return {"server": [server], "core": cores, "worker": workers or cores, "other": others}
+
+    async def all_processes(self) -> list[psutil.Process]:
+        """Of all servers."""
+        groups = [await self.processes(member) for member in self.members]
+        return [process for group in groups for those in group.values() for process in those]
+
+
+async def _in_time(call: Coroutine[Any, Any, T], within_s: float) -> T:
+    """Its own deadline ends it, at the latest."""
+    began = time.monotonic()
+    try:
+        return await call
+    finally:
+        took_s = time.monotonic() - began
+        assert took_s < within_s, f"waited {took_s:.0f} s, where the deadline is {within_s:g} s"
+
+
+@attrs.frozen
+class Left:
+    """What is left of processes when they have ended."""
+
+    processes: frozenset[psutil.Process]
+    files: frozenset[Path]
+    """Sockets, and segments in /dev/shm, that they had by name."""
+
+    @classmethod
+    def by(cls, processes: Iterable[psutil.Process]) -> Left:
+        """Of processes that live."""
+        every, files = frozenset(processes), set[Path]()
+        for process in every:
+            sockets = [Path(str(one.laddr)) for one in process.net_connections("unix")]
+            mapped = [Path(line.split()[-1]) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            files |= {path for path in sockets if path.is_absolute()}
+            files |= {path for path in mapped if path.parent == Path("/dev/shm")}
+        return cls(every, frozenset(files))
+
+    async def require_nothing(self, *, but: Left | None = None) -> None:
+        """Within a minute."""
+        processes = self.processes - (but.processes if but else set())
+        files = self.files - (but.files if but else set())
+        _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
+        assert not alive, f"processes are left: {[process.cmdline() for process in alive]}"
+        assert not (left := [path for path in files if path.exists()]), f"files are left: {left}"
 
 
 class Hit:
@@ -239,11 +324,12 @@ class Hit:
     def __init__(self, processes: Mapping[str, Sequence[psutil.Process]], fault: Fault) -> None:
         self._fault = fault
         self._process = random.Random(fault.moment).choice(processes[fault.whom])
-        self._resuming: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        self.has_come = False
 
     def __call__(self) -> None:
         """From any thread."""
+        self.has_come = True
         if self._fault.what == "kill":
             self._process.send_signal(signal.SIGKILL)
         elif self._fault.what in ("freeze", "pause"):
@@ -251,10 +337,29 @@ class Hit:
         if self._fault.what == "pause":
             self._loop.call_soon_threadsafe(self._loop.call_later, _PAUSE_S, self.over)
 
-    def in_sync(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """The buckets, with the fault among them."""
+    @contextlib.contextmanager
+    def in_call_of(self, client: RemoteInferenceClient) -> Iterator[None]:
+        """The fault comes while the client makes the phase's call."""
+        name, about_s = _CALLS.get(self._fault.when, ("", 0.0))
+        if not name or self._comes_after_buckets:
+            yield
+            return
+        call = getattr(client, name)
+
+        async def disturbed(*arguments: Any) -> Any:
+            self._loop.call_later(self._fault.moment * about_s, self)
+            return await call(*arguments)
+
+        setattr(client, name, disturbed)
+        try:
+            yield
+        finally:
+            delattr(client, name)
+
+    def among(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        """The buckets, with the fault among or after them if it is to be there."""
         every = list(buckets)
-        place = round(self._fault.moment * (len(every) - 1))
+        place = round(self._fault.moment * (len(every) - 1)) if self._fault.when == "receiving" else None
         for i, bucket in enumerate(every):
             if i == place:
                 self()
@@ -263,6 +368,13 @@ class Hit:
                 if self._fault.what == "flip a byte":
                     bucket = _with_flipped_byte(bucket, self._fault.moment)
             yield bucket
+        if self._comes_after_buckets:
+            self()
+
+    @property
+    def _comes_after_buckets(self) -> bool:
+        """Where weights are loaded as they come, the call that loads them is the one that receives them."""
+        return self._fault.when == "swapping" and not TRANSPORTS[self._fault.transport].is_staged
 
     def over(self) -> None:
         """A frozen process goes on, if it still exists."""

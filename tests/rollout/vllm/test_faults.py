@@ -4,13 +4,13 @@ version it names, and all servers are back afterwards with the right weights."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -19,7 +19,17 @@ from rl_core.interfaces import Completion, GenerateRequest
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
-from tests.rollout.vllm.faults import HUNG_AFTER_S, TIMEOUT_S, Cluster, Fault, Model, drawn
+from tests.rollout.vllm.faults import (
+    HUNG_AFTER_S,
+    SYNC_PHASES,
+    TIMEOUT_S,
+    TRANSPORTS,
+    Cluster,
+    Fault,
+    Left,
+    Model,
+    faults_of_shard,
+)
 from tests.rollout.vllm.servers import make_spec, request, write_model
 
 CLUSTERS: Mapping[str, Mapping[str, Any]] = {
@@ -28,14 +38,13 @@ CLUSTERS: Mapping[str, Mapping[str, Any]] = {
     "data parallel": {"data_parallel_size": 2},
 }
 SHARDS = [("two engines", 0), ("two engines", 1), ("two engines", 2), ("tensor parallel", 3), ("data parallel", 4)]
-SHARD_SIZE = 20
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(
     request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
-    """Of the kind that the test's parameter names; no process of it is left at the end."""
+    """Of the kind that the test's parameter names; no process, socket or segment of it is left at the end."""
     directory = tmp_path_factory.mktemp("cluster")
     model_path = write_model(directory / "model")
     spec = make_spec(
@@ -50,12 +59,10 @@ async def cluster(
     try:
         await cluster.publish()
         yield cluster
-        servers = [psutil.Process(await pid(cluster, index)) for index in range(len(cluster.members))]
-        processes = [*servers, *(child for server in servers for child in server.children(recursive=True))]
+        left = Left.by(await cluster.all_processes())
     finally:
         await client.close()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
-    assert not alive, f"processes are left: {[process.cmdline() for process in alive]}"
+    await left.require_nothing()
 
 
 async def pid(cluster: Cluster, index: int) -> int:
@@ -73,6 +80,20 @@ def batch_of_requests(name: str, count: int) -> list[GenerateRequest]:
 
 async def answered(client: RemoteInferenceClient, requests: Sequence[GenerateRequest]) -> list[Completion]:
     return [completion for (completion,) in await asyncio.gather(*(client.generate(each) for each in requests))]
+
+
+def test_a_hundred_faults_cover_every_phase_of_every_transport_with_every_kind_of_engine():
+    by_cluster = {kind: [fault for k, i in SHARDS if k == kind for fault in faults_of_shard(i)] for kind in CLUSTERS}
+    assert sum(map(len, by_cluster.values())) == 100
+    phases = {*itertools.product(SYNC_PHASES, TRANSPORTS)}
+    for faults in by_cluster.values():
+        assert {(fault.when, fault.transport) for fault in faults if fault.is_in_sync} == phases
+        assert {fault.when for fault in faults} == {"generating", "idle", *SYNC_PHASES}
+        assert {f.transport for f in faults if f.what == "kill" and f.is_in_sync} == {*TRANSPORTS}
+        assert {f.whom for f in faults if f.what == "kill" and f.is_in_sync} == {"server", "core", "worker"}
+        for what in ("flip a byte", "stop sending"):
+            assert {fault.transport for fault in faults if fault.what == what} == {*TRANSPORTS}
+    assert {(f.when, f.transport) for f in by_cluster["two engines"] if f.what == "kill"} >= phases
 
 
 @pytest.mark.slow
@@ -106,11 +127,11 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
 
 
 FIVE = [
-    Fault(what="flip a byte", when="syncing", transport="files", moment=0.3),
-    Fault(what="flip a byte", when="syncing", transport="broadcast", moment=0.9),
+    Fault(what="flip a byte", when="receiving", transport="files", moment=0.3),
+    Fault(what="flip a byte", when="receiving", transport="broadcast", moment=0.9),
     Fault(what="pause", when="generating", whom="core", transport="shared_memory"),
-    Fault(what="stop sending", when="syncing", transport="shared_memory", moment=0.6),
-    Fault(what="kill", when="syncing", whom="core", transport="broadcast"),
+    Fault(what="stop sending", when="receiving", transport="shared_memory", moment=0.6),
+    Fault(what="kill", when="receiving", whom="core", transport="broadcast"),
 ]
 
 
@@ -154,6 +175,6 @@ async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("cluster", "shard"), SHARDS, indirect=["cluster"])
 async def test_random_faults_lose_no_sample_and_serve_no_wrong_weights(cluster: Cluster, shard: int):
-    for seed in range(shard * SHARD_SIZE, (shard + 1) * SHARD_SIZE):
-        print(f"{seed}: {drawn(seed)}", flush=True)
-        await cluster.survives(drawn(seed), f"random-{seed}")
+    for number, fault in enumerate(faults_of_shard(shard)):
+        print(f"{shard}.{number}: {fault}", flush=True)
+        await cluster.survives(fault, f"random-{shard}-{number}")

@@ -1,13 +1,14 @@
-"""What vLLM gets wrong about loading weights again, about seeds and AMX on CPUs and about adapters, repaired.
+"""What vLLM gets wrong about loading weights again, about seeds and AMX on CPUs, adapters and memory, repaired.
 
-Imported in every worker, before it loads its model. Each fix names version and fault, says when it can go, and fails
-loudly where vLLM no longer has what it wraps.
+Imported in every worker, before it loads its model; the two that unlink memory, in all processes of a
+server. Each fix names version and fault, says when it can go, and fails loudly where vLLM no longer has what it wraps.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import WeightSyncError
@@ -165,6 +166,57 @@ def request_amx() -> None:
             "this CPU has AMX, but the operating system does not let this process use it: an engine with "
             "generator.inference_engine.model_dtype=bfloat16 ends at its first request; use float32"
         )
+
+
+def unlink_message_queues() -> None:
+    """vllm 0.30.0, distributed/device_communicators/shm_broadcast.py: an engine that dies leaves 160 MB in /dev/shm.
+
+    The segment of a queue between core and workers is unlinked by its writer's `__del__`, which neither a killed
+    process reaches nor one that a signal ends. Here its writer unlinks it as soon as all readers have it: the kernel
+    frees it with its last user.
+    Shown by tests/rollout/vllm/test_faults.py. Can go when that passes without.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    original: Any = MessageQueue.wait_until_ready
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wait_and_unlink(self: Any) -> None:
+        original(self)
+        if self._is_writer and self.buffer is not None and self.buffer.is_creator:
+            self.buffer.shared_memory.unlink()
+            self.buffer.is_creator = False  # for `__del__`
+
+    setattr(wait_and_unlink, _MARK, True)
+    MessageQueue.wait_until_ready = wait_and_unlink
+
+
+def unlink_shared_memory_on_cpu() -> None:
+    """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks that a signal ends leave 4 MB each in /dev/shm.
+
+    As with queues: a rank's segment goes by its name as soon as all others have it.
+    Shown by tests/rollout/vllm/test_faults.py, of a tensor parallel engine. Can go when that passes without.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original: Any = _CPUSHMDistributed._init_cpu_shm
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def init_and_unlink(self: Any) -> Any:
+        handle = original(self)
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    setattr(init_and_unlink, _MARK, True)
+    _CPUSHMDistributed._init_cpu_shm = init_and_unlink
 
 
 def undo_repack_moe_experts_on_cpu() -> None:

@@ -1,4 +1,4 @@
-"""The processes of an engine end with the server that started them, however it ends.
+"""The processes of an engine end with the server that started them, however it ends, and leave no memory behind.
 
 vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core went
 on, and on a GPU held the memory. vLLM calls `end_with_parent` in each of its processes (entry point
@@ -14,6 +14,8 @@ import sys
 import threading
 from multiprocessing.process import BaseProcess
 
+from rl_rollout.vllm import fixes
+
 _MARK = "RL_ROLLOUT_SERVER"
 """In the environment of this package's servers, for the processes of their engines: other programs that use vLLM on
 this machine are left alone."""
@@ -28,6 +30,8 @@ def end_with_parent() -> None:
     """Ends this process when its parent has ended, if the parent called `mark`."""
     parent = multiprocessing.parent_process()
     if parent is not None and _MARK in os.environ:
+        fixes.unlink_message_queues()
+        fixes.unlink_shared_memory_on_cpu()
         threading.Thread(target=_follow, args=(parent,), name="rl-rollout-parent", daemon=True).start()
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from rl_rollout.transports.folders import make_folder, remove_folder
 from rl_rollout.vllm import orphans
 from rl_rollout.vllm.placement import SharedGpus
 from rl_rollout.vllm.tokens import Tokens
@@ -33,6 +34,9 @@ _STARTED = "---- this server's process started"
 """Begins a line of the log; a server that is started again goes on in the same file."""
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
 _ERROR_LINES, _LOG_LINES = 10, 40
+_SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+_MAX_SOCKETS_PATH = 70
+"""Of a folder: vLLM's names of sockets have 36 characters more, and the kernel allows 107."""
 
 
 @attrs.frozen(kw_only=True)
@@ -130,11 +134,17 @@ class HTTPServer:
         self._app: Any = None
         self._http: Any = None
         self._serving: asyncio.Task[None] | None = None
+        self._sockets = ""
 
     async def load(self) -> None:
         """Loads the model; the event loop stands still while the engine starts."""
         _allow_many_connections()
         orphans.mark()
+        # vLLM never removes the sockets between its processes; a killed server's go when another one is started.
+        self._sockets = make_folder(None, "sockets")
+        has_other_machines = self._settings.engine_args.get("distributed_executor_backend") == "ray"
+        if len(self._sockets) <= _MAX_SOCKETS_PATH and not has_other_machines:
+            os.environ.setdefault(_SOCKETS_VARIABLE, self._sockets)
         # Bound before the engine is loaded: a taken port is known at once.
         self._listening = socket.create_server((self._settings.host, self._settings.port), backlog=_BACKLOG)
         self._app = await self._make_app()
@@ -163,6 +173,7 @@ class HTTPServer:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+        remove_folder(self._sockets)
 
     async def _make_app(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
