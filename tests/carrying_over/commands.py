@@ -70,8 +70,6 @@ class Fragment:
     """Parts of warnings."""
     refused: str | None = None
     """Why it cannot run, a part of the error; None: it resolves."""
-    has_plan: bool = True
-    """Its backend says what ranks would hold."""
 
 
 FRAGMENTS = (
@@ -92,7 +90,6 @@ FRAGMENTS = (
     Fragment(
         name="fsdp, first version",
         keys=("trainer.strategy=fsdp1", "trainer.placement.policy_num_gpus_per_node=1"),
-        has_plan=False,
     ),
     Fragment(
         name="the reference's parameters in CPU memory",
@@ -127,7 +124,7 @@ FRAGMENTS = (
     Fragment(
         name="without flash attention", keys=("trainer.flash_attn=false",), says=("the backend chooses its attention",)
     ),
-    Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT, has_plan=False),
+    Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT),
     Fragment(
         name="deepspeed, offloaded",
         keys=(
@@ -137,7 +134,6 @@ FRAGMENTS = (
             "deepspeed_config.train.zero_optimization.sub_group_size=1e8",
             "deepspeed_config.train.zero_optimization.reduce_bucket_size=1e8",
         ),
-        has_plan=False,
     ),
     Fragment(
         name="megatron, data ranks only",
