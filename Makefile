@@ -128,7 +128,7 @@ gpu: $(READY)  ## run the tests that need a GPU, or say that none could run: doc
 	$(RUN)python -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests) $(ARGS)
 
 # What only a GPU machine runs, as far as it can be checked without one.
-gpu-check: $(READY)  ## check names of vLLM and Megatron in their GPU wheels, and that the versions of the GPU locks fit each other
+gpu-check: $(READY)  ## check names of vLLM, Megatron and Transformer Engine in their GPU wheels, and that the versions of the GPU locks fit each other
 	rm -rf .tools/gpu-wheels
 	$(RUN)python -m tools.gpu_check --fetch --resolve $(shell command -v $(UV)) .tools/gpu-wheels
 

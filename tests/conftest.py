@@ -45,6 +45,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(lane))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where there is no GPU, a test that needs one is skipped, and says so."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip(f"needs a GPU: torch {torch.__version__} finds no CUDA device")
+
+
 def pytest_report_header() -> str:
     """What the numbers of a run depend on."""
     try:

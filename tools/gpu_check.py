@@ -1,16 +1,16 @@
 """Checks without a GPU what only a GPU machine runs: `make gpu-check`.
 
-Every name of vLLM, Megatron-Core and Megatron-Bridge that the packages import, read, patch or pass as a keyword is
-looked up, by syntax tree, in the wheels that a GPU machine installs. They are unpacked, not installed: CUDA builds do
-not import here. A fault of theirs that is repaired names the version in which it was seen: that is to be the pinned
-one.
+Every name of vLLM, Megatron-Core, Megatron-Bridge and Transformer Engine that the packages import, read, patch, pass as
+a keyword or write out in quotes ("megatron.core.optimizer") is looked up, by syntax tree, in the wheels that a GPU
+machine installs. They are unpacked, not installed: CUDA builds do not import here. A fault of theirs that is repaired
+names the version in which it was seen: that is to be the pinned one.
 
     python -m tools.gpu_check WHEELS               # a folder of unpacked wheels
     python -m tools.gpu_check --fetch WHEELS       # fills it first, with pip
     python -m tools.gpu_check --resolve UV WHEELS  # and checks that what the Dockerfile installs fits together
 
 What is not known statically is not checked: attributes of objects whose class no annotation names, and of classes that
-inherit from other libraries.
+inherit from other libraries than torch, which is read where it is installed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,28 @@ from functools import cached_property
 from pathlib import Path
 
 import attrs
+import torch
 
 from tools import locks
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = {"vllm": "vllm", "megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
-"""Distribution → the package that it installs. Their versions are those of constraints.txt."""
+LIBRARIES = {
+    "vllm": "vllm",
+    "megatron-core": "megatron.core",
+    "megatron-bridge": "megatron.bridge",
+    "transformer-engine": "transformer_engine",
+}
+"""Distribution → the package that it installs. Their versions are those of the GPU locks. Of Transformer Engine's three
+distributions this one has the Python sources, the others a library for CUDA 13 and what binds it to torch."""
+TELLING_ATTRIBUTES = {
+    "transformer_engine.pytorch.Linear": "parallel_mode",
+    "transformer_engine.pytorch.LayerNormLinear": "parallel_mode",
+    "transformer_engine.pytorch.GroupedLinear": "parallel_mode",
+}
+"""Class → what the packages know it by without naming it (rl_megatron/rank/shard_marks.py)."""
 _SEEN_IN = re.compile(r"\b(vllm|Megatron-Core|Megatron-Bridge|Bridge) (\d+\.\d+\.\d+)\b", re.IGNORECASE)
+_INSTALLED = Path(torch.__file__).parents[1]
+_DOTTED = re.compile(r"\w+(?:\.\w+)*")
 _FIXES = (
     "rl-rollout/src/rl_rollout/vllm/fixes.py",
     "rl-rollout/src/rl_rollout/vllm/engine_cores.py",
@@ -123,7 +138,7 @@ class Wheels:
 
     def module(self, name: str) -> Module | None:
         if name not in self._modules:
-            base = self._directory.joinpath(*name.split("."))
+            base = self._place(name)
             path = next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()), None)
             self._modules[name] = None if path is None else Module(name, path, self)
         return self._modules[name]
@@ -133,7 +148,11 @@ class Wheels:
 
     def is_known(self, name: str) -> bool:
         """A module of these libraries, or a package without a file of its own."""
-        return self.module(name) is not None or self._directory.joinpath(*name.split(".")).is_dir()
+        return self.module(name) is not None or self._place(name).is_dir()
+
+    def _place(self, name: str) -> Path:
+        is_torch = name.partition(".")[0] == "torch"
+        return (_INSTALLED if is_torch else self._directory).joinpath(*name.split("."))
 
     def member(self, module: str, name: str) -> Module | Class | ast.AST | None:
         """What `from module import name` gives; None where it fails."""
@@ -154,6 +173,11 @@ class Wheels:
                 if reached is not None:
                     return reached
         return None
+
+    def named(self, path: str) -> Module | Class | ast.AST | None:
+        """Of `package.module.name`, or of a module."""
+        owner, _, name = path.rpartition(".")
+        return self.module(path) or (self.member(owner, name) if self.is_known(owner) else None)
 
     def value_of(self, node: ast.expr, module: Module) -> Module | Class | ast.AST | None:
         """Of a name, or of a chain of attributes, where it is a module, class or function."""
@@ -205,6 +229,8 @@ class Use:
                 self._check_member(node, instances.get(_own_attribute(node.value)), node.attr)
             elif isinstance(node, ast.Call):
                 self._check_call(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                self._check_quoted(node, node.value)
 
     def _bind(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
@@ -244,6 +270,9 @@ class Use:
     def _value_of(self, node: ast.expr) -> Module | Class | ast.AST | None:
         if isinstance(node, ast.Name):
             return self._bound.get(node.id)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            name = node.args[0]
+            return self.wheels.module(str(name.value)) if isinstance(name, ast.Constant) else None
         if isinstance(node, ast.Attribute):
             owner = self._value_of(node.value)
             return self.wheels.member(owner.name, node.attr) if isinstance(owner, Module) else None
@@ -276,6 +305,12 @@ class Use:
                 if name not in accepted:
                     self._say(node, f"{ast.unparse(node.func)}() takes no {name}")
 
+    def _check_quoted(self, node: ast.AST, text: str) -> None:
+        if _is_of_libraries(text) and _DOTTED.fullmatch(text):
+            self.num_checked += 1
+            if self.wheels.named(text) is None:
+                self._say(node, f"there is no {text}")
+
     def _say(self, node: ast.AST, message: str) -> None:
         place = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
         self.problems.append(Problem(f"{place}:{getattr(node, 'lineno', 0)}", message))
@@ -289,6 +324,11 @@ def check(wheels: Wheels, files: Sequence[Path]) -> tuple[list[Problem], int]:
         use.check()
         problems += use.problems
         num_checked += use.num_checked
+    for path, attribute in TELLING_ATTRIBUTES.items():
+        found = wheels.named(path)
+        num_checked += 1
+        if not isinstance(found, Class) or attribute not in found.members()[0]:
+            problems.append(Problem("TELLING_ATTRIBUTES", f"{path} has no {attribute}"))
     return problems, num_checked
 
 
@@ -384,9 +424,9 @@ def _is_of_libraries(module: str) -> bool:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Of the libraries, as constraints.txt has them: what README.md and the Dockerfile install."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = dict(line.partition(" ")[0].split("==") for line in lines if "==" in line)
+    """Of the libraries, as the locks have them: what README.md and the Dockerfile install."""
+    pins = [pin for lock in (locks.GPU_LOCK, locks.KERNELS_LOCK) for pin in locks.read_pins((ROOT / lock).read_text())]
+    pinned = {pin.name: pin.version for pin in pins}
     return {distribution: pinned[distribution] for distribution in LIBRARIES}
 
 

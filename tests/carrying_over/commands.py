@@ -1,7 +1,8 @@
 """Commands and keys that users of this field start from, as they are written elsewhere.
 
-`BASE` and `SCRIPT` are whole commands, everything in `FRAGMENTS` is appended to one of them. `$DATA` and `$MODEL` are
-what the test makes. What a fragment is expected to say is a part of a warning.
+`BASE` and `SCRIPT` are whole commands, everything in `FRAGMENTS` is appended to one of them. `SCRIPTS` are shipped
+elsewhere as files, and are recipes here. `$DATA` and `$MODEL` are what the test makes. What is expected to be said is a
+part of a warning.
 """
 
 from __future__ import annotations
@@ -63,15 +64,12 @@ class Fragment:
     name: str
     keys: tuple[str, ...]
     base: tuple[str, ...] = BASE
-    recipe: str = "gsm8k"
     model: str = "dense"
     """Of the models that the test makes."""
     says: tuple[str, ...] = ()
     """Parts of warnings."""
     refused: str | None = None
     """Why it cannot run, a part of the error; None: it resolves."""
-    has_plan: bool = True
-    """Its backend says what ranks would hold."""
 
 
 FRAGMENTS = (
@@ -92,7 +90,6 @@ FRAGMENTS = (
     Fragment(
         name="fsdp, first version",
         keys=("trainer.strategy=fsdp1", "trainer.placement.policy_num_gpus_per_node=1"),
-        has_plan=False,
     ),
     Fragment(
         name="the reference's parameters in CPU memory",
@@ -127,7 +124,7 @@ FRAGMENTS = (
     Fragment(
         name="without flash attention", keys=("trainer.flash_attn=false",), says=("the backend chooses its attention",)
     ),
-    Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT, has_plan=False),
+    Fragment(name="deepspeed", keys=("trainer.strategy=deepspeed",), base=SCRIPT),
     Fragment(
         name="deepspeed, offloaded",
         keys=(
@@ -137,7 +134,16 @@ FRAGMENTS = (
             "deepspeed_config.train.zero_optimization.sub_group_size=1e8",
             "deepspeed_config.train.zero_optimization.reduce_bucket_size=1e8",
         ),
-        has_plan=False,
+    ),
+    Fragment(
+        name="deepspeed, the reference's parameters in CPU memory",
+        keys=(
+            "trainer.strategy=deepspeed",
+            "trainer.algorithm.use_kl_loss=true",
+            "deepspeed_config.train.zero_optimization.stage=3",
+            "deepspeed_config.eval.zero_optimization.stage=3",
+            "deepspeed_config.eval.zero_optimization.offload_param.device=cpu",
+        ),
     ),
     Fragment(
         name="megatron, data ranks only",
@@ -242,4 +248,140 @@ FRAGMENTS = (
         says=("lora_sync_path: has no effect and can be removed: an adapter needs no folder",),
     ),
     Fragment(name="a KL term", keys=("trainer.algorithm.use_kl_loss=True",)),
+)
+
+
+@attrs.frozen(kw_only=True)
+class Script:
+    """A launch script of SkyRL, and the recipe that stands for it. docs/coming_from.md has a row of each."""
+
+    name: str
+    """Where it lies there, or what it trains."""
+    recipe: str
+    keys: tuple[str, ...] = ()
+    """What stands behind the recipe's name."""
+    appended: tuple[str, ...] = ()
+    """What users of the script put behind it."""
+    says: tuple[str, ...] = ()
+    """Parts of warnings."""
+    rows: str = "train.parquet"
+    """The file it reads."""
+    plan: str = ""
+    """A part of the policy's line in its plan."""
+
+    @property
+    def command(self) -> str:
+        """As the page shows it."""
+        return " ".join(("rl train", self.recipe, *self.keys)).replace("$DATA/", "").replace("$MODEL", "MODEL")
+
+
+_SEARCH = (
+    "environment.env_class=search",
+    "environment.options.corpus=$DATA/documents.jsonl",
+    'generator.sampling_params.stop=["</search>","</answer>"]',
+    "generator.max_turns=5",
+)
+_EIGHT_ENGINES = ("generator.inference_engine.num_engines=8", "generator.inference_engine.tensor_parallel_size=1")
+_TURNS_ARE_MESSAGES = "generator.use_conversation_multi_turn: has no effect"
+
+SCRIPTS = (
+    Script(
+        name="gsm8k/run_gsm8k.sh",
+        recipe="qwen2_5_1_5b",
+        appended=("trainer.ref.fsdp_config.cpu_offload=true",),
+        plan="Qwen/Qwen2.5-1.5B-Instruct (fsdp, bfloat16), data 8",
+    ),
+    Script(name="training_backends/fsdp/run_fsdp.sh", recipe="qwen2_5_1_5b", keys=("trainer.strategy=fsdp1",)),
+    Script(name="training_backends/fsdp/run_fsdp2.sh", recipe="qwen2_5_1_5b", keys=("trainer.strategy=fsdp",)),
+    Script(
+        name="training_backends/deepspeed/run_deepspeed.sh",
+        recipe="qwen2_5_1_5b",
+        keys=("trainer.strategy=deepspeed",),
+        appended=(
+            "deepspeed_config.train.zero_optimization.offload_param.device=cpu",
+            "deepspeed_config.train.zero_optimization.offload_optimizer.device=cpu",
+        ),
+        plan="(deepspeed, bfloat16), data 8",
+    ),
+    Script(
+        name="training_backends/run_no_seq_pack.sh",
+        recipe="qwen2_5_1_5b",
+        keys=(
+            "trainer.use_sample_packing=false",
+            "trainer.micro_train_batch_size_per_gpu=8",
+            "trainer.micro_forward_batch_size_per_gpu=32",
+        ),
+    ),
+    Script(
+        name="turn_level_rewards/run_gsm8k_multi_turn.sh",
+        recipe="qwen2_5_1_5b",
+        keys=("environment.env_class=skyrl_gym", "environment.options.env=gsm8k_multi_turn", "generator.max_turns=5"),
+        appended=(
+            "generator.step_wise_trajectories=true",
+            "generator.use_conversation_multi_turn=true",
+            "generator.max_turns=5",
+        ),
+        says=(_TURNS_ARE_MESSAGES,),
+    ),
+    Script(
+        name="search/run_search.sh",
+        recipe="qwen2_5_3b",
+        keys=_SEARCH,
+        appended=(*_EIGHT_ENGINES, "generator.use_conversation_multi_turn=true"),
+        says=(_TURNS_ARE_MESSAGES,),
+        rows="search.jsonl",
+        plan="Qwen/Qwen2.5-3B-Instruct (fsdp, bfloat16), data 8",
+    ),
+    Script(
+        name="`STEP_WISE=true` before search/run_search.sh",
+        recipe="qwen2_5_3b",
+        keys=(*_SEARCH, "generator.step_wise_trajectories=true"),
+        appended=(*_EIGHT_ENGINES, "generator.use_conversation_multi_turn=true"),
+        says=(_TURNS_ARE_MESSAGES,),
+        rows="search.jsonl",
+    ),
+    Script(
+        name="lora/run_qwen2_5_0.5b_gsm8k_grpo_lora.sh",
+        recipe="gsm8k",
+        keys=(
+            "trainer.policy.model.path=$MODEL",
+            "trainer.policy.model.lora.rank=32",
+            "trainer.policy.model.lora.alpha=32",
+            "trainer.placement.policy_num_gpus_per_node=4",
+        ),
+        appended=("trainer.policy.model.lora.lora_sync_path=$DATA/lora",),
+        says=("lora_sync_path: has no effect and can be removed",),
+        plan="data 4",
+    ),
+    Script(
+        name="megatron: Search-R1 with Qwen3-30B-A3B",
+        recipe="qwen3_30b_a3b",
+        keys=_SEARCH,
+        rows="search.jsonl",
+        plan="tensor 2 × data 16 × expert 8 × expert_data 4",
+    ),
+    Script(
+        name="megatron: GSM8K with Qwen3-235B-A22B",
+        recipe="qwen3_235b_a22b",
+        plan="Qwen/Qwen3-235B-A22B (megatron, bfloat16), tensor 4 × pipeline 8 × data 4 × expert 16",
+    ),
+    Script(
+        name="router_replay: Moonlight-16B-A3B",
+        recipe="moonlight_16b_a3b",
+        appended=(
+            "trainer.policy.megatron_config.transformer_config_kwargs.moe_enable_routing_replay=true",
+            "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_first_pipeline_stage=13",
+        ),
+        plan="tensor 2 × pipeline 2 × context 2",
+    ),
+    Script(
+        name="megatron: GLM-4.7-Flash with LoRA",
+        recipe="glm_4_7_flash",
+        keys=(
+            "trainer.policy.model.lora.rank=32",
+            # Attention alone: transformers holds the experts of a layer as one tensor.
+            "trainer.policy.model.lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj]",
+        ),
+        plan="zai-org/GLM-4.7-Flash (fsdp, bfloat16), data 16",
+    ),
 )

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from rl_core.config import ConfigWarning
 from rl_core.errors import RLError
 from rl_examples.gsm8k_data import write_tiny_data
 from rl_examples.tiny_model import write_tiny_chat_model
-from tests.carrying_over.commands import BASE, FRAGMENTS, SCRIPT, Fragment
+from tests.carrying_over.commands import BASE, FRAGMENTS, SCRIPT, SCRIPTS, Fragment, Script
+from tools.key_table import PAGE
 
 _EXPERTS = {
     "num_experts_per_tok": 2,
@@ -79,6 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("carried")
     for split in ("train", "validation"):
         write_tiny_data(root / f"{split}.parquet", split=split)
+    row = {"prompt": "Who wrote Emma? Search with <search> words </search>.", "answer": "Jane Austen"}
+    (root / "search.jsonl").write_text(f"{json.dumps(row)}\n")
+    (root / "documents.jsonl").write_text(json.dumps({"title": "Emma", "text": "A novel by Jane Austen."}))
     write_tiny_chat_model(root / "dense", seed=0)
     (root / "dense" / "model.safetensors").unlink()
     tokenizer = AutoTokenizer.from_pretrained(root / "dense")
@@ -89,40 +94,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def overrides_of(fragment: Fragment, folder: Path) -> list[str]:
+def words_of(texts: tuple[str, ...], folder: Path, model: str) -> list[str]:
     """As a shell would hand them over. Eight rows are few: they are gone through as often as the batch needs."""
-    text = " ".join((*fragment.base, *fragment.keys)).replace("$DATA", shlex.quote(str(folder)))
-    words = shlex.split(text.replace("$MODEL", str(folder / fragment.model)))
-    return [*words, "trainer.max_training_steps=2"]
+    text = " ".join(texts).replace("$DATA", shlex.quote(str(folder)))
+    return [*shlex.split(text.replace("$MODEL", str(folder / model))), "trainer.max_training_steps=2"]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Warnings of the configuration, as they come, in a folder in which nothing may be made."""
+    monkeypatch.chdir(tmp_path)
+    texts: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ConfigWarning)
+        warnings.showwarning = lambda message, *_: texts.append(str(message))
+        yield texts
+    assert list(tmp_path.iterdir()) == []
+
+
+def require_dry_run_and_plan(recipe: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What both print."""
+    loaded = configuration.load(recipe, words)
+    assert describe(loaded) == 0
+    show_plan(loaded)
+    printed = capsys.readouterr().out
+    assert "nothing was started (--dry-run)" in printed
+    assert re.search(r"policy: .*; \d+ micro-batches of \d+ tokens", printed)
+    return printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda fragment: fragment.name)
 def test_a_command_resolves_and_prints_its_plan(
-    fragment: Fragment,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fragment: Fragment, folder: Path, said: list[str], capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if fragment.refused is not None:
-            with pytest.raises(RLError, match=fragment.refused):
-                describe(configuration.load(fragment.recipe, overrides_of(fragment, folder)))
-            return
-        loaded = configuration.load(fragment.recipe, overrides_of(fragment, folder))
-        assert describe(loaded) == 0
-        if fragment.has_plan:
-            show_plan(loaded)
-    said = [str(warning.message) for warning in caught if warning.category is ConfigWarning]
+    words = words_of((*fragment.base, *fragment.keys), folder, fragment.model)
+    if fragment.refused is not None:
+        with pytest.raises(RLError, match=fragment.refused):
+            describe(configuration.load("gsm8k", words))
+        return
+    require_dry_run_and_plan("gsm8k", words, capsys)
     for part in fragment.says:
         assert any(part in text for text in said), (part, said)
-    printed = capsys.readouterr().out
-    assert "nothing was started (--dry-run)" in printed
-    assert fragment.has_plan == bool(re.search(r"policy: .*; \d+ micro-batches of \d+ tokens", printed))
-    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_is_a_recipe_that_resolves_and_prints_its_plan(
+    script: Script, folder: Path, said: list[str], capsys: pytest.CaptureFixture[str]
+):
+    rows = (f"data.train_data=[$DATA/{script.rows}]", f"data.val_data=[$DATA/{script.rows}]")
+    words = words_of((*rows, *script.keys, *script.appended), folder, "dense")
+    printed = require_dry_run_and_plan(script.recipe, words, capsys)
+    assert any(script.plan in line for line in printed.splitlines() if line.startswith("policy: ")), printed
+    for part in script.says:
+        assert any(part in text for text in said), (part, said)
+
+
+def test_the_page_says_which_recipe_a_script_is():
+    table = PAGE.read_text().partition("## Commands")[2].partition("## Data")[0]
+    rows = [f"| {script.name} | `{script.command}` |" for script in SCRIPTS]
+    assert [row for row in rows if row not in table.splitlines()] == []
 
 
 def test_every_fragment_says_what_becomes_of_what_it_drops():

@@ -15,15 +15,8 @@ from click.testing import CliRunner
 
 from rl_core import config as configuration
 from rl_core.errors import ConfigError
-from tests.workspace.imports import ROOT
-
-PAGE = (ROOT / "docs/first_gpu_run.md").read_text()
-
-
-def commands(page: str) -> list[list[str]]:
-    """Words of each command of the page's shell blocks."""
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)).replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
+from tests.gpu.page import PAGE, ROOT, published_rows, steps
+from tests.gpu.test_first_run import SAYS, activation
 
 
 def require_real(words: list[str]) -> None:
@@ -42,10 +35,18 @@ def require_real(words: list[str]) -> None:
 
 
 def test_every_command_of_the_page_is_real():
-    found = commands(PAGE)
+    found = [shlex.split(command) for commands in steps().values() for command in commands]
     assert len(found) == 11
     for words in found:
         require_real(words)
+
+
+def test_the_gpu_tests_run_the_steps_of_the_page():
+    assert list(steps()) == [1, *SAYS]
+    assert len(steps()[6]) == 4
+    assert activation() == ["source ../gpu-env/bin/activate"]
+    renumbered = PAGE.replace("  # 8\n", "  # 9\n")
+    assert list(steps(renumbered)) != [1, *SAYS]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def benchmark_module() -> ModuleType:
 def test_the_page_shows_the_rows_of_the_benchmark(benchmark_module: ModuleType):
     rows = [f"| `{r.name}` | {r.num_gpus} | {r.training_s:g} s | {r.scoring_s:g} s |" for r in benchmark_module.ROWS]
     assert [line for line in PAGE.splitlines() if re.match(r"\| `qwen", line)] == rows
+    assert published_rows() == [row.name for row in benchmark_module.ROWS]
 
 
 @pytest.mark.slow

@@ -22,7 +22,20 @@ import torch
 from rl_megatron.checks.megatron_fields import require_bridge
 
 HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
-_TE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm", "DotProductAttention")
+_TE_CLASSES = (
+    "transformer_engine.pytorch.Linear",
+    "transformer_engine.pytorch.LayerNormLinear",
+    "transformer_engine.pytorch.GroupedLinear",
+    "transformer_engine.pytorch.RMSNorm",
+    "transformer_engine.pytorch.LayerNorm",
+    "transformer_engine.pytorch.DotProductAttention",
+    "transformer_engine.pytorch.ops.Sequential",
+)
+_CONCLUSIONS = (
+    "megatron.bridge.peft.module_matcher.HAVE_TE_COL_LINEAR",
+    "megatron.bridge.peft.module_matcher.HAVE_TE_LN_COL_LINEAR",
+    "megatron.bridge.peft.module_matcher.HAVE_TE_ROW_LINEAR",
+)
 _IMPORTED_FIRST = (
     "accelerate",
     "datasets",
@@ -82,10 +95,10 @@ class _NeverBuilt(torch.nn.Module):
 def _transformer_engine() -> dict[str, types.ModuleType]:
     engine: Any = _module("transformer_engine")
     layers: Any = _module("transformer_engine.pytorch")
-    engine.pytorch, engine.__version__ = layers, "0.0.0"
-    for name in _TE_CLASSES:
-        setattr(layers, name, type(name, (_NeverBuilt,), {}))
-    layers.ops = types.SimpleNamespace(Sequential=type("Sequential", (_NeverBuilt,), {}))
+    engine.pytorch, engine.__version__, layers.ops = layers, "0.0.0", types.SimpleNamespace()
+    for path in _TE_CLASSES:
+        owner, _, name = path.rpartition(".")
+        setattr(layers.ops if owner.endswith(".ops") else layers, name, type(name, (_NeverBuilt,), {}))
     return {"transformer_engine": engine, "transformer_engine.pytorch": layers}
 
 
@@ -115,11 +128,11 @@ def _take_conclusions_back() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "HAVE_TE", False) is True:
             vars(module)["HAVE_TE"] = False
-    matcher = sys.modules["megatron.bridge.peft.module_matcher"]
-    for name in ("HAVE_TE_COL_LINEAR", "HAVE_TE_LN_COL_LINEAR", "HAVE_TE_ROW_LINEAR"):
-        if not hasattr(matcher, name):
-            raise RuntimeError(f"megatron.bridge.peft.module_matcher has no {name}: another version is installed")
-        setattr(matcher, name, False)
+    for path in _CONCLUSIONS:
+        matcher, _, name = path.rpartition(".")
+        if not hasattr(sys.modules[matcher], name):
+            raise RuntimeError(f"{matcher} has no {name}: another version is installed")
+        setattr(sys.modules[matcher], name, False)
 
 
 _bridge = _import_bridge()

@@ -1,0 +1,35 @@
+"""What docs/first_gpu_run.md lists: steps and their commands, what is sent back, rows of published times.
+
+The page is the one list. Tests on a GPU run its commands; those on a CPU check that the commands exist.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/first_gpu_run.md").read_text()
+
+
+def steps(page: str = PAGE) -> dict[int, list[str]]:
+    """Number → command lines of its shell blocks; a line without a number belongs to the step before."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)).replace("\\\n", " ")
+    found: dict[int, list[str]] = {}
+    number = 0
+    for line in filter(None, blocks.splitlines()):
+        command, _, named = line.partition("  #")
+        number = int(named) if named else number
+        found.setdefault(number, []).append(command.strip())
+    return found
+
+
+def sent_back(number: int, page: str = PAGE) -> list[Path]:
+    """Files that a step leaves."""
+    (row,) = re.findall(rf"^\| {number} \| .*$", page, flags=re.MULTILINE)
+    return [ROOT / path for path in re.findall(r"`(runs/\S+)`", row)]
+
+
+def published_rows(page: str = PAGE) -> list[str]:
+    """Names of the rows of benchmarks/gpu_published_times.py."""
+    return re.findall(r"^\| `(\w+:\w+)` \|", page, flags=re.MULTILINE)
