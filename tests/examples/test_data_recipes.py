@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.config import Config, load
 from rl_core.trainer.run import run_training
-from rl_examples import distill, preferences, sft_grpo
+from rl_examples import distill, dpo, sft_grpo
 
 FEW = ("trainer.max_training_steps=2", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16")
 
@@ -19,7 +19,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(distill, "TEACHER_STEPS", 2)
     monkeypatch.setattr(distill, "STUDENT_STEPS", 2)
-    monkeypatch.setattr(preferences, "START_STEPS", 2)
+    monkeypatch.setattr(dpo, "START_STEPS", 2)
     monkeypatch.setattr(sft_grpo, "START_STEPS", 2)
 
 
@@ -35,9 +35,9 @@ def train(recipe: str, *overrides: str) -> dict[str, float]:
     ("recipe", "overrides", "measured"),
     [
         ("sft", (), "eval/perplexity"),
-        ("preferences", (), "eval/pair_accuracy"),
+        ("dpo", (), "eval/pair_accuracy"),
         (
-            "preferences",
+            "dpo",
             ("trainer.algorithm.policy_loss_type=reward_model", "generator.scored_at_end=true"),
             "eval/pair_accuracy",
         ),
@@ -53,7 +53,7 @@ def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...],
 
 
 def test_what_was_made_once_is_used_again():
-    train("preferences")
-    made = Path("runs/arithmetic/preferences_start_seed0/model.safetensors").stat().st_mtime_ns
-    train("preferences")
-    assert Path("runs/arithmetic/preferences_start_seed0/model.safetensors").stat().st_mtime_ns == made
+    train("dpo")
+    made = Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns
+    train("dpo")
+    assert Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns == made

@@ -254,7 +254,7 @@ def row_with(tools: Any, prompt: Any = None) -> dict[str, Any]:
 
 
 async def test_a_template_that_does_not_show_tools_ends_the_run():
-    with pytest.raises(ConfigError, match="rows:1: the environment offers tools, but the model's chat template does"):
+    with pytest.raises(ConfigError, match="rows:1: the model is to be shown tools, but its chat template does"):
         await play("chatml", row_with([CLOCK]), random.Random(0))
 
 

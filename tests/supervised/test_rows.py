@@ -12,6 +12,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.testing.models import character_tokenizer
 from rl_core.trainer.data import read_rows
 from rl_rollout.chat import TokenCodec
+from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, TrainedTurns, text_parts
 from tests.supervised.trained import PAIRS, config_of, first_batch
 
@@ -22,13 +23,26 @@ DROPS_THOUGHTS = (
     + OPENING
 )
 ALPHABET = "".join(map(chr, range(32, 127)))
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def encoder(template: str | None = CHAT, *, trained_turns: TrainedTurns = "all", scored_at_end: bool = False):
+def encoder(
+    template: str | None = CHAT,
+    *,
+    trained_roles: tuple[str, ...] = ("assistant",),
+    trained_turns: TrainedTurns = "all",
+    scored_at_end: bool = False,
+):
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.chat_template = template
     codec = TokenCodec(tokenizer, chat_template_kwargs={})
-    return codec, RowEncoder(codec, response_key="completion", trained_turns=trained_turns, scored_at_end=scored_at_end)
+    return codec, RowEncoder(
+        codec,
+        response_key="completion",
+        trained_roles=trained_roles,
+        trained_turns=trained_turns,
+        scored_at_end=scored_at_end,
+    )
 
 
 def shown(codec: TokenCodec, sequence: Supervised) -> str:
@@ -74,6 +88,28 @@ def test_the_last_turn_alone_where_a_template_drops_earlier_thoughts():
 
 
 @pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (("assistant",), "[system:s<eos>][user:a<eos>][assistant:{b<eos>}][tool:c<eos>][assistant:{d<eos>}"),
+        (("tool",), "[system:s<eos>][user:a<eos>][assistant:b<eos>]{[tool:c<eos>}"),
+        (("user", "assistant"), "[system:s<eos>]{[user:a<eos>}][assistant:{b<eos>}][tool:c<eos>][assistant:{d<eos>}"),
+        # Nothing precedes the first token.
+        (("system",), "[{system:s<eos>}"),
+    ],
+)
+def test_a_configuration_says_whose_messages_are_trained_on(roles: tuple[str, ...], expected: str):
+    said = [("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"), ("assistant", "d")]
+    codec, encode = encoder(trained_roles=roles)
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    assert shown(codec, encode.response(row)) == expected
+
+
+def test_at_least_one_role_is_trained_on():
+    with pytest.raises(ValueError, match=r"trained_roles: got \[\]; expected at least one"):
+        DatasetGeneratorOptions(trained_roles=())
+
+
+@pytest.mark.parametrize(
     ("columns", "trained"),
     [
         ({}, [0, 1, 1, 1]),
@@ -108,7 +144,15 @@ def test_people_see_the_parts_apart():
         ({"prompt": "a"}, "the row has no response: neither 'messages' nor 'input_ids' nor 'completion'"),
         ({"prompt": "a", "completion": 5}, "'completion' must be text, as the prompt is, got int"),
         ({"prompt": "", "completion": "b"}, "the prompt has no tokens"),
-        ({"messages": say("a")}, "no message of the assistant to train on"),
+        (
+            {"messages": say("a")},
+            r"no message to train on, of the role assistant \(generator\.trained_roles\); it has user",
+        ),
+        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "its prompt is text; use messages"),
+        ({"messages": say("a", "b"), "tools": {"name": "add"}}, "the row's 'tools' are a list of"),
+        ({"messages": say("a", "b"), "tools": '[{"name": "add"}]'}, "the row's 'tools' are a list of"),
+        ({"messages": say("a", "b"), "tools": "add, subtract"}, "the row's 'tools' are no JSON"),
+        ({"messages": say("a", "b"), "tools": [TOOL, TOOL]}, "two of the row's 'tools' have the name 'add'"),
         ({"input_ids": [1]}, "at least two token ids"),
         ({"input_ids": [1, 2.5, 3]}, "must be a list of at least two token ids"),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, "'loss_mask' has 2 values for 3 tokens"),
@@ -132,6 +176,7 @@ def test_a_tokenizer_without_an_end_is_refused():
         RowEncoder(
             TokenCodec(tokenizer, chat_template_kwargs={}),
             response_key="completion",
+            trained_roles=("assistant",),
             trained_turns="all",
             scored_at_end=False,
         )

@@ -74,7 +74,7 @@ class TokenCodec:
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
-                "generator.chat_template_kwargs: got 'tools', and the environment offers its own; leave one out"
+                "generator.chat_template_kwargs: got 'tools', and the environment or the row has its own; leave one out"
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)
@@ -103,13 +103,16 @@ class TokenCodec:
                 )
             return prompt
         messages = require_messages(prompt, "a prompt")
-        text = self.render(messages)
-        if self._tools and text == self.with_tools(()).render(messages):
+        self.require_tools_shown(messages)
+        return self.render(messages)
+
+    def require_tools_shown(self, messages: Sequence[Message]) -> None:
+        """Raises ConfigError if the tools of this codec leave no trace in what the template writes."""
+        if self._tools and self.render(messages) == self.with_tools(()).render(messages):
             raise ConfigError(
-                "the environment offers tools, but the model's chat template does not show them: give the model a "
+                "the model is to be shown tools, but its chat template does not show them: give the model a "
                 "chat_template.jinja that reads `tools`, or offer none and describe them in the prompt"
             )
-        return text
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """What the policy said, without special tokens."""

@@ -72,6 +72,7 @@ def create_generator(spec: GeneratorSpec) -> DatasetGenerator:
     encoder = RowEncoder(
         codec,
         response_key=options.response_key,
+        trained_roles=options.trained_roles,
         trained_turns=options.trained_turns,
         scored_at_end=options.scored_at_end,
     )

@@ -22,6 +22,11 @@ class EnvironmentGeneratorOptions:
     """A response that did not end by itself gets reward 0."""
 
 
+def _some(_: object, attribute: attrs.Attribute[Any], names: tuple[str, ...]) -> None:
+    if not names:
+        raise ValueError(f"{attribute.name}: got []; expected at least one, e.g. [assistant]")
+
+
 @attrs.frozen(kw_only=True)
 class DatasetGeneratorOptions:
     """The generator whose responses are the rows' own: supervised fine-tuning, and preferences."""
@@ -32,8 +37,11 @@ class DatasetGeneratorOptions:
     `rejected`."""
     response_key: str = "completion"
     """Column of the response to `prompt`: text, or messages."""
+    trained_roles: tuple[str, ...] = attrs.field(default=("assistant",), validator=_some)
+    """Whose messages are trained on: the assistant's from where the policy begins to sample, another role's whole, with
+    the header that the template writes. The very first token, which nothing precedes, is not."""
     trained_turns: Literal["all", "last"] = "all"
-    """Which of the assistant's messages are trained on."""
+    """Which of their messages are trained on."""
     scored_at_end: bool = False
     """One more token, the end of sequence, stands behind each response and is the only one trained on. What a value
     head predicts at it, it predicts from the whole response: the score that a reward model gives."""

@@ -7,6 +7,7 @@ own, as a sampled one does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import attrs
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Row, require_messages
+from rl_core.interfaces import Message, Row, ToolSchema, require_messages, require_tools
 from rl_rollout.chat import TokenCodec
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -39,7 +40,13 @@ class RowEncoder:
     """Rows into sequences."""
 
     def __init__(
-        self, codec: TokenCodec, *, response_key: str, trained_turns: TrainedTurns, scored_at_end: bool
+        self,
+        codec: TokenCodec,
+        *,
+        response_key: str,
+        trained_roles: Sequence[str],
+        trained_turns: TrainedTurns,
+        scored_at_end: bool,
     ) -> None:
         """Raises ConfigError for a tokenizer without an end of sequence."""
         end = codec.tokenizer.eos_token_id
@@ -51,6 +58,7 @@ class RowEncoder:
         self._codec = codec
         self._end = end
         self._response_key = response_key
+        self._trained_roles = tuple(trained_roles)
         self._trained_turns: TrainedTurns = trained_turns
         self._scored_at_end = scored_at_end
 
@@ -59,7 +67,7 @@ class RowEncoder:
         if row.get("input_ids") is not None:
             return self._ended(_marked(row))
         if row.get("messages") is not None:
-            return self._ended(self._conversation(require_messages(row["messages"], "messages")))
+            return self._ended(self._conversation(row, require_messages(row["messages"], "messages")))
         if row.get(self._response_key) is None:
             raise DataError(
                 f"the row has no response: neither 'messages' nor 'input_ids' nor {self._response_key!r} "
@@ -83,6 +91,10 @@ class RowEncoder:
         if isinstance(prompt, str):
             if not isinstance(response, str):
                 raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
+            if _tools_of(row):
+                raise DataError(
+                    "the row has 'tools', which a chat template shows, but its prompt is text; use messages"
+                )
             return self._joined([(prompt, False), (response + self._end_text(response), True)])
         opening = list(require_messages(prompt, "a prompt"))
         if isinstance(response, str):
@@ -90,22 +102,29 @@ class RowEncoder:
         messages = list(require_messages(response, repr(name)))
         if messages[: len(opening)] != opening:
             messages = [*opening, *messages]
-        return self._conversation(messages, num_given=len(opening))
+        return self._conversation(row, messages, num_given=len(opening))
 
     def _end_text(self, response: str) -> str:
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return "" if response.endswith(end) else end
 
-    def _conversation(self, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
-        """The assistant's messages are trained on, but those among the first `num_given`, which are the prompt."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= num_given]
+    def _conversation(self, row: Row, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
+        """Messages of the trained roles are trained on, but those among the first `num_given`, which are the prompt."""
+        roles = [message["role"] for message in messages]
+        turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
         if not turns:
-            raise DataError("the conversation has no message of the assistant to train on")
+            raise DataError(
+                f"the conversation has no message to train on, of the role {' or '.join(self._trained_roles)} "
+                f"(generator.trained_roles); it has {', '.join(roles[num_given:]) or 'none'}"
+            )
+        codec = self._codec.with_tools(_tools_of(row))
+        codec.require_tools_shown(messages)
         parts: list[tuple[str, bool]] = []
         written = ""
         for turn in turns if self._trained_turns == "all" else turns[-1:]:
-            before = self._codec.render(messages[:turn])
-            whole = self._codec.render(messages[: turn + 1], add_generation_prompt=False)
+            is_answer = roles[turn] == "assistant"
+            before = codec.render(messages[:turn], add_generation_prompt=is_answer) if turn or is_answer else ""
+            whole = codec.render(messages[: turn + 1], add_generation_prompt=False)
             if not before.startswith(written) or not whole.startswith(before):
                 raise DataError(
                     "the chat template writes earlier turns otherwise than they were said (as those that drop "
@@ -113,12 +132,14 @@ class RowEncoder:
                     "generator.trained_turns=last"
                 )
             response = self._until_end(whole[len(before) :])
-            parts += [(before[len(written) :], False), (response, True)]
+            if before or is_answer:
+                parts.append((before[len(written) :], False))
+            parts.append((response, True))
             written = before + response
         return self._joined(parts)
 
     def _until_end(self, text: str) -> str:
-        """An assistant's turn up to the end of sequence; without one, without white space that the template adds."""
+        """A turn up to the end of sequence; without one, without white space that the template adds."""
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
@@ -126,8 +147,10 @@ class RowEncoder:
         encoded = [(self._codec.encode_text(text), is_trained) for text, is_trained in parts]
         tokens = tuple(token for part, _ in encoded for token in part)
         trained = tuple(is_trained for part, is_trained in encoded for _ in part)
-        if not trained or trained[0]:
+        if not tokens or not (encoded[0][0] or encoded[0][1]):
             raise DataError("the prompt has no tokens; a response needs at least one before it")
+        # The first token has nothing before it to be predicted from.
+        trained = (False, *trained[1:])
         if True not in trained:
             raise DataError("the response has no tokens")
         return Supervised(tokens=tokens, trained=trained)
@@ -137,6 +160,24 @@ class RowEncoder:
             return sequence
         trained = (*(False for _ in sequence.tokens), True)
         return Supervised(tokens=(*sequence.tokens, self._end), trained=trained)
+
+
+def _tools_of(row: Row) -> Sequence[ToolSchema]:
+    """What a row's column `tools` offers: a list, or JSON text of one."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"the row's 'tools' are no JSON ({error}), got {tools!r:.200}") from error
+    return () if tools is None or tools == "" else require_tools(_without_none(tools), "the row's 'tools'")
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys that are None, at any depth: a Parquet file gives all functions the same parameters."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _marked(row: Mapping[str, Any]) -> Supervised:

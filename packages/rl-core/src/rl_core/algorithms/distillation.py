@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages import TokenAdvantages
-from rl_core.algorithms.checks import require_between, require_floating
+from rl_core.algorithms.checks import require_floating
 from rl_core.algorithms.token_loss import masked, require_tokens
+from rl_core.errors import ConfigError
 
 
 @torch.no_grad()
@@ -36,10 +37,11 @@ def distillation_advantages(
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        ConfigError: `distillation_clip` is negative.
+        ConfigError: `distillation_clip` is not above 0.
     """
     require_tokens(mask_T, old_logprobs_T=old_logprobs_T, ref_logprobs_T=ref_logprobs_T)
     require_floating(old_logprobs_T=old_logprobs_T, ref_logprobs_T=ref_logprobs_T)
-    require_between(0.0, math.inf, distillation_clip=distillation_clip)
+    if not distillation_clip > 0:
+        raise ConfigError(f"distillation_clip: got {distillation_clip:g}; expected above 0")
     advantages_T = masked(ref_logprobs_T - old_logprobs_T, mask_T).clamp(-distillation_clip, distillation_clip)
     return TokenAdvantages(advantages_T, advantages_T)

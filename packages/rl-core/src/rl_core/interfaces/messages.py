@@ -37,18 +37,18 @@ def require_messages(messages: object, what: str) -> Sequence[Message]:
     return messages
 
 
-def require_tools(tools: object) -> Sequence[ToolSchema]:
-    """Returns `tools` if they are function schemas with distinct names. Raises DataError."""
+def require_tools(tools: object, what: str = "the environment's tools") -> Sequence[ToolSchema]:
+    """Returns `tools` if they are function schemas with distinct names. Raises DataError, which calls them `what`."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
     if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
-        raise DataError(f"the environment's tools are a list of {example}, got {tools!r:.200}")
+        raise DataError(f"{what} are a list of {example}, got {tools!r:.200}")
     try:
         json.dumps(list(tools), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise DataError(f"the environment's tools are no JSON ({error}), got {tools!r:.200}") from error
+        raise DataError(f"{what} are no JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"two of the environment's tools have the name {repeated[0]!r}; rename one")
+        raise DataError(f"two of {what} have the name {repeated[0]!r}; rename one")
     return tools
 
 

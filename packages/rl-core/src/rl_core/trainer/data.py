@@ -176,8 +176,12 @@ def _is_chat(prompt: Any) -> bool:
     return bool(
         isinstance(prompt, list)
         and prompt
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
+        and all(isinstance(message, dict) and _says_something(message) for message in prompt)
     )
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return "role" in message and ("content" in message or message.get("tool_calls") is not None)
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:

@@ -6,9 +6,9 @@ Held-out pairs are judged by the same loss; `eval/pair_accuracy` is how often th
 answer.
 Left out, on purpose: pairs that people have judged, a reward model in between.
 
-Run:      rl train preferences
-IPO:      rl train preferences trainer.algorithm.policy_loss_params.dpo_type=ipo
-Rewards:  rl train preferences trainer.algorithm.policy_loss_type=reward_model generator.scored_at_end=true \\
+Run:      rl train dpo
+IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo
+Rewards:  rl train dpo trainer.algorithm.policy_loss_type=reward_model generator.scored_at_end=true \\
               trainer.algorithm.policy_loss_params={}        (a reward model on the same pairs)
 """
 
@@ -24,7 +24,7 @@ from rl_examples.sft import recipe as sft
 
 _TRAIN = f"{DIRECTORY}/pairs.parquet"
 _HELD_OUT = f"{DIRECTORY}/held_out_pairs.parquet"
-_START = f"{DIRECTORY}/preferences_start_seed${{trainer.seed}}"
+_START = f"{DIRECTORY}/dpo_start_seed${{trainer.seed}}"
 
 recipe = Recipe(
     summary="direct preference optimisation: right sums against wrong ones, on two CPU cores, in a minute or two",
@@ -35,7 +35,7 @@ recipe = Recipe(
         "generator.responses": "pair",
         "generator.n_samples_per_prompt": 2,
         "generator.eval_n_samples_per_prompt": 2,
-        "trainer.run_name": "preferences",
+        "trainer.run_name": "dpo",
         "trainer.policy.model.path": _START,
         "trainer.policy.optimizer_config.lr": 1e-3,
         "trainer.algorithm.policy_loss_type": "dpo",
@@ -44,7 +44,7 @@ recipe = Recipe(
         "trainer.train_batch_size": 64,
         "trainer.policy_mini_batch_size": 64,
     },
-    prepare="rl_examples.preferences:prepare",
+    prepare="rl_examples.dpo:prepare",
     makes=(_TRAIN, _HELD_OUT, _START),
 )
 
