@@ -41,27 +41,32 @@ class Blocks:
 
 
 class Throws(Blocks):
-    """Raises what `row["raises"]` names, in the call `row["where"]`."""
+    """Raises what `row["raises"]` names, in the call `row["where"]`; at once, or where `row["waits"]`, after a wait."""
 
     def __init__(self, row: Any, options: Any) -> None:
         super().__init__(row, options)
         self._throw("made")
 
     async def reset(self) -> Any:
-        self._throw("reset")
+        await self._throw_in("reset")
         return await super().reset()
 
     async def tools(self) -> list[Any]:
-        self._throw("tools")
+        await self._throw_in("tools")
         return await super().tools()
 
     async def step(self, action: Any) -> StepResult:
-        self._throw("step")
+        await self._throw_in("step")
         return await super().step(action)
 
     async def close(self) -> None:
-        self._throw("close")
+        await self._throw_in("close")
         return await super().close()
+
+    async def _throw_in(self, where: str) -> None:
+        if self._row["where"] == where and self._row.get("waits"):
+            await asyncio.sleep(0.001)
+        self._throw(where)
 
     def _throw(self, where: str) -> None:
         if self._row["where"] == where:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -185,6 +186,63 @@ async def test_a_cancelled_group_closes_its_threaded_environments():
     until_threads_end()
 
 
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+class Waits(InPlace):
+    """Its step waits in several ways before it answers."""
+
+    async def step(self, action: Any) -> StepResult:
+        await asyncio.sleep(0)
+        assert await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2)) == [1, 2]
+        try:
+            async with asyncio.timeout(0.001):
+                await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            return await super().step(action)
+        raise AssertionError
+
+
+class BlocksAndHangs(InPlace):
+    """Its step blocks, and then hangs."""
+
+    async def step(self, action: Any) -> StepResult:
+        await super().step(action)
+        began = time.monotonic()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self._note(time.monotonic() - began, None)
+
+
+async def timers_of(environment: Any) -> tuple[Any, int]:
+    """An episode, and how many timers of the event loop it set."""
+    loop = asyncio.get_running_loop()
+    set_timer, count = loop.call_at, itertools.count()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        next(count)
+        return set_timer(*args, **kwargs)
+
+    loop.call_at = counted
+    (trajectory,), _ = await play(environment)
+    del loop.call_at
+    return trajectory, next(count)
+
+
+async def test_a_call_that_waits_for_nothing_has_no_deadline_and_one_that_waits_has_one():
+    trajectory, num_timers = await timers_of(InPlace)
+    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 0)
+    trajectory, num_timers = await timers_of(Waits)
+    assert (trajectory.failure, trajectory.reward, num_timers) == (None, 0.25, 2), "its own, and that of the call"
+
+
+async def test_a_deadline_counts_from_the_beginning_of_the_call():
+    (trajectory,), notes = await play(BlocksAndHangs, timeout_s=1.0, blocks_s=0.8)
+    assert trajectory.failure_kind == "DeadlineError"
+    assert next(what for what, _, _ in notes if isinstance(what, float)) < 0.7
+
+
 # --- whatever an environment raises ---------------------------------------------------------------------------------
 
 
@@ -196,8 +254,10 @@ async def test_whatever_an_environment_raises_is_its_samples_failure(placement: 
     generator = generator_of(Throws, placement=placement)
     for kind, error in RAISED.items():
         for where in ("made", "reset", "tools", "step", "close"):
-            if kind != "KeyboardInterrupt":
-                (trajectory,) = await generator.generate(request_of(where=where, raises=kind))
+            if kind == "KeyboardInterrupt":
+                continue
+            for waits in (False, True) if where != "made" else (False,):
+                (trajectory,) = await generator.generate(request_of(where=where, raises=kind, waits=waits))
                 assert trajectory.failure_kind == kind
                 assert trajectory.failure == f"rows:1: {kind}: {error}"
     await generator.aclose()
