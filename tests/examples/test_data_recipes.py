@@ -52,6 +52,17 @@ def test_it_trains_from_an_empty_folder(recipe: str, overrides: tuple[str, ...],
     assert "policy/loss" in row
 
 
+def test_a_teacher_in_an_engine_teaches_what_one_on_ranks_does():
+    """Up to rounding: the engine's kernels and the rank's are not the same."""
+    on_ranks = train("distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=ranks")
+    served = train(
+        "distill", "generator.n_samples_per_prompt=2", "trainer.run_dir=served", "trainer.ref.inference_backend=local"
+    )
+    names = ("policy/loss", "policy/grad_norm", "eval/accuracy")
+    assert {name: served[name] for name in names} == pytest.approx({name: on_ranks[name] for name in names}, rel=1e-4)
+    assert on_ranks["policy/grad_norm"] > 1e-3
+
+
 def test_what_was_made_once_is_used_again():
     train("dpo")
     made = Path("runs/arithmetic/dpo_start_seed0/model.safetensors").stat().st_mtime_ns

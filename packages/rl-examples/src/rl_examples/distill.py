@@ -5,10 +5,11 @@ the student until it solves about a tenth; then the student answers problems, an
 that the student sampled, less the student's own, is that token's advantage. No reward is trained on: the held-out
 accuracy says what was learned.
 Advantages are clipped at three nats, because a teacher that is sure finds a mistake tens of nats unlikely.
-Left out, on purpose: a reward beside the teacher, a teacher behind a server.
+Deliberately omitted: a reward in addition to the teacher.
 
 Run:    rl train distill
 Other:  rl train distill trainer.ref.model.path=MODEL        (any teacher with the student's vocabulary)
+        rl train distill trainer.ref.inference_backend=vllm  (a vLLM server computes the teacher's log-probs)
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from rl_core.config.function_params import (
 from rl_core.config.layers import ConfigWarning
 from rl_core.config.named_plugins import GROUPS, names_at
 from rl_core.config.resolving import value_at
-from rl_core.config.specs import engine_spec, generator_spec, needs_engine
+from rl_core.config.specs import engine_spec, generator_spec, needs_engine, reference_engine_spec
 from rl_core.config.tree import Config
 from rl_core.config.value_checks import gather_playing_values, reference_apart, undivided_batch
 from rl_core.errors import ConfigError, Mistakes, PluginError
@@ -109,9 +109,31 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
             _gather_critic(config, mistakes)
         if has_loss:
             _warn_of_unread_params(config, chosen)
-            if not mistakes.about("trainer.placement") and needs_reference(config):
-                mistakes.add(*reference_apart(config))
+            if needs_reference(config):
+                _gather_reference(config, mistakes)
     _gather_refusals(config, mistakes)
+
+
+def _gather_reference(config: Config, mistakes: Mistakes) -> None:
+    """Notes what keeps the reference from computing log-probs, on ranks or in an engine."""
+    if not mistakes.about("trainer.placement"):
+        mistakes.add(*reference_apart(config))
+    if config.trainer.ref.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
+        mistakes.passes(_validate_reference_engine, config)
+
+
+def _validate_reference_engine(config: Config) -> None:
+    found = reference_engine_spec(config)
+    assert found is not None, "asked only for a reference in an engine"
+    if config.temperature != 1.0:
+        raise ConfigError(
+            f"trainer.algorithm.temperature: got {config.temperature:g} with trainer.ref.inference_backend="
+            f"{config.trainer.ref.inference_backend}; engines score tokens at temperature 1 only. Set it and "
+            "generator.sampling_params.temperature to 1, or leave out inference_backend: then ranks compute the "
+            "reference's log-probs"
+        )
+    engine, told = found
+    engine.validate(told)
 
 
 def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -84,6 +85,48 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
         if path is not None and path not in seen:
             _gather_model(key, path, mistakes, makes)
             seen.add(path)
+    if is_referred_to and not mistakes.about("trainer.policy.model", "trainer.ref.model"):
+        mistakes.passes(_require_same_vocabulary, config)
+
+
+def _require_same_vocabulary(config: Config) -> None:
+    """The reference scores the policy's token ids, so both must mean the same by them. Compares what is on this
+    machine."""
+    policy, reference = config.policy_model_path, config.trainer.ref.model.path
+    if reference is None or reference == policy:
+        return
+    ours, theirs = (_token_ids(Path(path)) for path in (policy, reference))
+    if ours is None or theirs is None:
+        return
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if other is not None:
+        found = f"{theirs[other]} there" if other in theirs else "no token there"
+        raise ConfigError(
+            f"trainer.ref.model.path: {reference} has another vocabulary than the policy, {policy}: {other!r} is token "
+            f"{ours[other]} of the policy and {found}. The reference scores the policy's token ids; use one with "
+            "the same tokenizer"
+        )
+
+
+def _token_ids(model: Path) -> dict[str, int] | None:
+    """Token → id, from `tokenizer.json`; None if the model is not here or has no such file."""
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        # Unigram models have a list of pairs of token and score, numbered in order.
+        ids = (
+            dict(vocabulary)
+            if isinstance(vocabulary, dict)
+            else {token: number for number, (token, _) in enumerate(vocabulary)}
+        )
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: no vocabulary could be read ({error!r}); save the model's tokenizer again"
+        ) from error
 
 
 def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]) -> None:

@@ -15,10 +15,10 @@ import attrs
 
 from rl_core import plugins
 from rl_core.config.contract_one import KEYS, is_of_contract_one
-from rl_core.config.layers import ConfigWarning, plain
+from rl_core.config.layers import ConfigWarning, mapping_layer, merge, nested, plain
 from rl_core.config.loading import LEFT_OUT, PluginKeys, hints, known_paths, load_class, own_keys, unknown_key
 from rl_core.config.tree import Config, GeneratorConfig, InferenceEngineConfig
-from rl_core.errors import Mistakes, PluginError, RLError
+from rl_core.errors import ConfigError, Mistakes, PluginError, RLError
 
 
 @attrs.frozen
@@ -64,6 +64,25 @@ def options_class(section: Section, name: str) -> type | None:
     if cls is not None:
         _require_usable(cls, section, f"{key}: {name!r}")
     return cls
+
+
+def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *, key: str) -> Any:
+    """The plug-in's options with `values`, which are written at `key` instead of in the section.
+
+    Raises:
+        PluginError: the plug-in is not installed, or its class cannot hold keys.
+        ConfigError: a value has another type, or the plug-in has no such key; ConfigErrors: several of these.
+    """
+    cls = options_class(section, plugin_name)
+    if cls is None:
+        if values:
+            raise ConfigError(f"{key}: got {', '.join(values)}, but {plugin_name!r} has no keys of its own")
+        return None
+    mistakes = Mistakes()
+    given = nested(merge([mapping_layer(values, "code", mistakes)]))
+    options = load_class(cls, given, key, PluginKeys(), mistakes)
+    mistakes.raise_found()
+    return options
 
 
 def _require_usable(cls: Any, section: Section, where: str) -> None:

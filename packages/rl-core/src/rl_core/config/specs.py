@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from rl_core import plugins
 from rl_core.config import plugin_options
-from rl_core.config.contract_one import adapted_engine, adapted_generator
+from rl_core.config.contract_one import adapted_engine, adapted_generator, is_of_contract_one
 from rl_core.config.tree import Config, EnvironmentConfig
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EngineFree, EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin
+from rl_core.interfaces import EngineFree, EngineSpec, GeneratorPlugin, GeneratorSpec, InferencePlugin, LoraConfig
 
 _GENERATOR, _ENGINE = plugin_options.SECTIONS
 
@@ -43,6 +45,37 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
         run_dir=config.run_dir,
     )
     return adapted_engine(plugin, config), spec
+
+
+def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] | None:
+    """The engine that computes the reference's log-probs, and what it is told; None if ranks compute them.
+
+    Raises:
+        PluginError: it is not installed.
+        ConfigError: it cannot serve as a reference, or does not take its options.
+    """
+    reference = config.trainer.ref
+    if reference.inference_backend is None:
+        return None
+    name, key = reference.inference_backend, "trainer.ref.inference_backend"
+    plugin = plugins.load(_ENGINE.group, name, key=key)
+    if is_of_contract_one(plugin):
+        raise ConfigError(f"{key}: {name!r} follows version 1 of the contract of engines; a reference needs version 2")
+    _, policy = engine_spec(config)
+    spec = attrs.evolve(
+        policy,
+        options=plugin_options.options_of(
+            name, reference.inference_options, _ENGINE, key="trainer.ref.inference_options"
+        ),
+        model_path=reference.model.path,
+        num_engines=1,
+        return_routed_experts=False,
+        lora=LoraConfig(),
+        init_kwargs={},
+        shares_devices=False,
+        run_dir=policy.run_dir / "reference",
+    )
+    return plugin, spec
 
 
 def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:

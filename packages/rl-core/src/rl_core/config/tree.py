@@ -88,10 +88,16 @@ class RefModelConfig:
 
 @attrs.frozen(kw_only=True)
 class RefConfig:
-    """The reference model of the KL terms. Loaded only if one of them is on."""
+    """The reference of KL terms, or the teacher of distillation. Loaded only if something reads its log-probs."""
 
     model: RefModelConfig = attrs.field(factory=RefModelConfig)
     """Which model."""
+    inference_backend: str | None = None
+    """The inference engine that computes its log-probs, as in `generator.inference_engine.backend`. It is a second
+    engine, and training needs temperature 1. None: ranks of `trainer.strategy` compute them."""
+    inference_options: Mapping[str, Any] = attrs.field(factory=dict)
+    """The engine's own keys, as under `generator.inference_engine`, e.g. `{external_server_urls:
+    ["http://10.0.0.7:8000"]}`."""
     backend_sections: Mapping[str, Any] = attrs.field(factory=dict)
     """Written as `trainer.ref.<backend>_config`, as for the policy."""
 

@@ -283,7 +283,8 @@ def reference_apart(config: Config) -> Iterator[ConfigError]:
     """The error of a reference that is to share the policy's devices and has another number of ranks."""
     placement = config.trainer.placement
     policy, reference = placement.policy_shape, placement.ref_shape
-    if placement.colocate_policy_ref and policy != reference:
+    is_on_ranks = config.trainer.ref.inference_backend is None
+    if placement.colocate_policy_ref and is_on_ranks and policy != reference:
         yield ConfigError(
             "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 
 from rl_core.errors import CheckpointError
+from rl_core.trainer.served_reference import ServedReference
 from rl_core.workers import WorkerGroup
 
 
@@ -15,8 +16,8 @@ class Models:
     """Handles of the ranks of each."""
 
     policy: WorkerGroup
-    reference: WorkerGroup | None = None
-    """For KL terms; never trained, so nothing of it is saved."""
+    reference: WorkerGroup | ServedReference | None = None
+    """For KL terms and distillation; never trained, so nothing of it is saved."""
     critic: WorkerGroup | None = None
     """For estimators that read values."""
 

@@ -14,8 +14,17 @@ from typing import Any
 import attrs
 
 from rl_core import plugins
-from rl_core.config import Config, Loaded, engine_spec, generator_spec, needs_engine, needs_greedy_answers
+from rl_core.config import (
+    Config,
+    Loaded,
+    engine_spec,
+    generator_spec,
+    needs_engine,
+    needs_greedy_answers,
+    needs_reference,
+)
 from rl_core.config.resolving import value_at
+from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
 from rl_core.interfaces import (
     AdapterServing,
@@ -28,6 +37,7 @@ from rl_core.interfaces import (
     Role,
     RunTransport,
     Sampler,
+    Scoring,
     WeightTransport,
 )
 from rl_core.reports.report_page import write_report
@@ -56,6 +66,7 @@ from rl_core.trainer.run_directory import (
     write_summary,
 )
 from rl_core.trainer.run_lock import held_directories
+from rl_core.trainer.served_reference import ServedReference
 from rl_core.trainer.serving import Engines, NoEngines, ServedEngines
 from rl_core.trainer.settings import (
     eval_rollouts,
@@ -352,8 +363,29 @@ async def _models(config: Config, train_rows: Sequence[DataRow]) -> AsyncIterato
         policy = await launch("policy")
         assert policy is not None
         reference = await launch("reference", policy if placement.colocate_policy_ref else None)
+        if needs_reference(config) and reference is None:
+            reference = await closing.enter_async_context(_served_reference(config))
         critic = await launch("critic", policy if placement.colocate_all else None)
         yield Models(policy=policy, reference=reference, critic=critic)
+
+
+@asynccontextmanager
+async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
+    found = reference_engine_spec(config)
+    assert found is not None, "a reference without ranks has an engine"
+    engine, told = found
+    engine.validate(told)
+    client = await engine.create(told)
+    try:
+        scoring = client if isinstance(client, Scoring) else None
+        if scoring is None:
+            raise ConfigError(
+                f"trainer.ref.inference_backend: got {engine.name!r}, whose engines cannot score tokens; choose one "
+                "that can, or leave it out: then ranks compute the reference's log-probs"
+            )
+        yield ServedReference(scoring, timeout_s=config.trainer.worker_timeout_s)
+    finally:
+        await _closed(client.close, "the reference's engine")
 
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:

@@ -51,10 +51,10 @@ def num_steps(config: Config, num_rows: int) -> int:
 
 
 def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
-    """The models of the run, each with its nodes and ranks per node."""
+    """The models of the run that have ranks, each with its nodes and ranks per node."""
     placement = config.trainer.placement
     shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
-    if needs_reference(config):
+    if needs_reference(config) and config.trainer.ref.inference_backend is None:
         shapes["reference"] = placement.ref_shape
     if needs_critic(config):
         shapes["critic"] = placement.critic_shape

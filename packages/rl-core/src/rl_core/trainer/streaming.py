@@ -58,7 +58,7 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
             f"trainer.placement.colocate_all: got true with {_KEY}=true; models train while engines sample, so they "
             f"cannot take turns on the same devices. Set colocate_all=false, or {_KEY}=false"
         )
-    if placement.colocate_policy_ref and needs_reference(config):
+    if placement.colocate_policy_ref and needs_reference(config) and trainer.ref.inference_backend is None:
         yield ConfigError(
             f"trainer.placement.colocate_policy_ref: got true with {_KEY}=true; policy and reference would leave their "
             f"devices to each other for every part of a step. Set colocate_policy_ref=false, or {_KEY}=false"

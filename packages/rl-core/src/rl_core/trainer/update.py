@@ -24,7 +24,8 @@ from rl_core.trainer.batch_advantages import (
 from rl_core.trainer.model_update import ModelUpdate, ModelUpdateSettings, mini_batch_sequences
 from rl_core.trainer.models import Models
 from rl_core.trainer.scoring_pass import ScoringPass
-from rl_core.workers import MicroBatchLimits
+from rl_core.trainer.served_reference import ServedReference
+from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 
 @attrs.frozen(kw_only=True)
@@ -100,18 +101,21 @@ class BatchUpdate:
         others = batch.without_columns(*ROUTE_COLUMNS)
         calls = {"policy": self._policy_columns(batch, judges=judges)}
         if models.reference is not None:
-            calls["reference"] = models.reference.forward(
-                others, limits, temperature=temperature, returns=("logprobs",)
-            )
+            calls["reference"] = self._reference_columns(models.reference, others)
         if models.critic is not None:
             calls["critic"] = models.critic.forward(others, limits, temperature=temperature)
         scored = dict(zip(calls, await all_of(calls.values()), strict=True))
-        columns = dict(scored["policy"])
-        if models.reference is not None:
-            columns["ref_logprobs"] = scored["reference"]["logprobs"]
+        columns = {**scored["policy"], **scored.get("reference", {})}
         if models.critic is not None:
             columns["values"] = scored["critic"]["values"]
         return batch.with_columns(**columns)
+
+    async def _reference_columns(self, reference: WorkerGroup | ServedReference, batch: Batch) -> dict[str, Tensor]:
+        if isinstance(reference, ServedReference):
+            return {"ref_logprobs": await reference.logprobs(batch)}
+        limits, temperature = self._settings.forward_limits, self._settings.temperature
+        scored = await reference.forward(batch, limits, temperature=temperature, returns=("logprobs",))
+        return {"ref_logprobs": scored["logprobs"]}
 
     async def _policy_columns(self, batch: Batch, *, judges: bool) -> dict[str, Tensor]:
         """As far as the policy is asked before it is trained; `old_logprobs` of the first mini-batch are NaN where its
