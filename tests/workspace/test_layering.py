@@ -1,4 +1,4 @@
-"""Who may import whom: between the packages, between the rooms of rl_core, and what stays unloaded.
+"""Who may import whom: between the packages, between the layers of rl_core, and what stays unloaded.
 
 Imports inside functions and for type checkers count like all others: a reader follows them too.
 """
@@ -35,14 +35,14 @@ MAY_IMPORT = {
 }
 
 
-def listed_rooms() -> tuple[str, ...]:
-    """The rooms of rl_core from the ground up, as docs/design.md lists them."""
+def listed_layers() -> tuple[str, ...]:
+    """The layers of rl_core from the ground up, as docs/design.md lists them."""
     text = (ROOT / "docs" / "design.md").read_text()
-    table = text.partition("| room |")[2].partition("\n\n")[0]
+    table = text.partition("| layer |")[2].partition("\n\n")[0]
     return tuple(reversed(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)))
 
 
-ROOMS = listed_rooms()
+LAYERS = listed_layers()
 """Each imports only what stands before it."""
 STANDS_ALONE = {"layout": {"numpy"}, "algorithms": {"torch"}}
 """Rooms that are useful without the rest: of others' modules they import only this, and of rl_core only `GROUND`."""
@@ -81,7 +81,7 @@ def top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     """`layout` for rl_core.layout.packing; empty for rl_core itself."""
     return module.partition(".")[2].partition(".")[0]
 
@@ -96,17 +96,17 @@ def package_violations(imports: list[Import]) -> list[str]:
     ]
 
 
-def room_violations(imports: list[Import]) -> list[str]:
+def layer_violations(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
-        upper, lower = room(found.importer), room(found.imported)
+        upper, lower = layer(found.importer), layer(found.imported)
         if top(found.imported) != "rl_core" or not upper or upper == lower:
             continue
-        if upper not in ROOMS:
-            wrong.append(f"{found.importer}: {upper!r} is in no room; add it to the table in docs/design.md")
-        elif lower not in ROOMS:
+        if upper not in LAYERS:
+            wrong.append(f"{found.importer}: {upper!r} is in no layer; add it to the table in docs/design.md")
+        elif lower not in LAYERS:
             wrong.append(f"{found}: import the name from the module that defines it")
-        elif ROOMS.index(lower) > ROOMS.index(upper):
+        elif LAYERS.index(lower) > LAYERS.index(upper):
             wrong.append(f"{found}: {lower} stands above {upper}")
         elif upper in STANDS_ALONE and lower not in GROUND:
             wrong.append(f"{found}: {upper} stands alone and imports only {' and '.join(sorted(GROUND))}")
@@ -134,14 +134,14 @@ def foreign_violations(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
         imported = top(found.imported)
-        alone = STANDS_ALONE.get(room(found.importer))
+        alone = STANDS_ALONE.get(layer(found.importer))
         foreign = imported not in sys.stdlib_module_names and imported not in PACKAGES
         if found.when == "import" and imported in NEVER_WITH_RL_CORE - extras_of(found.importer):
             wrong.append(f"{found}: rl_core runs without it")
         if found.when == "import" and extras_of(found.imported) - extras_of(found.importer):
             wrong.append(f"{found}: it needs an extra; import it where it is used")
         elif foreign and found.when != "typing" and alone is not None and imported not in alone:
-            wrong.append(f"{found}: {room(found.importer)} needs {', '.join(alone)} alone")
+            wrong.append(f"{found}: {layer(found.importer)} needs {', '.join(alone)} alone")
     return wrong
 
 
@@ -151,12 +151,12 @@ def test_packages_import_only_what_stands_below_them(package):
     assert not wrong, "\n".join(wrong)
 
 
-def test_rooms_of_rl_core_import_only_what_stands_below_them():
-    wrong = room_violations(imports_of(source_root("rl_core")))
+def test_layers_of_rl_core_import_only_what_stands_below_them():
+    wrong = layer_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
 
-def test_rl_core_imports_no_engine_and_its_lower_rooms_stand_alone():
+def test_rl_core_imports_no_engine_and_its_lower_layers_stand_alone():
     wrong = foreign_violations(imports_of(source_root("rl_core")))
     assert not wrong, "\n".join(wrong)
 
@@ -220,7 +220,7 @@ def test_made_up_packages_that_import_each_other_are_caught(tmp_path):
     ]
 
 
-def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
+def test_made_up_layers_that_import_upwards_are_caught(tmp_path):
     tree = source_tree(
         tmp_path,
         {
@@ -233,7 +233,7 @@ def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
             "rl_core/interfaces/inference.py": f"{TYPING_ONLY}from rl_core.config import Config\n",
         },
     )
-    messages = room_violations(imports_of(tree))
+    messages = layer_violations(imports_of(tree))
     assert [message.partition(" ")[2] for message in messages if "helpers" not in message] == [
         "imports rl_core.config.Config: config stands above algorithms",
         "imports rl_core.trainer: trainer stands above batch",
@@ -243,7 +243,7 @@ def test_made_up_rooms_that_import_upwards_are_caught(tmp_path):
         "imports rl_core.batch.Batch: batch stands above layout",
         "imports rl_core.Batch: import the name from the module that defines it",
     ]
-    assert any("'helpers' is in no room" in message for message in messages)
+    assert any("'helpers' is in no layer" in message for message in messages)
 
 
 def test_made_up_imports_past_the_contracts_package_are_caught(tmp_path):

@@ -8,7 +8,7 @@ Options:   `url` (of the API: `http://host:port/v1`), `model`, `timeout_s` (60, 
 Metrics:   `accuracy` (the reward), `judge_tries`
 
 A judge that does not answer, refuses, or gives no score is the failure of this sample, which has then no reward at all
-(docs/environments.md#when-it-fails): a reward of zero would teach the policy what the judge's bad day was like. What
+(docs/environments.md#failures): a reward of zero would teach the policy what the judge's bad day was like. What
 the policy wrote is shown to the judge as data, between marks that it cannot write itself.
 """
 

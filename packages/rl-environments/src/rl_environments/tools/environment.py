@@ -3,7 +3,7 @@
     turn: the policy calls ──► its calls run side by side ──► their answers are shown (role `tool`), it goes on
     turn: it calls nothing ──► `judge(answer)` gives the reward, the episode is done
 
-docs/environments.md#an-environment-of-functions has one in a few lines.
+docs/environments.md#environments-with-tool-functions has one in a few lines.
 """
 
 from __future__ import annotations
