@@ -4,6 +4,7 @@ it finds what it does not, what it cannot build, and each fault that is repaired
 from __future__ import annotations
 
 import json
+import resource
 from typing import Any
 
 import pytest
@@ -265,6 +266,28 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
     monkeypatch.setattr(model_proof, "_compare_in_process", counted)
     assert start() == 2
     assert note.read_text() == whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
+def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, name):
+    """Not of a clock: others may use the machine too."""
+    (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
+
+    def processor_seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    def seconds_of_a_start() -> float:
+        model_proof._proved_here.clear()  # another process
+        before = processor_seconds()
+        assert require_proof(megatron, spec_of(str(tmp_path))) is None
+        return processor_seconds() - before
+
+    first, second = seconds_of_a_start(), seconds_of_a_start()
+    print(f"\n{name}: {first:.1f} s of a processor, then {second:.1f} s")
+    assert 1 < first < 15
+    assert second == 0
 
 
 def test_a_proof_holds_for_what_it_was_made_of_only(kept, model, tmp_path, monkeypatch):
