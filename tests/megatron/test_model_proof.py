@@ -13,7 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.rank_kit import model_proof, require_proof
 from rl_megatron import MegatronOptions, megatron
 from tests.megatron.changed import UncheckedBackend
-from tests.megatron.models import ARCHITECTURES, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
+from tests.megatron.models import ARCHITECTURES, EXPERTS, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
 from tests.megatron.proving import complaint_of, proofs, proved, spec_of
 
 V3 = "deepseek_v3"
@@ -75,6 +75,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "eps of latents": config_of(V3, rms_norm_eps=1e-5),
     "weights of experts": config_of("qwen3_moe", norm_topk_prob=False),
     "a window that no layer has": config_of("qwen2", use_sliding_window=True),
+    "a part of a head that transformers does not read": config_of("llama", **rope(partial_rotary_factor=0.5)),
     "nine heads of three groups, odd sizes": config_of(
         "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=9 * 14, vocab_size=49, head_dim=None
     ),
@@ -83,6 +84,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "dynamic": config_of("llama", rope_scaling={"type": "dynamic", "factor": 2.0}),
     "longrope": config_of("qwen3", **rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)),
     "partial rotary": config_of("qwen3", partial_rotary_factor=0.5),
+    "partial rotary, llama3": config_of("llama", **rope(5e5, **LLAMA3, partial_rotary_factor=0.5)),
     "not interleaved": config_of(V3, rope_interleave=False),
     "unnormalised weights": config_of(V3, norm_topk_prob=False),
     "one expert": config_of(V3, num_experts_per_tok=1),
@@ -123,7 +125,6 @@ WRONG: dict[str, dict[str, Any]] = {
             "gemma2",
             "gemma3_text",
             "glm4_moe",
-            "gpt_oss",
             "granite",
             "ministral3",
             "mistral",
@@ -133,6 +134,33 @@ WRONG: dict[str, dict[str, Any]] = {
             "olmoe",
             "qwen2_moe",
         )
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": [ARCHITECTURES["gemma3"]],
+        "text_config": {"model_type": "gemma3_text", **SIZES, "head_dim": 8},
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "architectures": [ARCHITECTURES["gpt_oss"]],
+        **SIZES,
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "architectures": [ARCHITECTURES["qwen3_next"]],
+        **SIZES,
+        **EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
     },
 }
 BUILT = {
@@ -204,6 +232,12 @@ def test_what_is_computed_otherwise_is_found_without_any_other_check(prove, name
     complaint = prove(UncheckedBackend(), WRONG[name])
     assert complaint is not None
     assert ("log-probs of a small copy of it differ by" in complaint) == (name in BUILT), complaint
+
+
+@pytest.mark.slow
+def test_an_activation_that_is_refused_because_of_gpus_passes_on_a_cpu(prove):
+    assert prove(UncheckedBackend(), config_of("llama", hidden_act="gelu")) is None
+    assert "kernels of GPUs approximate others" in (prove(megatron, config_of("llama", hidden_act="gelu")) or "")
 
 
 @pytest.mark.slow
