@@ -137,7 +137,13 @@ features that run and compute wrong numbers. Those below are not reached here:
 - 12 (layers' names in Megatron-FSDP's checkpoints): Megatron-FSDP is not used. A state has each layer's number in the
   whole model, and the conformance suite reads states on other pipeline meshes
 
-Findings 7 and 13 and the issue's appendix could not be read when this was written.
+Findings 7 and 13 and the issue's appendix could not be read when this was written, so whether they reach what is used
+here is not known.
+
+The proof of a model at the start runs a small copy of it on one rank, so it sees no fault of a composition. Against
+those there are the refusals ([what is refused](#what-is-refused)) and meshes that are compared with transformers on one
+process: those of the conformance suite ([parity.md](parity.md)) and random ones (`make soak`). A mesh that is neither
+refused nor among them is not proved.
 
 Pull request 5916 mends one more, in versions after the pinned one: with Transformer Engine the norm of the gradients
 leaves out experts that tensor ranks hold whole, and counts the down-projections of latent attention once per tensor
