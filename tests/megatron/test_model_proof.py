@@ -4,6 +4,7 @@ it finds what it does not, what it cannot build, and each fault that is repaired
 from __future__ import annotations
 
 import json
+import resource
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.rank_kit import model_proof, require_proof
 from rl_megatron import MegatronOptions, megatron
 from tests.megatron.changed import UncheckedBackend
-from tests.megatron.models import ARCHITECTURES, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
+from tests.megatron.models import ARCHITECTURES, EXPERTS, LLAMA3, REAL_MODELS, SIZES, YARN, config_of, rope
 from tests.megatron.proving import complaint_of, proofs, proved, spec_of
 
 V3 = "deepseek_v3"
@@ -74,6 +75,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "eps of latents": config_of(V3, rms_norm_eps=1e-5),
     "weights of experts": config_of("qwen3_moe", norm_topk_prob=False),
     "a window that no layer has": config_of("qwen2", use_sliding_window=True),
+    "a part of a head that transformers does not read": config_of("llama", **rope(partial_rotary_factor=0.5)),
     "nine heads of three groups, odd sizes": config_of(
         "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=9 * 14, vocab_size=49, head_dim=None
     ),
@@ -82,6 +84,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "dynamic": config_of("llama", rope_scaling={"type": "dynamic", "factor": 2.0}),
     "longrope": config_of("qwen3", **rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)),
     "partial rotary": config_of("qwen3", partial_rotary_factor=0.5),
+    "partial rotary, llama3": config_of("llama", **rope(5e5, **LLAMA3, partial_rotary_factor=0.5)),
     "not interleaved": config_of(V3, rope_interleave=False),
     "unnormalised weights": config_of(V3, norm_topk_prob=False),
     "one expert": config_of(V3, num_experts_per_tok=1),
@@ -122,7 +125,6 @@ WRONG: dict[str, dict[str, Any]] = {
             "gemma2",
             "gemma3_text",
             "glm4_moe",
-            "gpt_oss",
             "granite",
             "ministral3",
             "mistral",
@@ -132,6 +134,33 @@ WRONG: dict[str, dict[str, Any]] = {
             "olmoe",
             "qwen2_moe",
         )
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": [ARCHITECTURES["gemma3"]],
+        "text_config": {"model_type": "gemma3_text", **SIZES, "head_dim": 8},
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "architectures": [ARCHITECTURES["gpt_oss"]],
+        **SIZES,
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "architectures": [ARCHITECTURES["qwen3_next"]],
+        **SIZES,
+        **EXPERTS,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
     },
 }
 BUILT = {
@@ -206,6 +235,12 @@ def test_what_is_computed_otherwise_is_found_without_any_other_check(prove, name
 
 
 @pytest.mark.slow
+def test_an_activation_that_is_refused_because_of_gpus_passes_on_a_cpu(prove):
+    assert prove(UncheckedBackend(), config_of("llama", hidden_act="gelu")) is None
+    assert "kernels of GPUs approximate others" in (prove(megatron, config_of("llama", hidden_act="gelu")) or "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "name"), [(change, name) for change, names in REPAIRED.items() for name in names])
 def test_each_fault_is_found_where_its_repair_is_taken_away(prove, change, name):
     assert prove(UncheckedBackend(change=change), RIGHT[name]) is not None
@@ -265,6 +300,28 @@ def test_a_second_start_proves_nothing_and_a_torn_note_is_no_proof(kept, model, 
     monkeypatch.setattr(model_proof, "_compare_in_process", counted)
     assert start() == 2
     assert note.read_text() == whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3, without quantisation"])
+def test_a_first_start_takes_under_fifteen_seconds_of_a_processor_and_a_second_none(kept, tmp_path, name):
+    """Not of a clock: others may use the machine too."""
+    (tmp_path / "config.json").write_text(json.dumps(RIGHT[name]))
+
+    def processor_seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    def seconds_of_a_start() -> float:
+        model_proof._proved_here.clear()  # another process
+        before = processor_seconds()
+        assert require_proof(megatron, spec_of(str(tmp_path))) is None
+        return processor_seconds() - before
+
+    first, second = seconds_of_a_start(), seconds_of_a_start()
+    print(f"\n{name}: {first:.1f} s of a processor, then {second:.1f} s")
+    assert 1 < first < 15
+    assert second == 0
 
 
 def test_a_proof_holds_for_what_it_was_made_of_only(kept, model, tmp_path, monkeypatch):

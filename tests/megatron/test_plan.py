@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from rl_core.cli.app import rl
+from rl_core.errors import ConfigError
 from rl_core.interfaces import Planner
 from rl_core.layout.packing import padded_lengths
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE
@@ -102,3 +103,12 @@ def test_an_impossible_mesh_is_refused_by_the_plan_too(tmp_path: Path):
         f"trainer.policy.megatron_config.{TP}=3",
     )
     assert "3 does not divide the model's 4 attention heads" in str(result.exception)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_computed_otherwise_is_refused_by_the_plan_too(tmp_path: Path):
+    path = make_checkpoint(tmp_path / "model", is_causal=False)
+    result = run_plan(f"trainer.policy.model.path={path}", "trainer.strategy=megatron")
+    assert isinstance(result.exception, ConfigError), result.output
+    assert str(result.exception).startswith(f"trainer.policy.model.path: megatron does not compute {path} (qwen3) as ")
+    assert "log-probs of a small copy of it differ by " in str(result.exception)
