@@ -10,7 +10,8 @@ an environment that only wait and record.
     pause, send 2, serve 2    a weight sync of version 2              published 2         groups are started with it
     evaluate, evaluated 2     an evaluation begins and ends           row 2               the metrics of step 2
     save 2, copy 2, checkpoint 2    a checkpoint begins, at once or in the background, and is complete
-    export 2, fail GenerationError, end 2                             sleep, wake …, offload    of shared devices
+    export 2, export model    the model of step 2, and of the run     fail GenerationError, end 2
+    sleep, wake …, offload    of shared devices
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Play:
     seconds: float = 10.0
     rewards: tuple[float | None, ...] = (0.0, 1.0)
     """One per sample; None: the sample fails."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """The generator raises it, after `seconds`."""
     greedy: float | None = 0.5
     """The greedy answer's reward; None: it fails."""
@@ -75,7 +76,7 @@ class Script:
     train_s: float = 5.0
     send_s: float = 2.0
     save_s: float = 3.0
-    errors: Mapping[str, Exception] = attrs.field(factory=dict)
+    errors: Mapping[str, BaseException] = attrs.field(factory=dict)
     """An event → what the part that records it raises."""
     answers: Mapping[int, Control] = attrs.field(factory=dict)
     """What a callback asks for at the end of a step."""
@@ -98,9 +99,9 @@ class Script:
 class EventLog:
     """Records events; raises an error where the script says so; tells whoever waits for one."""
 
-    def __init__(self, errors: Mapping[str, Exception]) -> None:
+    def __init__(self, errors: Mapping[str, BaseException]) -> None:
         self.entries: list[tuple[float, str]] = []
-        self._errors: list[Mapping[str, Exception]] = [errors]
+        self._errors: list[Mapping[str, BaseException]] = [errors]
         self._reactions: dict[str, list[tuple[float, Callable[[], object]]]] = {}
 
     def __call__(self, event: str) -> None:
@@ -112,7 +113,7 @@ class EventLog:
             if event in errors:
                 raise errors[event]
 
-    def raise_too(self, errors: Mapping[str, Exception]) -> None:
+    def raise_too(self, errors: Mapping[str, BaseException]) -> None:
         """These as well, which may come to be known later."""
         self._errors.append(errors)
 
@@ -291,7 +292,8 @@ class ScriptedPolicy:
 
     async def save_model(self, directory: Path) -> None:
         directory.mkdir(parents=True)
-        self._log(f"export {int(directory.name.removeprefix('step_').removesuffix('.partial'))}")
+        name = directory.name.removesuffix(".partial")
+        self._log(f"export {int(name[5:])}" if name.startswith("step_") else f"export {name}")
 
     async def offload(self) -> None:
         self._log("offload")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, DeadlineError, WorkerError
+from rl_core.errors import CheckpointError, DeadlineError, ForeignCodeError, WorkerError
 from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
@@ -35,6 +35,8 @@ class RecordedWorker:
             raise ValueError("told to fail")
         if self.fault == "timeout":
             raise TimeoutError("the worker's own")
+        if self.fault == "exit":
+            sys.exit(0)
         if self.fault == "user":
             raise CheckpointError("told to fail")
         if self.fault == "hang":
@@ -115,6 +117,12 @@ async def test_a_failure_names_rank_and_phase_and_keeps_its_cause(fault):
     with pytest.raises(WorkerError, match=r"policy rank 0 failed in forward: (ValueError|TimeoutError): ") as raised:
         await forward(RecordedWorker(fault))
     assert isinstance(raised.value.__cause__, ValueError | TimeoutError)
+
+
+async def test_a_rank_that_means_to_end_the_run_is_an_error_that_names_it():
+    told = r"policy rank 0 in forward raised SystemExit\(0\) \(test_workers_inline\.py:"
+    with pytest.raises(ForeignCodeError, match=told):
+        await forward(RecordedWorker("exit"))
 
 
 async def test_a_users_mistake_comes_through_as_it_is():

@@ -197,6 +197,17 @@ async def test_a_refused_prompt_is_a_failure(tokenizer):
     assert trajectory.failure == "train.parquet:12: GenerationError: 4 prompt tokens exceed the model's 3 positions"
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=["SystemExit", "CancelledError"])
+async def test_an_engine_client_that_gives_up_is_named_and_its_samples_fail(tokenizer, error):
+    class GivesUp(EchoClient):
+        async def generate(self, request):
+            raise error
+
+    trajectories = await generator_of(tokenizer, GivesUp(tokenizer)).generate(request_of())
+    assert [one.failure_kind for one in trajectories] == 3 * ["ForeignCodeError"]
+    assert f"the engine client GivesUp raised {error!r} (test_generator.py:" in trajectories[0].failure
+
+
 async def test_a_cancelled_group_is_cancelled_and_its_environments_are_closed(tokenizer):
     all_asked = asyncio.Event()
 

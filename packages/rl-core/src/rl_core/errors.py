@@ -76,6 +76,11 @@ class DeadlineError(RLError, TimeoutError):
     """A wait reached its deadline; the message says what it waited for and how long."""
 
 
+class ForeignCodeError(RLError, RuntimeError):
+    """A plug-in or other code that the run calls raised what is no Exception, as `sys.exit()` does; the message says
+    whose code it was."""
+
+
 class NonFiniteError(RLError, ArithmeticError):
     """Too many optimizer steps in a row had a loss or gradient that is not finite."""
 

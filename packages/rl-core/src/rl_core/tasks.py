@@ -1,12 +1,17 @@
-"""Coroutines that run together: all end before their caller goes on; and the time in which none does."""
+"""Coroutines that run together: all end before their caller goes on; the time in which none does; and what is made of
+errors of others that would end them without a word."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
+
+from rl_core.errors import ForeignCodeError
 
 T = TypeVar("T")
 
@@ -28,6 +33,41 @@ def first_error(group: BaseExceptionGroup) -> BaseException:
     """The first leaf of a task group's errors: the one that ended the others."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+@contextmanager
+def code_of(whose: str) -> Iterator[None]:
+    """Around code of others. What it raises that is no Exception would end a task, or the run, as if that was meant: it
+    becomes a ForeignCodeError. KeyboardInterrupt and the cancellation of this task stay what they are."""
+    task = current_task()
+    try:
+        yield
+    except BaseException as error:
+        if not is_foreign(error, task):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ForeignCodeError(
+            f"{whose} raised {error!r} ({Path(frame.filename).name}:{frame.lineno}); code that fails must raise an "
+            "Exception instead"
+        ) from error
+
+
+def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """What was raised in the task, or outside of any, is neither an Exception nor asked for from outside."""
+    if isinstance(error, asyncio.CancelledError):
+        return task is None or not task.cancelling()
+    # A coroutine that is thrown away gets a GeneratorExit too, while no task or another one runs.
+    if isinstance(error, GeneratorExit):
+        return task is not None and current_task() is task
+    return not isinstance(error, (Exception, KeyboardInterrupt))
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """None also where no event loop runs."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
 
 
 class IdleTime:

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from rl_core.errors import DataError, DeadlineError
 from rl_core.interfaces import ToolSchema, require_tools
+from rl_core.tasks import is_foreign
 
 T = TypeVar("T")
 
@@ -75,25 +76,14 @@ async def caught(call: Callable[[], Awaitable[T]]) -> T:
     """The environment's answer. Raises EnvironmentFailure of whatever it raises, but KeyboardInterrupt, and the
     cancellation of this task."""
     task = asyncio.current_task()
-    assert task is not None
     try:
         return await call()
-    except (EnvironmentFailure, KeyboardInterrupt):
+    except EnvironmentFailure:
         raise
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and task.cancelling():
-            raise
-        # A coroutine that is thrown away gets a GeneratorExit too, while no task or another one runs.
-        if isinstance(error, GeneratorExit) and not _is_running(task):
-            raise
-        raise EnvironmentFailure.of(error) from error
-
-
-def _is_running(task: asyncio.Task[Any]) -> bool:
-    try:
-        return asyncio.current_task() is task
-    except RuntimeError:
-        return False
+        if isinstance(error, Exception) or is_foreign(error, task):
+            raise EnvironmentFailure.of(error) from error
+        raise
 
 
 async def offered_tools(environment: object) -> Sequence[ToolSchema]:

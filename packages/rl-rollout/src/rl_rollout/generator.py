@@ -30,7 +30,7 @@ from rl_core.interfaces import (
     Trajectory,
 )
 from rl_core.seeds import seed_of
-from rl_core.tasks import all_of
+from rl_core.tasks import all_of, code_of
 from rl_rollout.chat import TokenCodec, load_tokenizer
 from rl_rollout.conversation import Tokens, start_history
 from rl_rollout.environment_calls import EnvironmentFailure
@@ -147,17 +147,15 @@ class EnvironmentGenerator:
         params = request.params
         if room < params.max_tokens:
             params = attrs.evolve(params, max_tokens=int(room))
-        completion = await whole_response(
-            self._client,
-            GenerateRequest(
-                sample_id=f"{session_id}-{turn}",
-                session_id=session_id,
-                prompt_tokens=prompt,
-                params=params,
-                seed=sample_seed(request.seed, request.group_id, index, turn),
-            ),
-            self._codec.tokenizer,
+        asked = GenerateRequest(
+            sample_id=f"{session_id}-{turn}",
+            session_id=session_id,
+            prompt_tokens=prompt,
+            params=params,
+            seed=sample_seed(request.seed, request.group_id, index, turn),
         )
+        with code_of(f"the engine client {type(self._client).__name__}"):
+            completion = await whole_response(self._client, asked, self._codec.tokenizer)
         if not completion.tokens:
             raise GenerationError(f"the request ended before its first token (stop reason {completion.stop_reason!r})")
         return completion

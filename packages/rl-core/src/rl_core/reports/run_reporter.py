@@ -12,6 +12,7 @@ from rl_core.config import Config
 from rl_core.interfaces import PhaseAware, Row, Tracker, Trajectory
 from rl_core.reports.samples import FILE_NAME, Sample, SamplesWriter, sample_of, with_logprobs
 from rl_core.reports.trackers import JsonlTracker
+from rl_core.tasks import code_of
 
 
 class RunReporter:
@@ -54,12 +55,14 @@ class RunReporter:
         """Shows what the run is doing."""
         for tracker in self._trackers:
             if isinstance(tracker, PhaseAware):
-                tracker.phase(name)
+                with code_of(f"the tracker {type(tracker).__name__}"):
+                    tracker.phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics; step 0 is the evaluation before training."""
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            with code_of(f"the tracker {type(tracker).__name__}"):
+                tracker.log(step, metrics)
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
         """A few of a step's samples, evenly spread; `batch` holds their sequences, with `old_logprobs`, and

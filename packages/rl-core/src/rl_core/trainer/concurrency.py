@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from rl_core.tasks import code_of
+
 _Result = TypeVar("_Result")
 
 
@@ -23,13 +25,20 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`; None where `stop` is set before it is there, which cancels the work."""
+    """The result of `work`; None where `stop` is set before it is there, which cancels the work.
+
+    Raises:
+        ForeignCodeError: something else cancelled the work.
+    """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         await asyncio.wait({working})
-        return None if working.cancelled() else working.result()
+        if working.cancelled() and stop.is_set():
+            return None
+        with code_of(f"{work.__qualname__}: code that it calls"):
+            return working.result()
     finally:
         for task in (working, stopping):
             task.cancel()

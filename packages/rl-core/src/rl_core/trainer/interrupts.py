@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from rl_core.tasks import code_of
+
 _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
@@ -40,12 +42,14 @@ class Interrupts:
         self._stop: Callable[[], None] | None = None
         self._asked_at: float | None = None
         self._ended_at: float | None = None
+        self._is_cancelled = False
 
     def run(self, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """The result of `work()` in an event loop of its own.
 
         Raises:
             KeyboardInterrupt: a signal ended it; everything is closed.
+            ForeignCodeError: something in it raised SystemExit, a CancelledError or the like.
             RuntimeError: this thread has a running event loop already.
         """
         _require_no_loop()
@@ -59,11 +63,13 @@ class Interrupts:
                 self._task = None
                 self._ended_at = self._ended_at or time.monotonic()
 
-        with _handling(self._received):
+        with _handling(self._received), code_of("code that the run calls"):
             try:
-                return asyncio.run(main())
+                return _run(main())
             except asyncio.CancelledError:
-                raise KeyboardInterrupt from None
+                if self._is_cancelled:
+                    raise KeyboardInterrupt from None
+                raise
 
     @contextmanager
     def stops(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -90,8 +96,23 @@ class Interrupts:
             logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
             self._stop()
         elif self._asked_at is None or now - self._asked_at >= _BOUNCE_S:
-            self._ended_at = now
+            self._ended_at, self._is_cancelled = now, True
             self._task.cancel()
+
+
+def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """As `asyncio.run`. But a SystemExit in one task leaves the event loop at once: here the other tasks go on, and who
+    waits for that one gets it."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(work)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except SystemExit as error:
+                if task.done():
+                    raise
+                logger.warning("code that the run calls raised %r in a task of its own", error)
 
 
 @contextmanager

@@ -19,13 +19,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
 from rl_core.interfaces import Callback, Control, Generator
+from rl_core.tasks import code_of
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.checkpoint import RunState
 from rl_core.trainer.collate import collate
@@ -44,6 +46,8 @@ from rl_core.trainer.step_training import StepTraining, TrainedStep
 from rl_core.trainer.timing import PhaseTimes
 from rl_core.trainer.update import BatchUpdate
 
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
@@ -149,24 +153,20 @@ class TrainingLoop:
     async def run(self) -> None:
         """Trains until the last step, or until `stop`; either way a checkpoint of the last finished step is there. An
         error too leaves one, where the weights are those of a finished step."""
-        for callback in self._callbacks:
-            callback.on_run_start(self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step)
+        self._tell(
+            Callback.on_run_start, self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step
+        )
         await self._publish()
         await self._engines.prove()
-        async with alongside(self._bring_back_engines()):
-            try:
-                await self._train()
-                # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
-                if self._settings.ckpt_interval > 0 or self._stop.is_set():
-                    await self._checkpoint()
-                with self._times.phase("checkpoint"):
-                    await self._saver.finish()
-            except Exception as error:
-                await self._save_after(error)
-                raise
-            await self._engines.to_models()
-        for callback in self._callbacks:
-            callback.on_run_end(self.steps_done)
+        async with alongside(self._bring_back_engines()), self._saving_after_errors():
+            await self._train()
+            # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
+            if self._settings.ckpt_interval > 0 or self._stop.is_set():
+                await self._checkpoint()
+            with self._times.phase("checkpoint"):
+                await self._saver.finish()
+        await self._engines.to_models()
+        self._tell(Callback.on_run_end, self.steps_done)
 
     async def _train(self) -> None:
         starts = not self._is_resumed and not self._stop.is_set()
@@ -186,6 +186,23 @@ class TrainingLoop:
                 if groups is None:
                     break
                 await self._train_on(groups)
+
+    @asynccontextmanager
+    async def _saving_after_errors(self) -> AsyncIterator[None]:
+        try:
+            with code_of("code that the run calls"):
+                yield
+        except Exception as error:
+            await self._save_after(error)
+            raise
+
+    def _tell(self, event: Callable[Concatenate[Callback, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What each callback answers to the event, a method of `Callback`."""
+        answers: list[R] = []
+        for callback in self._callbacks:
+            with code_of(f"{event.__name__} of the callback {type(callback).__name__}"):
+                answers.append(getattr(callback, event.__name__)(*args, **kwargs))
+        return answers
 
     async def _save_after(self, error: Exception) -> None:
         """Saves the last finished step before the run ends with an error; says so where that cannot be done. Samples
@@ -216,8 +233,7 @@ class TrainingLoop:
             row |= await self._publish()
         if not self._engines.are_shared:
             await self._buffer.published(step)
-        for callback in self._callbacks:
-            callback.on_groups(step, trained.trajectories)
+        self._tell(Callback.on_groups, step, trained.trajectories)
         await self._finish_step()
 
     async def _begin_row(self, trained: TrainedStep, queue: Mapping[str, float]) -> dict[str, float]:
@@ -323,7 +339,8 @@ class TrainingLoop:
     async def _bring_back_engines(self) -> None:
         """Ends with the run; an error of it ends the run too."""
         try:
-            await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
+            with code_of("bringing back an engine: its client"):
+                await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
         except Exception as error:
             await self._buffer.fail(error)
 
@@ -353,8 +370,7 @@ class TrainingLoop:
             with self._times.phase("evaluate"):
                 metrics = await self._update.judged(collate(result.trajectories), step=self.steps_done)
         self._reporter.eval_samples(self.steps_done, result.trajectories)
-        for callback in self._callbacks:
-            callback.on_evaluation(self.steps_done, metrics)
+        self._tell(Callback.on_evaluation, self.steps_done, metrics)
         return metrics
 
     async def _checkpoint(self) -> None:
@@ -382,11 +398,10 @@ class TrainingLoop:
             await self._saver.save(state, stored)
 
     def _checkpoint_completed(self, step: int, path: Path) -> None:
-        for callback in self._callbacks:
-            callback.on_checkpoint(step, path)
+        self._tell(Callback.on_checkpoint, step, path)
 
     def _ask_callbacks(self, step: int, metrics: Mapping[str, float]) -> Control:
-        answers = [callback.on_step_end(step, metrics) or Control() for callback in self._callbacks]
+        answers = [answer or Control() for answer in self._tell(Callback.on_step_end, step, metrics)]
         return Control(
             save=any(answer.save for answer in answers),
             evaluate=any(answer.evaluate for answer in answers),

@@ -11,6 +11,7 @@ import attrs
 
 from rl_core.interfaces import InferenceClient, Manifest, WeightPreparing, WeightReceivers, WeightTransport
 from rl_core.rank_kit.weight_buckets import require_same
+from rl_core.tasks import code_of
 from rl_core.workers import WorkerGroup
 
 R = TypeVar("R")
@@ -63,7 +64,7 @@ async def publish_weights(
 
     async def both(receiving: Awaitable[R]) -> tuple[Manifest, R]:
         sender = asyncio.ensure_future(group.publish(rendezvous, version, max_bucket_bytes))
-        receiver = asyncio.ensure_future(receiving)
+        receiver = asyncio.ensure_future(_of_client(client, receiving))
         await _both_or_neither(sender, receiver, stop=lambda: transport.close(rendezvous))
         return sender.result(), receiver.result()
 
@@ -71,12 +72,12 @@ async def publish_weights(
         if transport.is_staged and isinstance(client, WeightPreparing):
             sent, _ = await both(client.prepare_weights(rendezvous, version))
             paused_at = await _paused(client, pause_mode)
-            received = await client.update_weights(rendezvous, version)
+            received = await _of_client(client, client.update_weights(rendezvous, version))
         else:
             paused_at = await _paused(client, pause_mode)
             sent, received = await both(client.update_weights(rendezvous, version))
         require_same(sent, received)
-        await client.resume()
+        await _of_client(client, client.resume())
     finally:
         transport.close(rendezvous)
     return Publication(sent=sent, pause_s=time.monotonic() - paused_at)
@@ -85,8 +86,13 @@ async def publish_weights(
 async def _paused(client: InferenceClient, mode: PauseMode) -> float:
     """When the engines were asked to pause; they have."""
     asked_at = time.monotonic()
-    await client.pause(mode)
+    await _of_client(client, client.pause(mode))
     return asked_at
+
+
+async def _of_client(client: InferenceClient, answering: Awaitable[R]) -> R:
+    with code_of(f"the engine client {type(client).__name__}"):
+        return await answering
 
 
 async def _both_or_neither(

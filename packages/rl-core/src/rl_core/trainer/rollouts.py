@@ -11,7 +11,7 @@ import attrs
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Generator, GroupRequest, SamplingParams, Trajectory
-from rl_core.tasks import IdleTime, all_of, first_error
+from rl_core.tasks import IdleTime, all_of, code_of, first_error
 from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.data import DataRow, PromptSource
 from rl_core.trainer.failures import FailureAccount
@@ -195,7 +195,8 @@ def _popped(count_of_group: Counter[int], later: set[int]) -> float:
 
 async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
     """The group's trajectories. Raises GenerationError for a generator that does not answer what it was asked."""
-    trajectories = await generator.generate(request)
+    with code_of(f"{request.row_place}: the generator {type(generator).__name__}"):
+        trajectories = await generator.generate(request)
     asked = [(request.group_id, index) for index in range(request.num_samples)]
     answered = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     if answered != asked:

@@ -14,6 +14,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, RLError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
+from rl_core.tasks import code_of
 from rl_core.workers.memory import keep_freed_memory
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
@@ -107,7 +108,7 @@ class InlineRank:
     async def _run(self, phase: str, function: Callable[[], Any]) -> Any:
         if self._stuck_in is not None:
             raise WorkerError(f"{self._role} rank 0 was asked to {phase}, but is still busy with {self._stuck_in}")
-        future = asyncio.wrap_future(self._thread.submit(function))
+        future = asyncio.wrap_future(self._thread.submit(lambda: self._answer(phase, function)))
         try:
             return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
         except TimeoutError as error:
@@ -121,3 +122,9 @@ class InlineRank:
             raise
         except Exception as error:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
+
+    def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
+        """In the rank's thread: what is no Exception, as a loss that calls `sys.exit()` raises, would end the run as if
+        it was done."""
+        with code_of(f"{self._role} rank 0 in {phase}"):
+            return function()

@@ -27,6 +27,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import RLError
 from rl_core.interfaces import Backend, RankInfo, WorkerSpec
+from rl_core.tasks import code_of
 from rl_core.workers.heartbeat import Pulse, pulse_of
 from rl_core.workers.memory import keep_freed_memory
 from rl_core.workers.rank import Abilities, RankHost
@@ -145,7 +146,8 @@ class RayRank:
     def _answer(self, method: str, function: Any) -> Any:
         self._call = (method, time.monotonic(), threading.get_ident())
         try:
-            return function()
+            with code_of(f"a rank in {method}"):
+                return function()
         except Exception as error:
             text = traceback.format_exc()
             return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))

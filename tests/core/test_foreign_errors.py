@@ -1,0 +1,154 @@
+"""What is no Exception, out of a plug-in, a callback or a loss: the run ends with an error that names it, and saves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+
+from rl_core.errors import ForeignCodeError
+from rl_core.tasks import code_of
+from rl_core.trainer.concurrency import unless_set
+from rl_core.trainer.interrupts import Interrupts
+from tests.core.scripted_run import Play, Script, ScriptedRun
+from tests.core.virtual_time import run_virtually
+
+ENDS = [SystemExit(0), asyncio.CancelledError(), GeneratorExit()]
+NAMES = [type(error).__name__ for error in ENDS]
+STALENESS = pytest.mark.parametrize("max_staleness", [0, 2])
+
+
+@pytest.mark.parametrize("error", ENDS, ids=NAMES)
+@STALENESS
+def test_a_generator_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+    tmp_path: Path, max_staleness: int, error: BaseException
+):
+    def play(group: int) -> Play:
+        return Play(error=error if group == 3 else None)
+
+    run = ScriptedRun(tmp_path, Script(max_staleness=max_staleness, play=play))
+    told = rf"train:1: the generator ScriptedGenerator raised {type(error).__name__}\(.*\(scripted_run\.py:\d+\)"
+    with pytest.raises(ForeignCodeError, match=told):
+        run.go()
+    assert run.events[-1] == f"checkpoint {run.loop.steps_done}"
+    assert run.loop.steps_done > 0
+    assert run.ended_at is not None
+    assert run.ended_at < 100.0, "it waited for the group until generation_timeout_s"
+    resumed = run.resumed(play=lambda group: Play()).go()
+    assert [*run.trained, *resumed.trained] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=NAMES)
+def test_an_evaluation_that_is_cancelled_from_within_is_no_stop(tmp_path: Path, error: BaseException):
+    script = Script(eval_rows=1, eval_play=Play(error=error), settings={"eval_before_train": True})
+    with pytest.raises(ForeignCodeError, match="held_out:0: the generator ScriptedGenerator raised"):
+        ScriptedRun(tmp_path, script).go()
+
+
+@pytest.mark.parametrize(
+    ("event", "whose", "saved"),
+    [
+        ("row 2", "code that the run calls", 2),
+        ("checkpoint 2", "on_checkpoint of the callback RecordedReports", 2),
+        ("train 2", "code that the run calls", 1),
+        ("serve 2", "the engine client ScriptedEngine", 2),
+        ("end 3", "on_run_end of the callback RecordedReports", 3),
+    ],
+)
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=NAMES[:2])
+def test_a_part_that_means_to_end_the_run_ends_it_with_an_error_and_a_checkpoint(
+    tmp_path: Path, event: str, whose: str, saved: int, error: BaseException
+):
+    run = ScriptedRun(tmp_path, Script(errors={event: error}, settings={"ckpt_interval": 1}))
+    with pytest.raises(ForeignCodeError, match=f"{whose} raised {type(error).__name__}"):
+        run.go()
+    assert run.events_of("checkpoint")[-1] == f"checkpoint {saved}"
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def code() -> None:
+        raise error
+
+    return code
+
+
+def test_exceptions_keyboard_interrupts_and_ones_own_cancellation_stay_what_they_are():
+    """Negative control."""
+    for error in (ValueError("wrong"), StopIteration(), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, code_of("somebody's code"):
+            raises(error)()
+        assert caught.value is error
+
+    async def cancelled() -> None:
+        with code_of("somebody's code"):
+            asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]
+            await asyncio.sleep(1)
+
+    with pytest.raises(asyncio.CancelledError):
+        run_virtually(cancelled())
+
+
+def test_a_coroutine_that_is_thrown_away_ends_in_silence():
+    @attrs.frozen
+    class Waits:
+        def __await__(self):
+            yield
+
+    async def work() -> None:
+        with code_of("somebody's code"):
+            await Waits()
+
+    coroutine = work()
+    coroutine.send(None)
+    coroutine.close()
+
+
+async def test_work_is_none_only_where_it_was_to_stop():
+    async def gives_up() -> int:
+        raise asyncio.CancelledError
+
+    async def waits() -> int:
+        await asyncio.sleep(60)
+        return 1
+
+    stop = asyncio.Event()
+    with pytest.raises(ForeignCodeError, match=r"gives_up: code that it calls raised CancelledError"):
+        await unless_set(stop, gives_up())
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert await unless_set(stop, waits()) is None
+
+
+def test_a_run_outside_of_the_loop_does_not_end_as_if_it_was_done_or_interrupted():
+    async def leaves() -> None:
+        sys.exit(0)
+
+    async def gives_up() -> None:
+        raise asyncio.CancelledError
+
+    for work in (leaves, gives_up):
+        with pytest.raises(ForeignCodeError, match="code that the run calls raised"):
+            Interrupts().run(work)
+
+
+def test_an_exit_in_a_task_of_its_own_reaches_who_waits_for_it_and_nobody_else():
+    """asyncio lets it leave the event loop in the middle of everything."""
+
+    async def leaves() -> None:
+        await asyncio.sleep(0.01)
+        sys.exit(0)
+
+    async def works() -> str:
+        await asyncio.sleep(0.05)
+        return "done"
+
+    async def work() -> str:
+        other, leaving = asyncio.create_task(works()), asyncio.create_task(leaves())
+        with pytest.raises(ForeignCodeError, match=r"a plug-in raised SystemExit"), code_of("a plug-in"):
+            await leaving
+        return await other
+
+    assert Interrupts().run(work) == "done"
