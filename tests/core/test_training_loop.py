@@ -728,17 +728,20 @@ def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp
     assert resumed.reports.rows[1]["eval/reward"] == 0.5
 
 
-def test_a_sync_that_an_engines_end_broke_is_done_again_for_those_that_are_left(tmp_path: Path):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=["one is lost", "one comes back"])
+def test_a_sync_that_another_number_of_engines_broke_is_done_again_for_those_that_are_there(
+    tmp_path: Path, before: int, after: int
+):
     class TwoEngines(ScriptedEngine):
-        num_alive = 2
+        num_alive = before
 
         def num_weight_receivers(self) -> int:
             return self.num_alive
 
         async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-            if version == 1 and self.num_alive == 2:
-                self.num_alive = 1
-                raise WeightSyncError("an engine is gone")
+            if version == 1 and self.num_alive == before:
+                self.num_alive = after
+                raise WeightSyncError("the sync was opened for other engines")
             return await super().update_weights(rendezvous, version)
 
     run = ScriptedRun(tmp_path, Script(steps=2), engine_class=TwoEngines).go()
