@@ -728,17 +728,20 @@ def test_an_evaluation_in_which_everything_fails_ends_the_run_before_the_row(tmp
     assert resumed.reports.rows[1]["eval/reward"] == 0.5
 
 
-def test_a_sync_that_an_engines_end_broke_is_done_again_for_those_that_are_left(tmp_path: Path):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=["one is lost", "one comes back"])
+def test_a_sync_that_another_number_of_engines_broke_is_done_again_for_those_that_are_there(
+    tmp_path: Path, before: int, after: int
+):
     class TwoEngines(ScriptedEngine):
-        num_alive = 2
+        num_alive = before
 
         def num_weight_receivers(self) -> int:
             return self.num_alive
 
         async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-            if version == 1 and self.num_alive == 2:
-                self.num_alive = 1
-                raise WeightSyncError("an engine is gone")
+            if version == 1 and self.num_alive == before:
+                self.num_alive = after
+                raise WeightSyncError("the sync was opened for other engines")
             return await super().update_weights(rendezvous, version)
 
     run = ScriptedRun(tmp_path, Script(steps=2), engine_class=TwoEngines).go()
@@ -747,6 +750,66 @@ def test_a_sync_that_an_engines_end_broke_is_done_again_for_those_that_are_left(
         "pause", "send 1", "pause", "send 1", "serve 1", "published 1",
         "pause", "send 2", "serve 2", "published 2",
     ]  # fmt: skip
+
+
+class LosesItself(ScriptedEngine):
+    """An only engine whose process ends in a sync: it refuses its part before anybody knows that it is dead, and is
+    started again a minute later."""
+
+    num_losses = 1
+    is_lost = False
+
+    def num_weight_receivers(self) -> int:
+        return 1
+
+    async def has_lost_engines(self) -> bool:
+        await asyncio.sleep(60.0 if self.is_lost else 10.0)
+        return self.is_lost
+
+    async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+        self.is_lost = version == 1 and self.num_losses > 0
+        if self.is_lost:
+            self.num_losses -= 1
+            raise WeightSyncError("the only engine did not take it")
+        return await super().update_weights(rendezvous, version)
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_a_run_outlives_its_only_engine_that_is_lost_in_a_sync(tmp_path: Path, num_losses: int):
+    class Lost(LosesItself):
+        pass
+
+    Lost.num_losses = num_losses
+    run = ScriptedRun(tmp_path, Script(steps=2), engine_class=Lost).go()
+    assert run.events_of("pause", "send", "serve", "published") == [
+        "pause", "send 0", "serve 0",
+        *["pause", "send 1"] * (1 + num_losses), "serve 1", "published 1",
+        "pause", "send 2", "serve 2", "published 2",
+    ]  # fmt: skip
+    assert run.time_of("serve 1") - run.time_of("send 1") > 60.0 * num_losses
+
+
+def test_a_sync_that_ends_the_engine_in_every_try_ends_the_run(tmp_path: Path):
+    class AlwaysLost(LosesItself):
+        num_losses = 100
+
+    run = ScriptedRun(tmp_path, Script(steps=2), engine_class=AlwaysLost)
+    with pytest.raises(WeightSyncError, match=r"engines were lost in each of 3 tries to publish it; .*did not take it"):
+        run.go()
+    assert run.events_of("send") == ["send 0", "send 1", "send 1", "send 1"]
+
+
+def test_a_sync_that_fails_with_all_engines_alive_ends_the_run_with_its_own_error(tmp_path: Path):
+    class Refuses(LosesItself):
+        async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
+            if version == 1:
+                raise WeightSyncError("it does not fit")
+            return await super().update_weights(rendezvous, version)
+
+    run = ScriptedRun(tmp_path, Script(steps=2), engine_class=Refuses)
+    with pytest.raises(WeightSyncError, match="it does not fit"):
+        run.go()
+    assert run.events_of("send") == ["send 0", "send 1"]
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,57 @@ def test_a_staged_version_is_waited_for_on_every_server():
     run_virtually(work())
 
 
+@pytest.mark.parametrize(("comes_back_s", "expected_s"), [(0.0, 0.5), (40.0, 40.5), (None, 130.5)])
+def test_whether_a_server_was_lost_in_a_sync_is_said_when_it_is_known_and_one_is_up_again(
+    comes_back_s: float | None, expected_s: float
+):
+    """The server refuses its part half a second before it is known to be dead, as one whose core process was killed."""
+
+    async def work() -> None:
+        pool = Pool(1)
+        (member,) = pool.members
+        scripted: Any = Scripted("vLLM server 0", refuses)
+        client = RemoteInferenceClient(pool, timeout_s=1000.0, start_timeout_s=100.0)
+        clock = asyncio.get_running_loop()
+
+        async def supervise() -> None:
+            await asyncio.sleep(0.5)
+            await pool.left(member, "its core process is dead")
+            if comes_back_s is not None:
+                await asyncio.sleep(comes_back_s)
+                await pool.joined(member, scripted, -1, is_quarantined=False)
+
+        await pool.joined(member, scripted, 0, is_quarantined=False)
+        with pytest.raises(WeightSyncError, match="does not fit"):
+            await client.update_weights(Rendezvous(transport="", receiver="", data={}), 1)
+        supervising = asyncio.ensure_future(supervise())
+        if comes_back_s is None:
+            with pytest.raises(DeadlineError, match=r"to be started again; .* is down \(its core process is dead\)"):
+                await client.has_lost_engines()
+        else:
+            assert await client.has_lost_engines()
+            assert pool.up == [member]
+        assert clock.time() == expected_s
+        await supervising
+
+    run_virtually(work())
+
+
+def test_no_server_was_lost_where_none_is_given_up_for_seconds():
+    async def work() -> None:
+        pool = Pool(2)
+        refusing: Any = Scripted("vLLM server 0", refuses)
+        await pool.left(pool.members[1], "it was lost before")
+        await pool.joined(pool.members[0], refusing, 0, is_quarantined=False)
+        client = RemoteInferenceClient(pool, timeout_s=1000.0)
+        with pytest.raises(WeightSyncError, match="does not fit"):
+            await client.update_weights(Rendezvous(transport="", receiver="", data={}), 1)
+        assert not await client.has_lost_engines()
+        assert asyncio.get_running_loop().time() == 10.0
+
+    run_virtually(work())
+
+
 async def test_a_server_that_is_known_to_be_hung_is_started_again_though_it_answers():
     pool, server = Pool(1), StartedAgain()
     supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")

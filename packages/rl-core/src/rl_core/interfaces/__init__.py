@@ -4,8 +4,8 @@
 ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable`; of backends
 `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`,
 `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`,
-`IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers `PhaseAware`; of
-any plug-in that declares keys `Configurable`.
+`LossDetecting`, `IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers
+`PhaseAware`; of any plug-in that declares keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
@@ -39,6 +39,7 @@ from rl_core.interfaces.inference import (
     IdleMeasuring,
     InferenceClient,
     InferencePlugin,
+    LossDetecting,
     Recovering,
     Sampler,
     SamplingParams,
@@ -194,6 +195,7 @@ __all__ = [
     "InferenceClient",
     "Sleepable",
     "Recovering",
+    "LossDetecting",
     "WeightPreparing",
     "WeightReceivers",
     "Scoring",

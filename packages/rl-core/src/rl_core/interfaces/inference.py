@@ -212,6 +212,21 @@ class Recovering(Protocol):
         ...
 
 
+@runtime_checkable
+class LossDetecting(Protocol):
+    """A client that restarts failed engines, and knows whether one failed in an update."""
+
+    async def has_lost_engines(self) -> bool:
+        """Asked after an update that failed: whether an engine was lost in it, so that another update may succeed. An
+        engine can fail its part of an update before anybody knows that it is dead; this waits until it would be known.
+        If no engine is left, it returns when one was started again.
+
+        Raises:
+            DeadlineError: none was started again in time.
+        """
+        ...
+
+
 @attrs.frozen(kw_only=True)
 class EngineSpec:
     """Everything an engine needs to know before it starts, as plain data. Everything later is a call of its client."""

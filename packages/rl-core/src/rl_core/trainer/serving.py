@@ -12,8 +12,15 @@ from typing import Any, Protocol
 
 import attrs
 
-from rl_core.errors import WeightSyncError
-from rl_core.interfaces import IdleMeasuring, InferenceClient, Recovering, WeightReceivers, WeightTransport
+from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.interfaces import (
+    IdleMeasuring,
+    InferenceClient,
+    LossDetecting,
+    Recovering,
+    WeightReceivers,
+    WeightTransport,
+)
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
 from rl_core.trainer.publish import PauseMode, Publication, publish_weights
@@ -24,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_ENGINES = 32
 """That have a metric of their own."""
+_MOST_LOST = 3
+"""Tries to publish a version in which an engine may be lost: it may be the sync that ends them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -174,8 +183,13 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Once; again, to the engines that are left, where one was lost under way and broke the sync for all; and with
-        whole weights, where changes were refused."""
+        """Once; again, to the engines that are left or were started again, where one was lost under way and broke the
+        sync for all; and with whole weights, where changes were refused.
+
+        Raises:
+            WeightSyncError, DeadlineError: it failed with all engines alive, or engines were lost in every try.
+        """
+        num_lost = 0
         while True:
             num_receivers, delta = self._num_receivers(), self._next_delta()
             try:
@@ -190,11 +204,18 @@ class ServedEngines:
                         pause_mode=self._settings.pause_mode,
                         delta=delta,
                     )
-            except WeightSyncError as error:
-                if self._num_receivers() < num_receivers:
-                    logger.warning("publishing again because an engine was lost: %s", error)
-                elif delta is not None and delta["base"] is not None:
+            except (WeightSyncError, DeadlineError) as error:
+                is_delta = delta is not None and delta["base"] is not None
+                if is_delta and isinstance(error, WeightSyncError):
                     logger.warning("publishing again with whole weights because the delta was refused: %s", error)
+                elif self._num_receivers() != num_receivers or await self._has_lost_engines():
+                    num_lost += 1
+                    if num_lost == _MOST_LOST:
+                        raise WeightSyncError(
+                            f"weight version {self._version}: engines were lost in each of {num_lost} tries to publish "
+                            f"it; why they ended is in their logs. The last error: {error}"
+                        ) from error
+                    logger.warning("publishing again because an engine was lost: %s", error)
                 else:
                     raise
             else:
@@ -207,6 +228,9 @@ class ServedEngines:
             return None
         lacks_weights = isinstance(self._client, Recovering) and self._client.lacks_weights
         return self._deltas.next(self._version, must_be_whole=lacks_weights)
+
+    async def _has_lost_engines(self) -> bool:
+        return isinstance(self._client, LossDetecting) and await self._client.has_lost_engines()
 
     def _num_receivers(self) -> int:
         return self._client.num_weight_receivers() if isinstance(self._client, WeightReceivers) else 1

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
 """Deadline of calls that compute nothing, and of servers to end their part of a sync that failed."""
+_VERDICT_S = 10.0
+"""Until a server whose engine has died is given up: the engine's core process outlives a worker by seconds."""
 _UPDATE_SHARE = 0.5
 """Of a request's deadline, which an update may take: requests wait meanwhile, and outlive one that hangs."""
 _TOKENIZE_CONCURRENCY = 32
@@ -45,6 +47,7 @@ class RemoteInferenceClient:
         pool: Pool,
         *,
         timeout_s: float,
+        start_timeout_s: float = 600.0,
         on_failure: Callable[[Member], None] = lambda member: None,
         on_close: Callable[[], Awaitable[None]] | None = None,
         served_model_name: str = "",
@@ -54,6 +57,7 @@ class RemoteInferenceClient:
         Args:
             pool: the servers.
             timeout_s: of a request; a weight update has half of it.
+            start_timeout_s: of a server that is started again.
             on_failure: told of a server that did not answer.
             on_close: ends what stands behind the pool.
             served_model_name: of vLLM's own routes.
@@ -62,11 +66,16 @@ class RemoteInferenceClient:
         self.router_url = router_url
         self._pool = pool
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._on_failure = on_failure
         self._on_close = on_close
         self._model = served_model_name
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
+        self._left_before = 0
+        """Servers that had been given up when the last update began."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Waits for servers to end their part of an update that failed."""
 
     @property
     def vocab_size(self) -> int:
@@ -165,6 +174,7 @@ class RemoteInferenceClient:
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
         """See `WeightPreparing`. A server that dies meanwhile is left to the supervisor."""
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
+        self._left_before = self._pool.num_left
         arguments = self._update_arguments(rendezvous, version)
         await self._on_all("prepare_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
 
@@ -177,6 +187,7 @@ class RemoteInferenceClient:
         """
         arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
+        self._left_before = self._pool.num_left
         async with self._pool.updating():
             on_servers = self._on_all if rendezvous.is_staged else self._on_all_or_none
             answers = await on_servers("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
@@ -222,6 +233,21 @@ class RemoteInferenceClient:
     def lacks_weights(self) -> bool:
         """See `Recovering`."""
         return self._pool.lacks_weights
+
+    async def has_lost_engines(self) -> bool:
+        """See `LossDetecting`."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+        try:
+            await self._pool.wait_for(
+                lambda: self._pool.num_left > self._left_before, "a server to be given up", timeout_s=_VERDICT_S
+            )
+        except DeadlineError:
+            return False
+        await self._pool.wait_for(
+            lambda: bool(self._pool.up), "a vLLM server to be started again", timeout_s=self._start_timeout_s + _SHORT_S
+        )
+        return True
 
     async def needs_weights(self) -> None:
         """Returns when a server is up that waits for the current version: one that was restarted."""
@@ -339,7 +365,9 @@ class RemoteInferenceClient:
             ended, running = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             if running:
-                _in_background(self._end(method, {task: asked[task] for task in running}))
+                ending = _in_background(self._end(method, {task: asked[task] for task in running}))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
         for task in ended:
             self._note(method, asked[task], task.exception())
         failures = [error for task in ended if (error := task.exception()) is not None]
@@ -398,10 +426,11 @@ class RemoteInferenceClient:
         _in_background(tell(member.connection))
 
 
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
+def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
     _background.add(task)
     task.add_done_callback(_background.discard)
+    return task
 
 
 _background: set[asyncio.Task[None]] = set()

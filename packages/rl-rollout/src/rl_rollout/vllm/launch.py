@@ -66,6 +66,8 @@ class ClientSettings:
     """The run's requests show the control token, those of agents the access token."""
     timeout_s: float
     """Of a request."""
+    start_timeout_s: float
+    """Of a server."""
     heartbeat: Heartbeat
     """When a server is given up."""
     served_model_name: str
@@ -82,6 +84,7 @@ def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1"
     return ClientSettings(
         tokens=tokens,
         timeout_s=spec.request_timeout_s,
+        start_timeout_s=options.start_timeout_s,
         heartbeat=Heartbeat(interval_s=options.heartbeat_interval_s, hung_after_s=options.hung_after_s),
         served_model_name=options.served_model_name or spec.model_path,
         run_dir=spec.run_dir,
@@ -118,6 +121,7 @@ async def supervised_client(
     return RemoteInferenceClient(
         pool,
         timeout_s=settings.timeout_s,
+        start_timeout_s=settings.start_timeout_s,
         on_failure=supervisor.suspect,
         on_close=close,
         served_model_name=settings.served_model_name,

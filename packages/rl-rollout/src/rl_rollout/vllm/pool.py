@@ -104,6 +104,8 @@ class Pool:
         self.version = -1
         self.wanted = Wanted()
         """Besides its weights, of every server."""
+        self.num_left = 0
+        """Servers given up so far."""
         self.num_updates = 0
         """Weight updates begun and ended: what was said before a change is not believed after it."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -135,6 +137,7 @@ class Pool:
 
     async def left(self, member: Member, reason: str) -> None:
         """The server is given up, with all requests that wait for it."""
+        self.num_left += 1
         member.connection = member.hung = None
         member.why_down = reason
         member.lost.set()
