@@ -26,7 +26,7 @@ from rl_core.rank_kit.weight_buckets import pack_buckets, with_checksums
 from rl_core.trainer.publish import publish_weights
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
-from rl_rollout.transports.shared_memory import SharedMemoryTransport
+from rl_rollout.transports.shared_memory import Segment, SharedMemoryTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.pool import Member
 from tests.rollout.vllm.servers import request
@@ -373,7 +373,9 @@ class Hit:
                 self()
                 if self._fault.what == "stop sending":
                     raise WeightSyncError("the rank has no memory left")
-                if self._fault.what == "flip a byte":
+                if self._fault.what == "flip a byte" and self._fault.transport == "shared_memory":
+                    _flip_byte_of_next_segment(self._fault.moment)
+                elif self._fault.what == "flip a byte":
                     bucket = _with_flipped_byte(bucket, self._fault.moment)
             yield bucket
         if self._comes_after_buckets:
@@ -410,6 +412,19 @@ def _with_flipped_byte(bucket: WeightBucket, where: float) -> WeightBucket:
     data = bucket.data.clone()
     data[int(where * (data.numel() - 1))] ^= 0x40
     return attrs.evolve(with_checksums(bucket), data=data)
+
+
+def _flip_byte_of_next_segment(where: float) -> None:
+    """As `_with_flipped_byte`, where checksums are computed of what lies in the memory that engines read."""
+    write = Segment.write
+
+    def write_and_flip(segment: Segment, bucket: WeightBucket) -> WeightBucket:
+        Segment.write = write
+        packed = write(segment, bucket)
+        segment.tensor[int(where * (segment.num_bytes - 1))] ^= 0x40
+        return packed
+
+    Segment.write = write_and_flip
 
 
 def _requests(name: str) -> list[GenerateRequest]:

@@ -130,7 +130,7 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
 FIVE = [
     Fault(what="flip a byte", when="receiving", transport="files", moment=0.3),
     Fault(what="flip a byte", when="receiving", transport="broadcast", moment=0.9),
-    Fault(what="pause", when="generating", whom="core", transport="shared_memory"),
+    Fault(what="pause", when="swapping", whom="core", transport="shared_memory"),
     Fault(what="stop sending", when="receiving", transport="shared_memory", moment=0.6),
     Fault(what="kill", when="receiving", whom="core", transport="broadcast"),
 ]
