@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import attrs
 import psutil
@@ -26,12 +26,11 @@ from rl_core.rank_kit.weight_buckets import pack_buckets, with_checksums
 from rl_core.trainer.publish import publish_weights
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
-from rl_rollout.transports.shared_memory import SharedMemoryTransport
+from rl_rollout.transports.shared_memory import Segment, SharedMemoryTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.pool import Member
 from tests.rollout.vllm.servers import request
 
-T = TypeVar("T")
 What = Literal["kill", "freeze", "pause", "flip a byte", "stop sending"]
 Whom = Literal["server", "core", "worker"]
 When = Literal["generating", "idle", "pausing", "receiving", "swapping", "resuming"]
@@ -42,8 +41,9 @@ _UPDATE_S = TIMEOUT_S / 2
 _TRANSPORT_S = TIMEOUT_S / 3
 """As by default: whoever waits in vain for another one's part of a sync says so before its engine is given up."""
 HUNG_AFTER_S = 20.0
-_LATE_S = 15.0
+_LATE_S = 30.0
 """What a sync takes on a busy machine, and what a deadline may be late."""
+_LOOK_S = 0.1
 _CALLS: Mapping[When, tuple[str, float]] = {
     "pausing": ("pause", 0.02),
     "swapping": ("update_weights", 0.2),
@@ -225,7 +225,7 @@ class Cluster:
         within_s = fault.noticed_within_s + _LATE_S
         if fault.is_in_sync:
             try:
-                await _in_time(self.publish(fault.transport, hit), within_s)
+                await self._in_time(self.publish(fault.transport, hit), within_s)
             except RLError:
                 pass
             else:
@@ -238,13 +238,31 @@ class Cluster:
             while True:
                 await self.client._pool.wait_for(lambda: bool(self.client._pool.up), "a server", timeout_s=None)
                 try:
-                    return await _in_time(self.publish(transport), within_s)
+                    return await self._in_time(self.publish(transport), within_s)
                 except RLError:
                     await asyncio.sleep(0.5)
 
     async def _timed(self, asked: GenerateRequest) -> Completion:
-        (completion,) = await _in_time(self.client.generate(asked), TIMEOUT_S + _LATE_S)
+        began = time.monotonic()
+        try:
+            (completion,) = await self.client.generate(asked)
+        finally:
+            assert time.monotonic() - began < TIMEOUT_S + _LATE_S
         return completion
+
+    async def _in_time(self, sync: Coroutine[Any, Any, None], within_s: float) -> None:
+        """Its own deadline ends it, at the latest. It may wait as long again for a server to start, if none is left."""
+        syncing, took_s, waited_s = asyncio.ensure_future(sync), 0.0, 0.0
+        while not syncing.done():
+            has_server, began = bool(self.client._pool.up), time.monotonic()
+            await asyncio.wait([syncing], timeout=_LOOK_S)
+            if has_server:
+                took_s += time.monotonic() - began
+            else:
+                waited_s += time.monotonic() - began
+        assert took_s < within_s, f"a sync took {took_s:.0f} s, where its deadline is {within_s:g} s"
+        assert waited_s < TIMEOUT_S + _LATE_S, f"a sync waited {waited_s:.0f} s for a server to start"
+        await syncing
 
     async def whole_again(self) -> None:
         """Returns when all servers hold the current version, which is published again when they ask for it."""
@@ -278,16 +296,6 @@ class Cluster:
         """Of all servers."""
         groups = [await self.processes(member) for member in self.members]
         return [process for group in groups for those in group.values() for process in those]
-
-
-async def _in_time(call: Coroutine[Any, Any, T], within_s: float) -> T:
-    """Its own deadline ends it, at the latest."""
-    began = time.monotonic()
-    try:
-        return await call
-    finally:
-        took_s = time.monotonic() - began
-        assert took_s < within_s, f"waited {took_s:.0f} s, where the deadline is {within_s:g} s"
 
 
 @attrs.frozen
@@ -365,7 +373,9 @@ class Hit:
                 self()
                 if self._fault.what == "stop sending":
                     raise WeightSyncError("the rank has no memory left")
-                if self._fault.what == "flip a byte":
+                if self._fault.what == "flip a byte" and self._fault.transport == "shared_memory":
+                    _flip_byte_of_next_segment(self._fault.moment)
+                elif self._fault.what == "flip a byte":
                     bucket = _with_flipped_byte(bucket, self._fault.moment)
             yield bucket
         if self._comes_after_buckets:
@@ -402,6 +412,19 @@ def _with_flipped_byte(bucket: WeightBucket, where: float) -> WeightBucket:
     data = bucket.data.clone()
     data[int(where * (data.numel() - 1))] ^= 0x40
     return attrs.evolve(with_checksums(bucket), data=data)
+
+
+def _flip_byte_of_next_segment(where: float) -> None:
+    """As `_with_flipped_byte`, where checksums are computed of what lies in the memory that engines read."""
+    write = Segment.write
+
+    def write_and_flip(segment: Segment, bucket: WeightBucket) -> WeightBucket:
+        Segment.write = write
+        packed = write(segment, bucket)
+        segment.tensor[int(where * (segment.num_bytes - 1))] ^= 0x40
+        return packed
+
+    Segment.write = write_and_flip
 
 
 def _requests(name: str) -> list[GenerateRequest]:

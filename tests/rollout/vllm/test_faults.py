@@ -18,6 +18,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Completion, GenerateRequest
 from rl_rollout.transports.files import FilesTransport
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import ServerGone
 from rl_rollout.vllm.launch import create_client
 from tests.rollout.vllm.faults import (
     HUNG_AFTER_S,
@@ -129,7 +130,7 @@ async def test_a_server_killed_while_it_generates_changes_no_sample(cluster: Clu
 FIVE = [
     Fault(what="flip a byte", when="receiving", transport="files", moment=0.3),
     Fault(what="flip a byte", when="receiving", transport="broadcast", moment=0.9),
-    Fault(what="pause", when="generating", whom="core", transport="shared_memory"),
+    Fault(what="pause", when="swapping", whom="core", transport="shared_memory"),
     Fault(what="stop sending", when="receiving", transport="shared_memory", moment=0.6),
     Fault(what="kill", when="receiving", whom="core", transport="broadcast"),
 ]
@@ -168,6 +169,28 @@ async def test_a_server_whose_worker_hangs_in_an_update_is_started_again(cluster
             await asyncio.sleep(0.1)
     await cluster.whole_again()
     assert await pid(cluster, 0) != before
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("cluster", ["two engines"], indirect=True)
+async def test_a_core_that_dies_while_it_is_asked_whether_it_is_well_is_noticed(cluster: Cluster):
+    """vLLM never answers that question."""
+    member = cluster.members[0]
+    connection = member.connection
+    assert connection is not None
+    (core,) = (await cluster.processes(member))["core"]
+    core.suspend()
+    asking = asyncio.ensure_future(connection.call("health", timeout_s=60.0))
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    core.kill()
+    with pytest.raises(ServerGone):
+        await asyncio.wait_for(asking, 10)
+    while member.connection is connection:
+        await asyncio.sleep(0.1)
+    await cluster.whole_again()
 
 
 @pytest.mark.soak

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlsplit
 
 import attrs
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from rl_core.errors import GenerationError
+from rl_core.interfaces import GenerateRequest, SamplingParams
+from rl_rollout.vllm import wire
+from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.connection import Connection, open_session
 from rl_rollout.vllm.pool import MAX_LOST, Pool
-from rl_rollout.vllm.router import Router
+from rl_rollout.vllm.router import MAX_SESSION_ID, SESSION_HEADER, Router
+from rl_rollout.vllm.wire import MAX_BODY_BYTES
 
 NUM_SERVERS = 4
 TOKEN = "what agents are told"
@@ -167,6 +174,19 @@ async def test_a_request_that_servers_are_lost_under_again_and_again_goes_to_no_
     assert scene.server.num_asked == MAX_LOST
 
 
+async def test_the_runs_own_request_goes_to_no_other_server_either(start):
+    """Its server said that the engine gave the request up, as engines do that end."""
+
+    async def engine_ends(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=502, body=wire.encode({"message": "the engine gave up its requests"}))
+
+    scene = await start(engine_ends)
+    client = RemoteInferenceClient(scene.pool, timeout_s=30.0)
+    with pytest.raises(GenerationError, match=f"{MAX_LOST} servers were lost while they had it"):
+        await client.generate(GenerateRequest(sample_id="s", prompt_tokens=(1,), params=SamplingParams(), seed=0))
+    assert scene.server.num_asked == MAX_LOST
+
+
 async def test_no_request_outlives_its_deadline(start):
     scene = await start(never_answers, timeout_s=0.3)
     status, body = await asyncio.wait_for(posted(scene), 10)
@@ -179,6 +199,56 @@ async def test_a_stream_that_outlives_its_deadline_says_so(start):
     _, body = await asyncio.wait_for(posted(scene), 10)
     assert b"the deadline of the request is over" in body
     await asyncio.wait_for(scene.server.left.wait(), 10)
+
+
+@pytest.mark.parametrize("script", ["a stream", "one answer"])
+async def test_an_agent_that_does_not_read_is_left_when_its_deadline_is_over(start, script):
+    """Its system takes some of the answer, then nothing more."""
+
+    num_bytes = 20_000_000  # more than the system takes for somebody who does not read
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b" " * num_bytes)
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: " + b"x" * 100_000 + b"\n\n")
+
+    scene = await start(answer if script == "one answer" else stream, timeout_s=3.0)
+    url = urlsplit(scene.url)
+    assert url.hostname is not None
+    reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1000)
+    writer.write(f"GET /v1/models HTTP/1.1\r\nHost: router\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    try:
+        while not scene.server.num_asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(5.0)
+        assert all(member.load == 0 for member in scene.pool.members)
+        taken = await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
+    assert taken.startswith(b"HTTP/1.1 200 ")
+    assert len(taken) < num_bytes
+
+
+async def test_a_body_that_is_too_large_is_refused_and_reaches_no_server(start):
+    scene = await start(answers)
+    body = io.BytesIO(b"x" * (MAX_BODY_BYTES + 1))
+    async with open_session(TOKEN) as session, session.post(f"{scene.url}/completions", data=body) as answer:
+        assert (answer.status, "is larger than" in await answer.text()) == (413, True)
+    assert scene.server.num_asked == 0
+
+
+async def test_a_session_id_that_is_too_long_is_refused(start):
+    scene = await start(answers)
+    assert (await posted(scene, {"user": "x" * MAX_SESSION_ID}))[0] == 200
+    assert (await posted(scene, {"user": "x" * (MAX_SESSION_ID + 1)}))[0] == 400
+    headers = {SESSION_HEADER: "x" * (MAX_SESSION_ID + 1)}
+    async with open_session(TOKEN) as session, session.get(f"{scene.url}/models", headers=headers) as answer:
+        assert answer.status == 400
+    assert scene.server.num_asked == 1
 
 
 async def test_a_request_moves_when_its_server_is_given_up(start):

@@ -2,9 +2,11 @@
 
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
 produces     the servers' answers: whole, or, where an agent asked for a stream, event by event as they come
-waits for    a server in service, then for its answer; a request's deadline counts from its first byte to its last
+waits for    a server in service, then for its answer, then for the agent to read it; a request's deadline counts from
+             its first byte to the answer's last
 unblocked by the pool: requests go only to servers that hold the current weights; by an agent that leaves, whose
-             request ends on the server too
+             request ends on the server too; by the deadline, which also ends the connection of an agent that does not
+             read
 
 A server that is lost before an agent has seen anything of its answer is an accident that the agent never hears of:
 another one is asked. A stream that breaks off later ends with an event of an error.
@@ -18,10 +20,12 @@ weights that they hold: one that was started again, and has the first weights, w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import posixpath
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Annotated
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import aiohttp
@@ -56,13 +60,20 @@ _HOP_BY_HOP = {
 _GONE = {502: LostUnderRequest, 503: ServerGone}
 """By status of a server's answer, as its routes have it."""
 _ASK_AGAIN_S = 0.1
+_LAST_WORDS_S = 1.0
+"""After a request's deadline, for an agent to read that it is over."""
+MAX_SESSION_ID = 512
+"""Characters: ids are kept."""
+
+
+SessionID = Annotated[str, msgspec.Meta(max_length=MAX_SESSION_ID)]
 
 
 class _Names(msgspec.Struct):
     """The fields of a request that name whose it is."""
 
-    session_id: str | None = None
-    user: str | None = None
+    session_id: SessionID | None = None
+    user: SessionID | None = None
 
 
 class Router:
@@ -109,20 +120,37 @@ class Router:
         if path is None:
             return _error(400, f"{request.rel_url.raw_path!r} is not a path of the API; write it without . and ..")
         deadline = asyncio.get_running_loop().time() + self._timeout_s
+        response = await self._answered(request, path, deadline)
+        try:
+            async with asyncio.timeout_at(deadline + _LAST_WORDS_S):
+                with contextlib.suppress(ConnectionError):  # the agent left
+                    await response.prepare(request)
+                    await response.write_eof()
+                    await request.writer.drain()
+        except TimeoutError:
+            logger.warning("an agent did not read its answer within %g s", self._timeout_s)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _answered(self, request: web.Request, path: str, deadline: float) -> web.StreamResponse:
+        """The answer: not sent yet, or a stream that lacks its end alone."""
         try:
             async with asyncio.timeout_at(deadline):
                 body = await request.read()
         except TimeoutError:
             return _error(408, f"the whole request did not come within {self._timeout_s:g} s")
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         except (web.RequestPayloadError, HttpProcessingError) as error:
             return _error(400, f"the body: {error}")
         try:
             session_id = _session_id(request, body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return _error(400, f"the body: {error}")
-        return await self._answer(request, path, body, session_id, deadline)
+        return await self._from_server(request, path, body, session_id, deadline)
 
-    async def _answer(
+    async def _from_server(
         self, request: web.Request, path: str, body: bytes, session_id: str | None, deadline: float
     ) -> web.StreamResponse:
         """The answer of a server that lives to give it."""
@@ -150,7 +178,7 @@ class Router:
     async def _ask(
         self, member: Member, request: web.Request, path: str, body: bytes, deadline: float
     ) -> web.StreamResponse:
-        """The server's answer.
+        """The server's answer, or that of a stream all but its end.
 
         Raises:
             ServerGone, TimeoutError: and nothing was passed on yet.
@@ -190,10 +218,12 @@ class Router:
                 logger.warning("%s was lost while it answered an agent: %s", member, error)
                 self._on_failure(member)
             what = "the deadline of the request is over" if isinstance(error, TimeoutError) else "the server was lost"
-            await response.write(b"data: " + json.dumps(_error_record(502, f"{what}; ask again")).encode() + b"\n\n")
+            event = b"data: " + json.dumps(_error_record(502, f"{what}; ask again")).encode() + b"\n\n"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline + _LAST_WORDS_S):
+                    await response.write(event)
         if response is None:
             raise ServerGone("it answered with an empty stream")
-        await response.write_eof()
         return response
 
 
@@ -234,7 +264,7 @@ def _session_id(request: web.Request, body: bytes) -> str | None:
         MsgspecError, RecursionError, UnicodeDecodeError: the body is no JSON, or a name in it is no string.
     """
     if SESSION_HEADER in request.headers:
-        return request.headers[SESSION_HEADER]
+        return msgspec.convert(request.headers[SESSION_HEADER], SessionID)
     if not body or request.content_type.startswith("multipart/"):
         return None
     names = msgspec.json.decode(body, type=_Names)

@@ -33,6 +33,7 @@ from rl_rollout.vllm.preparing import arguments_of, prepared
 PauseMode = Literal["keep", "abort", "wait"]
 _MAX_SEED = 2**63
 _SETTLE_S = 0.001
+_LOOK_S = 0.2
 _WARM_UP = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
 _MAX_TOLD = 4
@@ -41,6 +42,10 @@ _MAX_TOLD = 4
 
 class Unavailable(Exception):
     """This server serves nothing now, and another one may: not an error of the request."""
+
+
+class Lost(Exception):
+    """The engine ended while it had the request, which may be why."""
 
 
 class ServedEngine:
@@ -229,10 +234,17 @@ class ServedEngine:
         Raises:
             Unavailable: the core process is dead.
         """
-        if self._engine.errored:
-            raise Unavailable("the engine's core process is dead")
-        if not self.is_updating:
-            await self._engine.is_paused()
+        self._require_core()
+        if self.is_updating:
+            return
+        asking = asyncio.ensure_future(self._engine.is_paused())
+        try:
+            # vLLM forgets what a core was asked when it died.
+            while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
+                self._require_core()
+            await asking
+        finally:
+            asking.cancel()
 
     async def _serve_unless_held(self) -> None:
         """The one place that lets the engine go on: it is neither paused, nor asleep, nor quarantined."""
@@ -296,6 +308,9 @@ class ServedEngine:
     def _require_service(self) -> None:
         if self.quarantine is not None:
             raise Unavailable(self.quarantine)
+        self._require_core()
+
+    def _require_core(self) -> None:
         if self._engine.errored:
             raise Unavailable("the engine's core process is dead")
 
@@ -303,7 +318,7 @@ class ServedEngine:
         if self.quarantine is not None:
             raise Unavailable(self.quarantine)
         if request_id not in self._aborted:
-            raise Unavailable("the engine gave up its requests: one of its processes has died, or is ending")
+            raise Lost("the engine gave up its requests: one of its processes has died, or is ending")
 
     def _require_possible(self, request: GenerateRequest) -> None:
         prompt, length = request.prompt_tokens, len(request.prompt_tokens)
@@ -376,8 +391,7 @@ class ServedEngine:
         queue = self._engine.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
         queue.put_nowait(EngineCoreOutputs())
         while not queue.empty():
-            if self._engine.errored:
-                raise Unavailable("the engine's core process is dead")
+            self._require_core()
             await asyncio.sleep(_SETTLE_S)
 
     def _end_version(self, version: int) -> None:
