@@ -68,8 +68,8 @@ def test_the_real_form_fits_its_gpus(
 def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe) and FSDP2 runs out of memory.
 
-    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine. Sharded over all 32 it fits, also
-    with a reference and all logits of a micro-batch at once: the planner does not explain that half.
+    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine. Sharded over all 32 it fits,
+    also with a reference and all logits of a micro-batch at once: the planner does not explain that half.
     """
     monkeypatch.chdir(tmp_path)
     limit = ("--gpu-memory", "80")
