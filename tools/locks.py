@@ -32,7 +32,15 @@ CPU_LOCK = "requirements.lock"
 GPU_LOCK = "requirements-cu13.lock"
 KERNELS_LOCK = "requirements-cu13-kernels.lock"
 
-GPU_PACKAGES = ("rl-core[ray]", "rl-fsdp", "rl-megatron", "rl-rollout[vllm]", "rl-environments", "rl-examples")
+GPU_PACKAGES = (
+    "rl-core[ray]",
+    "rl-fsdp",
+    "rl-deepspeed",
+    "rl-megatron",
+    "rl-rollout[vllm]",
+    "rl-environments",
+    "rl-examples",
+)
 """Ours, as the Dockerfile installs them."""
 GPU_KERNELS = ("transformer-engine[core_cu13,pytorch]>=2.10,<2.12", "flash-attn==2.8.3")
 """2.10 and 2.11 are what Megatron-Core 0.16.1 and Bridge 0.3.1 both accept; they accept 2.8.3, not 2.8.3.post1."""

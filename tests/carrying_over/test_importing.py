@@ -149,6 +149,49 @@ ddp_config:
     assert [reason.partition(":")[0] for reason in translation.left] == ["trainer.run_name", "defaults"]
 
 
+VERL_NESTED = """\
+data:
+  train_files: /d/train.parquet
+  train_batch_size: 64
+actor_rollout_ref:
+  model: {path: org/model}
+  actor:
+    ppo_mini_batch_size: 32
+    optim: {lr: 1e-6}
+  rollout: {n: 4, name: vllm, tensor_model_parallel_size: 2}
+algorithm: {adv_estimator: grpo}
+trainer: {n_gpus_per_node: 8, nnodes: 1, total_epochs: 3}
+"""
+VERL_DOTTED = """\
+data.train_files: /d/train.parquet
+data.train_batch_size: 64
+actor_rollout_ref.model.path: org/model
+actor_rollout_ref.actor.ppo_mini_batch_size: 32
+actor_rollout_ref.actor.optim.lr: 1e-6
+actor_rollout_ref.rollout.n: 4
+actor_rollout_ref.rollout.name: vllm
+actor_rollout_ref.rollout:
+  tensor_model_parallel_size: 2
+algorithm.adv_estimator: grpo
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+trainer.total_epochs: 3
+"""
+
+
+@pytest.mark.parametrize("text", [VERL_NESTED, VERL_DOTTED], ids=["nested", "dotted keys"])
+def test_a_yaml_file_of_verl_becomes_a_file_that_loads(tmp_path: Path, text: str):
+    file, output = write(tmp_path, "verl.yaml", text), tmp_path / "ours.yaml"
+    result = CliRunner().invoke(import_config, [str(file), "--output", str(output)])
+    assert result.exception is None, result.output
+    config = load(str(output)).config
+    assert config.data.train_data == ("/d/train.parquet",)
+    trainer, generator = config.trainer, config.generator
+    assert (trainer.train_batch_size, trainer.policy_mini_batch_size, trainer.epochs) == (64, 32, 3)
+    assert (trainer.policy.model.path, trainer.policy.optimizer_config.lr) == ("org/model", 1e-6)
+    assert (generator.n_samples_per_prompt, generator.inference_engine.num_engines) == (4, 4)
+    assert "not translated   reward: verl chooses a function by data_source" in result.stderr
+
+
 def test_a_whole_script_of_the_documents_is_translated_without_a_rest(tmp_path: Path):
     words = " \\\n  ".join(SCRIPT)
     file = write(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_dataset
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
@@ -193,6 +193,23 @@ def test_data_sets_are_read_by_directory_and_split(tmp_path: Path, monkeypatch: 
         read(f"{tmp_path}/two")
     with pytest.raises(DataError, match="has no splits; leave out @train"):
         read(f"{tmp_path}/one@train")
+
+
+def test_a_data_set_of_the_hub_is_read_from_what_an_earlier_run_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    (tmp_path / "sums").mkdir()
+    write_lines(tmp_path / "sums" / "train.jsonl", *rows)
+    load_dataset(str(tmp_path / "sums"))
+    # The cache has one of the hub's under its owner too.
+    (stored,) = (tmp_path / "cache").glob("sums/*/*/*/")
+    of_the_hub = tmp_path / "cache" / "org___sums" / "default" / "0.0.0" / stored.name
+    of_the_hub.parent.mkdir(parents=True)
+    stored.rename(of_the_hub)
+    for place in ("org/sums", "org/sums@train", "org/sums:default@train"):
+        assert [dict(row.row) for row in read_rows([place], key="data.train_data")] == rows
+    with pytest.raises(ConfigError, match=r"org/sums:other: .* no data set of that name in the cache"):
+        read_rows(["org/sums:other"], key="data.train_data")
 
 
 def test_a_data_set_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -139,6 +139,21 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path):
     assert "cannot be reached (timed out)" in result.stderr
 
 
+SLOW_NAMES = """
+import socket, time
+socket.getaddrinfo = lambda *_, **__: time.sleep(60)
+assert hub.TIMEOUT_S + hub.LOOK_UP_S < 20
+hub.TIMEOUT_S, hub.LOOK_UP_S = 0.2, 0.3
+"""
+
+
+def test_a_name_server_that_never_answers_is_given_up(tmp_path: Path):
+    started = time.monotonic()
+    result = python(SLOW_NAMES + FETCH, tmp_path, "http://hub.invalid")
+    assert time.monotonic() - started < 50, "it waited for the name server"
+    assert "http://hub.invalid cannot be reached (no answer within 0.5 s)" in result.stderr
+
+
 def test_a_name_that_the_hub_does_not_have_is_said(hub: ThreadingHTTPServer, tmp_path: Path):
     result = python(FETCH.replace("org/model", "org/other"), tmp_path, address_of(hub))
     assert "trainer.policy.model.path: org/other: " in result.stderr

@@ -68,7 +68,8 @@ def test_the_real_form_fits_its_gpus(
 def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On 4 × 8 GPUs of 80 GB, DP4·TP2·EP8 trains with Megatron (the recipe) and FSDP2 runs out of memory.
 
-    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine; sharded over all 32 it fits.
+    FSDP2 does so here where every machine has a copy (fsdp_size=8), and on one machine. Sharded over all 32 it fits,
+    also with a reference and all logits of a micro-batch at once: the planner does not explain that half.
     """
     monkeypatch.chdir(tmp_path)
     limit = ("--gpu-memory", "80")
@@ -78,6 +79,12 @@ def test_the_published_experience_with_qwen3_30b_is_the_planners(tmp_path: Path,
     assert isinstance(per_machine.exception, ConfigError)
     assert "train policy (policy + engine) takes" in str(per_machine.exception)
     assert run("plan", "qwen3_30b_a3b", *limit, *as_fsdp).exit_code == 0
+    unchunked = ("trainer.logprobs_chunk_size=32768", "trainer.algorithm.use_kl_loss=true")
+    as_there = run("plan", "qwen3_30b_a3b", *limit, *as_fsdp, *unchunked)
+    assert as_there.exit_code == 0
+    (row,) = [line for line in as_there.output.splitlines() if "train policy" in line]
+    assert "activations 36.3 GiB" in row
+    assert "59.3 GiB" in row
     one_machine = run("plan", "qwen3_30b_a3b_one_node", *limit, "trainer.policy.fsdp_config.cpu_offload=false")
     assert isinstance(one_machine.exception, ConfigError)
 

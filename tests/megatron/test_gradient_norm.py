@@ -7,11 +7,17 @@ import pytest
 from rl_core.interfaces import Worker
 from rl_core.testing.backend import LIMITS, PRELOADED, backward
 from rl_core.testing.cases import LOSS, TEMPERATURE, Variant, open_case
-from rl_megatron import MegatronOptions
+from rl_megatron import DdpOptions, MegatronOptions
 from tests.megatron.changed import ChangedBackend
 
 PRELOADED["rl_megatron.rank.worker"] = None
-MESH = MegatronOptions(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+MESH = MegatronOptions(
+    tensor_model_parallel_size=2,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+    # Far more padding than gradients in this model.
+    ddp_config=DdpOptions(pad_buckets_for_high_nccl_busbw=True),
+)
 
 
 def relative_error(change: str, directory) -> float:

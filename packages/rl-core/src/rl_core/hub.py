@@ -22,6 +22,7 @@ from rl_core.errors import ConfigError, install
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
+LOOK_UP_S = 5.0
 _LINE_EVERY_S = 5.0
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """Files of a model that are read; weights in other formats are not."""
@@ -51,12 +52,24 @@ def obstacle(kind: str, name: str) -> str | None:
     """
     if is_offline():
         return "HF_HUB_OFFLINE forbids asking the hub"
+    url = f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}"
+    answered: list[Exception | None] = []
+    asking = threading.Thread(target=lambda: answered.append(_failure(url)), name="rl-hub", daemon=True)
+    asking.start()
+    # The time of urlopen is that of a connection; to look the host's name up may take minutes before it.
+    asking.join(TIMEOUT_S + LOOK_UP_S)
+    error = answered[0] if answered else TimeoutError(f"no answer within {TIMEOUT_S + LOOK_UP_S:g} s")
+    return None if error is None else f"{endpoint()} cannot be reached ({error})"
+
+
+def _failure(url: str) -> Exception | None:
+    """Why there was no answer."""
     try:
-        urllib.request.urlopen(f"{endpoint()}/api/{kind}/{urllib.parse.quote(name)}", timeout=TIMEOUT_S).close()
+        urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
         return None  # what it says is said to whoever loads it, with the user's token
     except (OSError, ValueError) as error:
-        return f"{endpoint()} cannot be reached ({error})"
+        return error
     return None
 
 

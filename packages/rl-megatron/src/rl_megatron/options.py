@@ -22,6 +22,8 @@ class DdpOptions:
     """Refused: calls of `forward_backward` add up, so no micro-batch is known to be the last."""
     overlap_param_gather: bool = False
     """Refused: weights must be whole when they are scored, saved or published."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad the gradient buffer to a multiple of 65,536 numbers, which NCCL sums faster over many ranks."""
 
 
 @attrs.frozen(kw_only=True)

@@ -154,6 +154,8 @@ _PROFILER = "there is no profiler; run torch.profiler in a callback (trainer.cal
 _QAT = "there is no quantisation-aware training"
 _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
+_MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
+_NCCL_BUFFERS = "buffers are torch's own, which leave the device when inference has it"
 _ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
 _CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
@@ -262,7 +264,6 @@ for _model in ("policy", "ref", "critic"):
     for _name, _unsupported in {
         "use_distributed_optimizer": Unsupported("the optimizer's state is always split over data ranks", (True,)),
         "bucket_size": Unsupported("gradients are summed once per step, in one piece", is_harmless=True),
-        "pad_buckets_for_high_nccl_busbw": Unsupported("gradients are summed in one piece", (False,)),
         "gradient_reduce_div_fusion": Unsupported("gradients are sums, nothing is divided", is_harmless=True),
         "align_param_gather": Unsupported("parameters are gathered when a step ends, by all ranks", is_harmless=True),
         "check_for_nan_in_grad": Unsupported(
@@ -275,9 +276,17 @@ for _model in ("policy", "ref", "critic"):
         "reduce_scatter_with_fp32_accumulation": Unsupported("set ddp_config.grad_reduce_in_fp32=true", (False,)),
         "fp8_param_gather": Unsupported("parameters are gathered in the dtype that is computed in", (False,)),
         "reuse_grad_buf_for_mxfp8_param_ag": Unsupported("parameters are not gathered in 8 bits", (False,)),
-        "use_megatron_fsdp": Unsupported("for sharded parameters choose trainer.strategy=fsdp", (False,)),
-        "use_custom_fsdp": Unsupported("for sharded parameters choose trainer.strategy=fsdp", (False,)),
-        "nccl_ub": Unsupported("buffers are torch's own, which leave the device when inference has it", (False,)),
+        "use_megatron_fsdp": Unsupported(_MEGATRON_FSDP, (False,)),
+        "use_custom_fsdp": Unsupported(_MEGATRON_FSDP, (False,)),
+        "data_parallel_sharding_strategy": Unsupported(_MEGATRON_FSDP, ("no_shard",)),
+        "outer_dp_sharding_strategy": Unsupported(_MEGATRON_FSDP, ("no_shard",)),
+        "suggested_communication_unit_size": Unsupported(_MEGATRON_FSDP, (None,)),
+        "preserve_fp32_weights": Unsupported(_MEGATRON_FSDP, (True,)),
+        "fsdp_double_buffer": Unsupported(_MEGATRON_FSDP, (False,)),
+        "keep_fp8_transpose_cache": Unsupported("parameters are not kept in 8 bits", (False,)),
+        "nccl_ub": Unsupported(_NCCL_BUFFERS, (False,)),
+        "disable_symmetric_registration": Unsupported(_NCCL_BUFFERS, (False,)),
+        "fsdp_manual_registration": Unsupported(_NCCL_BUFFERS, (False,)),
         "delay_wgrad_compute": Unsupported("it hides sums behind the backward pass, which are made after it", (False,)),
     }.items():
         UNSUPPORTED[f"trainer.{_model}.megatron_config.ddp_config.{_name}"] = _unsupported

@@ -23,13 +23,19 @@ from rl_megatron.options import MegatronOptions, optimizer_fields
 
 def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
     """Chunks with one buffer for all gradients, which are summed over data and context ranks, never averaged."""
-    config = DistributedDataParallelConfig(
+    config = ddp_config(options)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+
+
+def ddp_config(options: MegatronOptions) -> DistributedDataParallelConfig:
+    """Megatron's, of what is chosen and what is fixed here."""
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.ddp_config.grad_reduce_in_fp32,
+        pad_buckets_for_high_nccl_busbw=options.ddp_config.pad_buckets_for_high_nccl_busbw,
         overlap_grad_reduce=False,
         use_distributed_optimizer=True,
         average_in_collective=False,
     )
-    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 class Optimizer:
