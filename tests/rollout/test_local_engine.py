@@ -105,9 +105,8 @@ def test_a_wrong_position_or_mask_would_be_seen(model, monkeypatch):
     """Negative control of the test above: without the padding's mask the log-probs are far off."""
     forward = Rows._forward
 
-    def without_padding(self, inputs_BQ, cache):
-        cache = attrs.evolve(cache, pad_B=0 * cache.pad_B)
-        return forward(self, inputs_BQ, cache)
+    def without_padding(self, inputs_BQ, pad_B, past):
+        return forward(self, inputs_BQ, 0 * pad_B, past)
 
     monkeypatch.setattr(Rows, "_forward", without_padding)
     scheduler = Scheduler(model, max_num_seqs=6)

@@ -1,8 +1,7 @@
 """The rows of the running batch: one key-value cache, and one array entry per row for everything else.
 
-Cache layout: every row ends at the last column and is padded on the left, so that appending a token appends one column.
-Rows join by being padded to the wider of the two caches, leave by row selection, and columns that are padding for all
-remaining rows are cut off. A row's cache holds every token of it but the last sampled one, which is the next input.
+Which row a sample has changes while it runs (see `cache.py`). A row's cache holds every token of it but the last
+sampled one, which is the next input.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from rl_core.errors import GenerationError
 from rl_core.interfaces import Completion, SamplingParams, StopReason
 from rl_core.rank_kit.expert_choices import ExpertChoices
+from rl_rollout.local.cache import RowCache, rows_without
 from rl_rollout.local.model import token_logprobs
 from rl_rollout.local.sampling import draw, hashed_seeds, knob_array, uniforms
 from rl_rollout.local.stop_strings import StopStringWatch
@@ -52,49 +51,13 @@ class Sample:
 Ended = list[tuple[Sample, Completion]]
 
 
-@attrs.define(eq=False)
-class _Cache:
-    """Keys and values per layer [B, heads, S, head_dim]; row b holds nothing in its first `pad_B[b]` columns."""
-
-    layers: Sequence[tuple[Tensor, ...]]
-    pad_B: npt.NDArray[np.int64]
-
-    @property
-    def width(self) -> int:
-        return self.layers[0][0].shape[2]
-
-    def select(self, rows_B: npt.NDArray[np.int64]) -> _Cache:
-        """These rows (repeats allowed), without columns that are padding for all of them."""
-        pad_B = self.pad_B[rows_B]
-        cut = int(pad_B.min())
-        index = torch.from_numpy(rows_B).to(self.layers[0][0].device)
-        layers = [tuple(tensor[:, :, cut:].index_select(0, index) for tensor in layer) for layer in self.layers]
-        return _Cache(layers, pad_B - cut)
-
-    @staticmethod
-    def concat(caches: Sequence[_Cache]) -> _Cache:
-        if len(caches) == 1:
-            return caches[0]
-        width = max(cache.width for cache in caches)
-        padded = [[_padded(tensor, width) for layer in cache.layers for tensor in layer] for cache in caches]
-        joined = [torch.cat(parts) for parts in zip(*padded, strict=True)]
-        return _Cache(
-            list(zip(joined[::2], joined[1::2], strict=True)),
-            np.concatenate([cache.pad_B + (width - cache.width) for cache in caches]),
-        )
-
-
-def _padded(tensor: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, 0, width - tensor.shape[2], 0))
-
-
 class Rows:
     """At most `max_rows` samples that decode together. Synchronous, and touched by one thread only."""
 
     def __init__(self, model: PreTrainedModel, choices: ExpertChoices | None = None) -> None:
         self._model = model
         self._samples: list[Sample] = []
-        self._cache: _Cache | None = None
+        self._cache = RowCache()
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._choices = choices
         self._routes: list[list[npt.NDArray[Any]]] = []
@@ -107,9 +70,8 @@ class Rows:
     def join(self, samples: Sequence[Sample], version: int) -> Ended:
         """Adds samples, each with its first token; returns those that ended. Each distinct prompt is computed once."""
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt_tokens for sample in samples))}
-        cache, logits_PV, routes = self._prefill(list(place))
         prompt_B = np.array([place[sample.prompt_tokens] for sample in samples])
-        self._cache = _Cache.concat(([self._cache] if self._cache else []) + [cache.select(prompt_B)])
+        logits_PV, routes = self._prefill(list(place), prompt_B)
         first_new = len(self._samples)
         self._samples += samples
         self._routes += [[routes[i]] for i in prompt_B.tolist()] if routes else []
@@ -120,10 +82,11 @@ class Rows:
     @torch.inference_mode()
     def step(self, version: int) -> Ended:
         """One more token for every row. Returns the samples that ended with it."""
-        assert self._cache is not None
         rows_B = np.arange(len(self))
         inputs_B = self._arrays["tokens"][rows_B, self._arrays["num_sampled"] - 1]
-        logits_BV, self._cache, routes_BQLK = self._forward(inputs_B[:, None], self._cache)
+        past = self._cache.with_room()
+        logits_BV, routes_BQLK = self._forward(inputs_B[:, None], self._cache.pad_B, past)
+        self._cache.appended()
         if routes_BQLK is not None:
             for pieces, routes_QLK in zip(self._routes, routes_BQLK, strict=True):
                 pieces.append(routes_QLK)
@@ -133,9 +96,11 @@ class Rows:
     def recompute(self) -> None:
         """Rebuilds the cache, and the routes it was made by, from the tokens, after the weights have changed."""
         if self._samples:
-            self._cache, _, routes = self._prefill([self._inputs(row) for row in range(len(self))])
+            self._cache = RowCache()
+            _, routes = self._prefill([self._inputs(row) for row in range(len(self))], np.arange(len(self)))
             self._routes = [[routes_TLK] for routes_TLK in routes]
 
+    @torch.inference_mode()
     def remove(self, rows: Iterable[int]) -> Ended:
         """Takes rows out before their end, with what they have and the stop reason `abort`."""
         rows_F = np.array(sorted(rows), dtype=np.int64)
@@ -180,11 +145,11 @@ class Rows:
             (self._samples[row], self._completion(row, reason))
             for row, reason in zip(rows_F.tolist(), reasons, strict=True)
         ]
-        keep_B = np.setdiff1d(np.arange(len(self)), rows_F)
+        keep_B = rows_without(len(self), rows_F)
         self._samples = [self._samples[row] for row in keep_B.tolist()]
         self._routes = [self._routes[row] for row in keep_B.tolist()] if self._routes else []
         self._arrays = {name: values[keep_B] for name, values in self._arrays.items()}
-        self._cache = self._cache.select(keep_B) if self._cache and len(keep_B) else None
+        self._cache.keep(keep_B)
         return ended
 
     def _completion(self, row: int, stop_reason: StopReason) -> Completion:
@@ -211,37 +176,47 @@ class Rows:
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    def _prefill(self, sequences: Sequence[tuple[int, ...]]) -> tuple[_Cache, Tensor, list[npt.NDArray[Any]]]:
-        """Cache, last logits [P, V] and routes (none, where they are not returned) of whole sequences; those of similar
-        length share a forward."""
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        caches, logits, routes = [], [], []
-        for chunk in _chunks([len(sequences[i]) for i in order], _PREFILL_TOKENS):
-            part = [sequences[order[i]] for i in chunk]
-            width = max(map(len, part))
-            pad_B = np.array([width - len(tokens) for tokens in part])
-            inputs_BS = np.array([(0,) * (width - len(tokens)) + tokens for tokens in part])
-            logits_BV, cache, routes_BSLK = self._forward(inputs_BS, _Cache([], pad_B))
+    def _prefill(
+        self, sequences: Sequence[tuple[int, ...]], sequence_M: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, list[npt.NDArray[Any]]]:
+        """Adds M rows to the cache, each of one of P sequences, which are computed once; those of similar length share
+        a forward. Their last logits [P, V], and routes (none, where they are not returned)."""
+        lengths_P = np.array([len(tokens) for tokens in sequences])
+        order = np.argsort(lengths_P, kind="stable")
+        first, logits, routes = self._cache.num_rows, [], []
+        for chunk in _chunks(lengths_P[order].tolist(), _PREFILL_TOKENS):
+            members = order[chunk.start : chunk.stop]
+            width = int(lengths_P[members[-1]])
+            pad_B = width - lengths_P[members]
+            inputs_BS = np.array([(0,) * pad + sequences[i] for i, pad in zip(members, pad_B.tolist(), strict=True)])
+            past: Any = DynamicCache()
+            logits_BV, routes_BSLK = self._forward(inputs_BS, pad_B, past)
             if routes_BSLK is not None:
                 routes += [routes_BSLK[b, pad:] for b, pad in enumerate(pad_B.tolist())]
-            caches.append(cache)
             logits.append(logits_BV)
+            layers = [(layer.keys, layer.values) for layer in past.layers]
+            if chunk.start == 0:
+                self._cache.add(len(sequence_M), int(lengths_P.max()), layers)
+            row_P = np.full(len(sequences), -1)
+            row_P[members] = np.arange(len(members))
+            source_M = row_P[sequence_M]
+            new_M = np.flatnonzero(source_M >= 0)
+            self._cache.fill(first + new_M, layers, source_M[new_M], pad_B)
         inverse = np.argsort(order)
         logits_PV = torch.cat(logits)
         logits_PV = logits_PV[torch.from_numpy(inverse).to(logits_PV.device)]
-        return _Cache.concat(caches).select(inverse), logits_PV, [routes[i] for i in inverse.tolist()] if routes else []
+        return logits_PV, [routes[i] for i in inverse.tolist()] if routes else []
 
     def _forward(
-        self, inputs_BQ: npt.NDArray[np.int64], cache: _Cache
-    ) -> tuple[Tensor, _Cache, npt.NDArray[Any] | None]:
-        """Appends Q columns; the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
+        self, inputs_BQ: npt.NDArray[np.int64], pad_B: npt.NDArray[np.int64], past: DynamicCache
+    ) -> tuple[Tensor, npt.NDArray[Any] | None]:
+        """Appends Q columns to the cache; the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
         device = self._model.device
-        before = cache.width if cache.layers else 0
+        before = past.get_seq_length()
         columns_1S = np.arange(before + inputs_BQ.shape[1])[None]
-        pad_B1 = cache.pad_B[:, None]
-        mask = torch.from_numpy(columns_1S >= pad_B1).to(device) if cache.pad_B.any() else None
+        pad_B1 = pad_B[:, None]
+        mask = torch.from_numpy(columns_1S >= pad_B1).to(device) if pad_B.any() else None
         positions_BQ = np.maximum(columns_1S[:, before:] - pad_B1, 0)
-        past = _transformers_cache(cache.layers)
         if self._choices is not None:
             self._choices.follow(None, None)
         output = self._model(
@@ -252,9 +227,8 @@ class Rows:
             use_cache=True,
             logits_to_keep=1,
         )
-        layers = [(layer.keys, layer.values) for layer in past.layers]  # pyright: ignore[reportAttributeAccessIssue]
         routes_BQLK = None if self._choices is None else _routes(self._choices, len(inputs_BQ))
-        return output.logits[:, -1], _Cache(layers, cache.pad_B), routes_BQLK  # pyright: ignore[reportArgumentType]
+        return output.logits[:, -1], routes_BQLK
 
     def score(self, sequence: Sequence[int]) -> list[float]:
         """log p of every token of a sequence of its own, without a cache."""
@@ -267,18 +241,6 @@ def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:
     """[B, Q, L, K] of the latest forward, in the smallest dtype that a batch takes."""
     dtype = torch.uint8 if choices.shape.num_experts <= 256 else torch.int16
     return choices.taken().to(dtype).unflatten(0, (num_rows, -1)).cpu().numpy()
-
-
-def _transformers_cache(layers: Sequence[tuple[Tensor, ...]]) -> DynamicCache:
-    # `DynamicCache(layers)` would copy every tensor. A plain layer also serves sliding-window models, whose mask hides
-    # what lies outside of the window.
-    cache = DynamicCache()
-    for keys, values in layers:
-        layer = DynamicLayer()
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        cache.layers.append(layer)
-    return cache
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
