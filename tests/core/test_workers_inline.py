@@ -168,3 +168,19 @@ except ConfigError as error:
 def test_several_ranks_without_ray_name_the_extra_that_brings_it():
     ran = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=60)
     assert "pip install './packages/rl-core[ray]' in a clone" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(("max_tokens", "num_shared", "num_apart"), [(192, 1, 8), (128, 2, 16)])
+async def test_a_budget_of_tokens_counts_what_the_samples_of_a_prompt_share_once(max_tokens, num_shared, num_apart):
+    """A prompt of 64 tokens has 16 answers of 8: together 192 tokens, or 16 times 72."""
+    sequences = [[*range(64), *range(100 * i, 100 * i + 8)] for i in range(1, 17)]
+    batch, counts = Batch.from_sequences([{"tokens": tokens} for tokens in sequences]), []
+    for shares in (True, False):
+        worker = RecordedWorker()
+        group = await WorkerGroup.launch(RecordedBackend(worker), attrs.evolve(SPEC, share_prefixes=shares))
+        scores = await group.forward(batch, MicroBatchLimits(max_tokens=max_tokens), temperature=1.0)
+        await group.close()
+        assert scores["logprobs"].tolist() == batch["tokens"].tolist()
+        assert sorted(i for micro_batch in worker.plan for i in micro_batch) == list(range(16))
+        counts.append(len(worker.plan))
+    assert counts == [num_shared, num_apart]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -140,3 +144,126 @@ def test_routes_keep_equal_tokens_apart():
     assert num_cells(batch) == 20
     routes_TLK[21 + 10] = 1
     assert num_cells(batch) == 40
+
+
+# --- CUDA's kernel ----------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """Computes what torch's flash attention for CUDA computes, from the arguments that the installed torch names."""
+
+    def _flash_attention_forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        a = named(torch.ops.aten._flash_attention_forward.default, args, kwargs)
+        assert (a["dropout_p"], a["return_debug_mask"]) == (0.0, False)
+        output, lse = torch.empty_like(a["query"]), torch.empty(a["query"].shape[1], len(a["query"]))
+        for queries, keys in blocks_of(a):
+            scores_HQK = scores(a, queries, keys)
+            lse[:, queries] = scores_HQK.logsumexp(-1)
+            value_HKD = of_heads(a["value"][keys], a)
+            output[queries] = (scores_HQK.softmax(-1) @ value_HKD).transpose(0, 1)
+        nothing = torch.empty(0)
+        return output, lse, nothing, nothing, nothing
+
+    def _flash_attention_backward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        a = named(torch.ops.aten._flash_attention_backward.default, args, kwargs)
+        assert a["dropout_p"] == 0.0
+        assert a["grad_out"].is_contiguous()
+        assert a["logsumexp"].is_contiguous()
+        assert a["logsumexp"].shape == (a["query"].shape[1], len(a["query"]))
+        with torch.enable_grad():
+            inputs = [a[name].detach().requires_grad_() for name in ("query", "key", "value")]
+            a |= dict(zip(("query", "key", "value"), inputs, strict=True))
+            total = torch.zeros(())
+            for queries, keys in blocks_of(a):
+                # Of the whole softmax, of which these keys are a part: dS = P · (dP − Σ dO·O).
+                scores_HQK = scores(a, queries, keys)
+                weight_HQK = (scores_HQK - a["logsumexp"][:, queries, None]).exp().detach()
+                grad_HQD, out_HQD = (a[name][queries].transpose(0, 1) for name in ("grad_out", "out"))
+                value_HKD = of_heads(a["value"][keys], a)
+                inner_HQK = grad_HQD @ value_HKD.detach().transpose(1, 2) - (grad_HQD * out_HQD).sum(-1, keepdim=True)
+                total = total + torch.where(weight_HQK > 0, weight_HQK * inner_HQK * scores_HQK, 0).sum()
+                total = total + (grad_HQD * (weight_HQK @ value_HKD)).sum()
+            return torch.autograd.grad(total, inputs)
+
+
+def named(operator: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
+    """The arguments by the names of the operator's schema."""
+    arguments = operator._schema.arguments
+    positional = [argument.name for argument in arguments if not argument.kwarg_only]
+    assert len(args) == len(positional)
+    assert set(kwargs) <= {argument.name for argument in arguments if argument.kwarg_only}
+    return {**dict(zip(positional, args, strict=True)), **kwargs}
+
+
+def blocks_of(a: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
+    """The queries and keys of each block."""
+    bounds = [a[name].tolist() for name in ("cum_seq_q", "cum_seq_k")]
+    assert all(a[name].dtype == torch.int32 for name in ("cum_seq_q", "cum_seq_k"))
+    assert [max(end - start for start, end in pairwise(ends)) for ends in bounds] == [a["max_q"], a["max_k"]]
+    assert [ends[-1] for ends in bounds] == [len(a["query"]), len(a["key"])]
+    return ((slice(*queries), slice(*keys)) for queries, keys in zip(*map(pairwise, bounds), strict=True))
+
+
+def of_heads(tensor_KHD: Tensor, a: dict[str, Any]) -> Tensor:
+    """[query heads, K, D]"""
+    return tensor_KHD.transpose(0, 1).repeat_interleave(a["query"].shape[1] // tensor_KHD.shape[1], dim=0)
+
+
+def scores(a: dict[str, Any], queries: slice, keys: slice) -> Tensor:
+    """[heads, queries, keys]"""
+    found = a["scale"] * a["query"][queries].transpose(0, 1) @ of_heads(a["key"][keys], a).transpose(1, 2)
+    is_hidden = torch.ones(found.shape[1:], dtype=torch.bool).triu(1) & a["is_causal"]
+    return found.masked_fill(is_hidden, -torch.inf)
+
+
+def forest_attention(kernel: Any, inputs: list[Tensor], packed: PackedSequences) -> list[Tensor]:
+    """The output of a kernel, and the gradients of a weighted sum of it."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = shared_attention._SharedAttention.apply(*inputs, packed.shared, 0.3, kernel)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream.to(output))]
+
+
+def forest_inputs(device: torch.device) -> tuple[list[Tensor], PackedSequences]:
+    """Query, key and value of a small forest; two query heads share a key."""
+    sequences = [[*range(30), *range(40, 40 + n)] for n in (3, 9, 1)] + [list(range(20)), [7, 7, 7], [*range(30), 1, 2]]
+    offsets = np.cumsum([0, *map(len, sequences)])
+    tokens_T = np.array([token for tokens in sequences for token in tokens])
+    cells = input_cells(prefix_forest(offsets, tokens_T, least_saved=1), offsets)
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(len(cells.index_C), heads, 64, generator=generator) for heads in (4, 2, 2)]
+    return [tensor.to(device) for tensor in inputs], PackedSequences.of_nodes(cells, device)
+
+
+def test_cudas_kernel_is_called_as_the_installed_torch_defines_it(monkeypatch: pytest.MonkeyPatch):
+    inputs, packed = forest_inputs(CPU)
+    expected = forest_attention(shared_attention._Rectangles(), inputs, packed)
+    monkeypatch.setattr(shared_attention, "_aten", StandIn())
+    for found, same in zip(forest_attention(shared_attention._Varlen(), inputs, packed), expected, strict=True):
+        torch.testing.assert_close(found, same, rtol=0, atol=2e-5)
+
+
+def test_cudas_kernel_gives_the_layouts_that_are_expected_of_it():
+    """On tensors without data: torch's own account of the operator's results."""
+    inputs, packed = forest_inputs(CPU)
+    query, key, value = (tensor.to("meta", torch.bfloat16) for tensor in inputs)
+    assert packed.shared is not None
+    kernel, own = shared_attention._Varlen(), packed.shared.own
+    output, lse = kernel.forward(query, key, value, own, True, 0.3)
+    assert (output.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:2], torch.float32)
+    grads = kernel.backward(output, query, key, value, output, lse, own, True, 0.3)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.gpu
+def test_cudas_kernel_gives_what_the_cpus_gives():
+    inputs, packed = forest_inputs(CPU)
+    halves = [tensor.to(torch.bfloat16) for tensor in inputs]
+    expected = forest_attention(shared_attention._Rectangles(), [tensor.float() for tensor in halves], packed)
+    device = torch.device("cuda")
+    on_gpu = forest_attention(
+        shared_attention._Varlen(), [tensor.to(device) for tensor in halves], forest_inputs(device)[1]
+    )
+    for found, same in zip(on_gpu, expected, strict=True):
+        # bfloat16 has 8 bits.
+        assert (found.cpu().float() - same).norm() <= 1e-2 * same.norm()

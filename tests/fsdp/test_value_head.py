@@ -14,7 +14,7 @@ from transformers import AutoModel
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LossSpec, OptimizerConfig, RankInfo
+from rl_core.interfaces import LossSpec, OptimizerConfig, Plan, RankInfo
 from rl_core.testing.models import make_checkpoint
 from rl_fsdp import FsdpWorker
 from tests.fsdp.conftest import random_batch, spec_of
@@ -83,20 +83,40 @@ class PlainCritic:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_values_losses_gradients_and_three_steps_are_those_of_plain_transformers(checkpoint: Path, packing: bool):
-    worker, plain, batch = critic(checkpoint, use_sample_packing=packing), PlainCritic(checkpoint), critic_batch()
+def begun_alike(batch: Batch) -> Batch:
+    """Its sequences begin with as much as they hold of the same 20 tokens."""
+    tokens_T, start = batch["tokens"].clone(), torch.arange(20)
+    for first, length in zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False):
+        tokens_T[first : first + min(20, length)] = start[: min(20, length)]
+    return batch.with_columns(tokens=tokens_T)
+
+
+@pytest.mark.parametrize(
+    ("packing", "shares", "plan"), [(True, False, PLAN), (False, False, PLAN), (True, True, ((5, 0, 1, 4), (2, 3)))]
+)
+def test_values_losses_gradients_and_three_steps_are_those_of_plain_transformers(
+    checkpoint: Path, packing: bool, shares: bool, plan: Plan
+):
+    worker, plain = critic(checkpoint, use_sample_packing=packing, share_prefixes=shares), PlainCritic(checkpoint)
+    batch, given = critic_batch(), []
+    if shares:
+        batch = begun_alike(batch)
+        worker.scorer.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: given.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
     with torch.no_grad():
         bounds = batch.offsets.tolist()
         expected_T = torch.cat([plain.values(batch["tokens"][a:b]) for a, b in pairwise(bounds)])
-    values_T = worker.forward(batch, PLAN, temperature=0.7)["values"]
+    values_T = worker.forward(batch, plan, temperature=0.7)["values"]
     torch.testing.assert_close(values_T, expected_T, rtol=0, atol=1e-5)
+    # Of 2, 23, 40 and 33 tokens but the last ones, 20 that three begin with are computed once.
+    assert given == ([1 + 20 + 2 + 19 + 12, 8] if shares else [])
     # Negative control: the value of the state after the token is far off.
     assert (values_T[:-1] - expected_T[1:]).abs().max() > 0.1
 
     start = {name: weight.detach().clone() for name, weight in plain.parameters.items()}
     for rate in (0.5e-3, 1e-3, 1e-3):
-        metrics = worker.forward_backward(batch, PLAN, LOSS, temperature=0.7)
+        metrics = worker.forward_backward(batch, plan, LOSS, temperature=0.7)
         assert metrics["loss"] == (pytest.approx(plain.backward(batch), rel=1e-5), 1.0)
         gradients = worker.gradients()
         assert set(gradients) == set(plain.parameters)

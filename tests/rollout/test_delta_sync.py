@@ -26,6 +26,13 @@ def model_path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("changed") / "model", hidden_size=256, intermediate_size=512)
 
 
+@pytest.fixture(scope="module")
+def experts_path(tmp_path_factory):
+    """transformers packs the experts of a layer into two tensors; they travel one by one."""
+    sizes = {"num_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128}
+    return write_model(tmp_path_factory.mktemp("experts") / "model", **sizes)
+
+
 async def local_engine(path):
     load = partial(load_model, str(path), dtype="bfloat16", device="cpu", model_kwargs={})
     return await LocalEngine.start(lambda: (load(), None), max_num_seqs=4, timeout_s=60.0, num_threads=1)
@@ -59,6 +66,10 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         assert await scores_of(changed) != before, "a step of 1e-6 is seen in bfloat16"
     await changed.close()
     await whole.close()
+
+
+async def test_log_probs_of_packed_experts_after_changes_are_those_after_whole_weights_bit_for_bit(experts_path):
+    await test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(experts_path, "shared_memory")
 
 
 async def test_one_sync_in_so_many_is_whole(model_path):

@@ -189,12 +189,12 @@ class Rows:
             width = int(lengths_P[members[-1]])
             pad_B = width - lengths_P[members]
             inputs_BS = np.array([(0,) * pad + sequences[i] for i, pad in zip(members, pad_B.tolist(), strict=True)])
-            past = DynamicCache()
+            past: Any = DynamicCache()
             logits_BV, routes_BSLK = self._forward(inputs_BS, pad_B, past)
             if routes_BSLK is not None:
                 routes += [routes_BSLK[b, pad:] for b, pad in enumerate(pad_B.tolist())]
             logits.append(logits_BV)
-            layers: Any = [(layer.keys, layer.values) for layer in past.layers]
+            layers = [(layer.keys, layer.values) for layer in past.layers]
             if chunk.start == 0:
                 self._cache.add(len(sequence_M), int(lengths_P.max()), layers)
             row_P = np.full(len(sequences), -1)

@@ -1,0 +1,183 @@
+"""Steps streamed (`trainer.stream_groups`) and at once, with a real vLLM server: how near they come to the bound that
+the arrivals of their groups set.
+
+A 20M-parameter model answers 64 prompts with 8 samples each, of 20 tokens on average and 64 at most, 64 samples at a
+time. The server and what belongs to it have one core, the trainer another. The first step warms up and is left out.
+
+The bound of a step is the largest, over t, of t plus the training time of its groups that finished at or after t, where
+t is no earlier than the start of the step: no trainer that has groups when they finish could be done earlier. What a
+group's training takes is its part, by tokens, of what the steps at once take.
+
+Run: PYTHONPATH=. python benchmarks/streamed_steps.py [--steps 5]      (two free cores, about six minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import attrs
+
+from rl_core import config as configuration
+from rl_core.interfaces import Callback
+from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
+from rl_core.trainer.run import run_training
+from rl_core.trainer.step_training import StepTraining
+
+TRAINER_CORE, SERVER_CORE = 0, 1
+
+
+@attrs.define
+class Step:
+    """Times of one step, in seconds of one clock."""
+
+    arrivals: dict[int, float] = attrs.field(factory=dict)
+    """Group → when it was finished."""
+    tokens: dict[int, int] = attrs.field(factory=dict)
+    trained_s: float = 0.0
+    """Of all calls that train a part."""
+    parts: int = 0
+    starts: float = 0.0
+    ends: float = 0.0
+
+    def bound(self, seconds_per_token: float) -> float:
+        """Seconds from the start of the step, before which it cannot be done."""
+        arrivals = {group: max(arrival, self.starts) for group, arrival in self.arrivals.items()}
+        return max(
+            time
+            - self.starts
+            + seconds_per_token * sum(self.tokens[group] for group, arrival in arrivals.items() if arrival >= time)
+            for time in arrivals.values()
+        )
+
+
+class OwnCores(Callback):
+    """Gives the trainer's threads one core and those of all its child processes another."""
+
+    def on_run_start(self, run_dir: Path, first_step: int, last_step: int) -> None:
+        import psutil
+
+        own = psutil.Process()
+        for process, core in [(own, TRAINER_CORE), *((child, SERVER_CORE) for child in own.children(recursive=True))]:
+            for thread in process.threads():
+                # A thread may end while they are listed.
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, {core})
+
+
+def measured(directory: str, num_steps: int, streams: bool) -> list[Step]:
+    """A run's steps."""
+    steps, waiting = [Step(starts=time.monotonic())], {}
+    finish, train = GroupBuffer.finish, StepTraining.train
+
+    async def noted_finish(self: GroupBuffer, group_id: int, trajectories: Any) -> None:
+        waiting[group_id] = time.monotonic()
+        await finish(self, group_id, trajectories)
+
+    async def noted_train(self: StepTraining, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> Any:
+        began, one = time.monotonic(), steps[-1]
+        for group in groups:
+            one.arrivals[group.group_id] = waiting.pop(group.group_id)
+            one.tokens[group.group_id] = sum(len(t.steps[0].tokens) for t in group.trajectories)
+        result = await train(self, groups, step, is_last=is_last)
+        one.ends = time.monotonic()
+        one.trained_s, one.parts = one.trained_s + one.ends - began, one.parts + 1
+        return result
+
+    published = GroupBuffer.published
+
+    async def noted_published(self: GroupBuffer, version: int) -> None:
+        if version == len([one for one in steps if one.parts]):
+            if steps[-1].parts:
+                steps.append(Step())
+            steps[-1].starts = time.monotonic()
+        await published(self, version)
+
+    GroupBuffer.finish, GroupBuffer.published, StepTraining.train = noted_finish, noted_published, noted_train  # pyright: ignore[reportAttributeAccessIssue]
+    os.chdir(directory)
+    settings = {
+        "data.train_data": "[train.parquet]",
+        "data.val_data": "[]",
+        "trainer.policy.model.path": "model",
+        "trainer.run_dir": f"run_{streams}",
+        "trainer.max_training_steps": num_steps,
+        "trainer.update_epochs_per_batch": 1,
+        "trainer.micro_train_batch_size_per_gpu": 128,
+        "trainer.ckpt_interval": -1,
+        "trainer.stream_groups": streams,
+        "trainer.placement.colocate_all": False,
+        "trainer.callbacks": "[benchmarks.streamed_steps:OwnCores]",
+        "generator.n_samples_per_prompt": 8,
+        "generator.sampling_params.max_generate_length": 64,
+        "generator.inference_engine.backend": "vllm",
+        "generator.inference_engine.num_engines": 1,
+        "generator.inference_engine.max_num_seqs": 64,
+    }
+    run_training(configuration.load("quickstart", [f"{key}={value}" for key, value in settings.items()]))
+    return [step for step in steps if step.parts][1:]
+
+
+def serve(connection: Any, *args: Any) -> None:
+    """`measured` in a process of its own."""
+    connection.send(measured(*args))
+
+
+def in_own_process(*args: Any) -> list[Step]:
+    """What `measured` returns there."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    steps = ours.recv()
+    process.join()
+    return steps
+
+
+def prepare(directory: Path) -> None:
+    """Data of the quick start, and a larger model with its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from rl_examples.arithmetic import write_data, write_model
+
+    write_data(directory / "train.parquet", directory / "held_out.parquet")
+    write_model(directory / "small", seed=0)
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6}
+    shape = {"head_dim": 64, "max_position_embeddings": 128, "layer_types": ["full_attention"] * 8}
+    config = AutoConfig.from_pretrained(directory / "small", **sizes, **shape, initializer_range=0.02)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    AutoTokenizer.from_pretrained(directory / "small").save_pretrained(directory / "model")
+
+
+def main() -> None:
+    """Prints a row per step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        prepare(Path(directory))
+        runs = {name: in_own_process(directory, args.steps, name == "streamed") for name in ("at once", "streamed")}
+    at_once = runs["at once"]
+    per_token = sum(step.trained_s for step in at_once) / sum(sum(step.tokens.values()) for step in at_once)
+    for name, steps in runs.items():
+        ratios = []
+        for step in steps:
+            bound, took = step.bound(per_token), step.ends - step.starts
+            ratios.append(took / bound)
+            print(f"{name:9} {step.parts:3} parts {took:6.2f} s, bound {bound:6.2f} s: {took / bound:.2f}")
+        print(f"{name:9} mean over the bound {sum(ratios) / len(ratios):.2f}" + " (goal 1.15)" * (name == "streamed"))
+
+
+if __name__ == "__main__":
+    main()
