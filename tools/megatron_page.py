@@ -1,4 +1,4 @@
-"""docs/megatron.md: how data, layers, experts and routes lie over sixteen ranks, drawn by `rl_core.layout` itself.
+"""Writes docs/megatron.md: how data, layers, experts and routes are distributed over sixteen ranks.
 
 python -m tools.megatron_page > docs/megatron.md
 """
@@ -28,15 +28,15 @@ from rl_megatron.routes.route_layout import deal_padding, router_order
 MESH = Mesh(world_size=16, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1, virtual_pipeline=2)
 NUM_LAYERS, NUM_DENSE, NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2, 8, 2
 LENGTHS = (7, 3, 10, 5)
-"""Of the batch that is drawn."""
+"""Lengths of the sequences in the drawn batch."""
 
 _INTRODUCTION = """\
-# Megatron: what lies where
+# Megatron: how models and data are distributed
 
-`trainer.strategy=megatron` trains through Megatron-Core 0.16.1, with every parallelism alone or together. This page is
-written by `make docs` from `rl_core.layout`, the functions that a run lays its batches out with: what it draws is what
-happens. `rl plan RECIPE` shows the same for a model and mesh of yours, with bytes, and starts nothing. Installing it on
-GPUs: [install_gpu.md](install_gpu.md).
+`trainer.strategy=megatron` trains with Megatron-Core 0.16.1 and any combination of its kinds of parallelism.
+`make docs` generates this page with `rl_core.layout`, the functions that a run uses, so it shows the actual layout.
+`rl plan RECIPE` shows the layout of your own model and mesh, with bytes, without starting anything.
+[install_gpu.md](install_gpu.md) has the installation on GPUs.
 
 | key in `trainer.policy.megatron_config` | splits | here |
 |---|---|---|
@@ -54,20 +54,21 @@ _KEYS = {
 _MODELS = """\
 ## Models
 
-A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does, and that is proved
-for each: a small copy of its own configuration (few layers, narrow, all else as it was) with random weights is computed
-by both, and log-probs (to 2e-5) and gradients are compared, before a rank loads, in a dry run and by `rl plan` too. The
-proof is made once: it is noted in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration, options, versions and
-code. Where the checks of a start cannot do it (the model is still to be made or fetched, or Transformer Engine is
-installed and no GPU is there), a dry run says so, and rank 0 does it before any rank loads. `trainer.strategy=fsdp`
-trains transformers' own models, so what is refused here trains there.
+A model is trained if Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute it as transformers does, which is verified
+for each model: both compute a small copy of its configuration (fewer layers, narrower, otherwise unchanged) with random
+weights, and log-probs (to 2e-5) and gradients are compared. This happens before a rank loads, in a dry run and in
+`rl plan`. The result is cached in `~/.cache/rl` (or `RL_CACHE_DIR`) for the same configuration,
+options, versions and code. If this is not possible before the start (the model has not been created or downloaded, or
+Transformer Engine is installed but there is no GPU), a dry run reports that, and rank 0 runs the check before any rank
+loads. `trainer.strategy=fsdp` trains transformers' own models, so models that are refused here train there.
 
-What it costs (24 November 2026, two cores under a load of 40): a dry run of the quick start with SmolLM2-135M takes
-19.1 s of a processor the first time and 6.8 s the second; by the clock of so busy a machine 130 s and 47 s. The process
-of the proof alone takes 11 s of a processor for Qwen3-8B and 12 s for DeepSeek-V3. A test holds it under 15 s, and a
-second start to none (`make soak`).
+Cost (24 November 2026, two cores under a load of 40): a dry run of the quick start with SmolLM2-135M takes 19.1 s of
+processor time the first time and 6.8 s the second (130 s and 47 s of wall-clock time on this busy machine). The check's
+process takes 11 s of processor time for Qwen3-8B and 12 s for DeepSeek-V3. `make soak` tests that it stays below 15 s,
+and that a second start runs no check.
 
-Tests compare these types with transformers, in 300 random models of ten types among others:
+Tests compare these model types with transformers, including on random configurations (300, of these seven types and
+three that must be refused):
 
 """
 _SCALINGS = "none, `linear`, `llama3`, `yarn`"
@@ -82,56 +83,56 @@ _COMPARED = {
 }
 _MODEL_RULES = """\
 
-What Megatron or Bridge would get wrong in them is done here: rotary frequencies of every scaling (from transformers'
-own functions), the score of a group of experts, the eps of latent norms, when Qwen3-MoE's routers normalise. What is
-not done here, and found by the proof: frequencies that depend on the length of the sequence (`dynamic`, `longrope`),
-rotating a part of a head, sliding windows, biases that a type does not have by default, layers of one model that
-differ (but DeepSeek's dense first ones), a single expert per token with normalised weights, DeepSeek-V3 with
-`rope_interleave=false` or `norm_topk_prob=false`. Models of other types run if the proof passes. On a GPU, whose
-kernels round otherwise, the means of the differences are compared, with wider limits; no GPU was at hand to measure
-them.
+This package corrects what Megatron or Bridge computes wrongly for them: rotary frequencies of every scaling (from
+transformers' own functions), the score of a group of experts, the eps of latent norms, when Qwen3-MoE's routers
+normalise. Not supported, and detected by the check: frequencies that depend on the length of the sequence (`dynamic`,
+`longrope`), partial rotary embeddings, sliding windows, biases that a type does not have by default, models whose
+layers differ (except DeepSeek's first dense layers), a single expert per token with normalised weights, DeepSeek-V3
+with `rope_interleave=false` or `norm_topk_prob=false`. Models of other types run if the check passes. On GPUs, whose
+kernels round differently, mean differences are compared with wider limits, which have not been calibrated on a GPU.
 
-Refused without a proof, because a small copy cannot show it:
+Refused without this check, because a small copy cannot show the problem:
 
 """
 
 _REFUSED = """\
 ## What is refused
 
-Before any process is started, with the key, the numbers and the nearest mesh that works:
+Before any process starts, with the key, the numbers and the nearest mesh that works:
 
-- sizes whose product does not divide the ranks; layers, attention heads, key/value heads, feed-forward units, experts
-  or their units that the sizes do not divide; a chunk without a layer; a token budget below the longest sequence as it
-  is padded
+- parallel sizes whose product does not divide the number of ranks, or that do not divide the layers, attention heads,
+  key/value heads, feed-forward units, experts or their units; empty chunks; a token budget smaller than the longest
+  padded sequence
 - `expert_tensor_parallel_size` other than `tensor_model_parallel_size` without expert parallelism: Megatron-Core 0.16.1
   sums the experts' gradients over the wrong ranks
 - `sequence_parallel=false` with tensor parallelism: gradients of some norms are summed twice
-- two pipeline stages with virtual stages and batched sends, or with both a first and a last count
-- `seq_aux_loss` with tensor parallelism (its gradients are not one rank's), or with packed sequences (it takes a
-  micro-batch for a sequence)
+- two pipeline stages combined with virtual stages and batched sends, or with layer counts for both the first and the
+  last stage
+- `seq_aux_loss` with tensor parallelism (its gradients differ from a single rank's) or with packed sequences (it treats
+  a micro-batch as one sequence)
 - router replay with a fused router, with a capacity factor, or on a model without experts; routes that arrive without
   replay, replay without routes, and routes of another shape or with an expert that does not exist
-- models that are not computed as by transformers, and those that are refused without a proof
+- models that fail the comparison with transformers, and those refused without it
 
-Fields of `transformer_config_kwargs` that can have one value only:
+Fields of `transformer_config_kwargs` that can have only one value:
 """
 
 
 _COMPOSITION = """
-## Faults of composition that are known upstream
+## Known upstream bugs in combinations of features
 
 [Megatron-LM issue 7452](https://github.com/NVIDIA/Megatron-LM/issues/7452) lists combinations of Megatron-Core's
-features that run and compute wrong numbers. Those below are not reached here:
+features that run without an error but compute wrong results. This package does not use the following ones:
 
 - 1 (label smoothing over a split vocabulary), 2 (labels with gathered logits): Megatron's cross entropy is not called.
   Log-probs are computed from hidden states (`model/parallel_logprobs.py`), and each mesh is compared with transformers
 - 3, 4 (multi-token prediction: normalisation, recomputation): `mtp_num_layers` is refused
 - 5 (padding masks of routers), 10 (their token count): no padding mask is passed; auxiliary losses are weighted by the
   mini-batch's tokens here (`tests/megatron/test_auxiliary_losses.py`)
-- 6 (cross attention in groups of its own): models are decoders alone, and there is one set of process groups
+- 6 (cross attention in its own groups): all models are decoder-only, and there is one set of process groups
 - 8 (the norm of attention sinks' gradients): `softmax_type` is refused, and so are models with sinks
-- 9 (losses divided by one context rank's tokens): `calculate_per_token_loss=false` is refused, and losses are sums. A
-  token has the same gradient whichever context rank has it, also where no other is trained on
+- 9 (losses divided by one context rank's tokens): `calculate_per_token_loss=false` is refused, and losses are sums. The
+  gradient of a token does not depend on its context rank, even if it is the only trained token
   (`tests/megatron/test_composition.py`)
 - 11 (the output norm of gated delta nets): `qwen3_next` is refused
 - 12 (layers' names in Megatron-FSDP's checkpoints): Megatron-FSDP is not used. A state has each layer's number in the
@@ -145,9 +146,10 @@ those there are the refusals ([what is refused](#what-is-refused)) and meshes th
 process: those of the conformance suite ([parity.md](parity.md)) and random ones (`make soak`). A mesh that is neither
 refused nor among them is not proved.
 
-Pull request 5916 mends one more, in versions after the pinned one: with Transformer Engine the norm of the gradients
-leaves out experts that tensor ranks hold whole, and counts the down-projections of latent attention once per tensor
-rank. `rank/shard_marks.py` corrects the marks that the norm is made of (`tests/megatron/test_gradient_norm.py`).
+Pull request 5916 fixes another bug, in versions newer than the pinned one: with Transformer Engine, the gradient norm
+omits experts that tensor ranks hold unsharded and counts the down-projections of latent attention once per tensor rank.
+`rank/shard_marks.py` corrects the parameter attributes from which the norm is computed
+(`tests/megatron/test_gradient_norm.py`).
 """
 
 
@@ -161,7 +163,7 @@ def page() -> str:
 
 def _keys() -> str:
     return "".join(
-        f"| {f'`{key}`' if key else '(what is left of the ranks)'} | {what} | {getattr(MESH, size)} |\n"
+        f"| {f'`{key}`' if key else '(the remaining ranks)'} | {what} | {getattr(MESH, size)} |\n"
         for key, (what, size) in _KEYS.items()
     )
 
@@ -178,7 +180,8 @@ def _ranks() -> str:
     columns = ["", *(f"context {c} tensor {t}" for c, t in _ct())]
     return _section(
         "Ranks",
-        "Neighbouring ranks differ by tensor, then context, then data, then pipeline: what talks most sits closest.",
+        "Rank numbers vary fastest along tensor, then context, data and pipeline, so the ranks that communicate most "
+        "are closest.",
         _table(columns, rows),
     )
 
@@ -198,8 +201,8 @@ def _layers() -> str:
     return _section(
         "Layers",
         f"{NUM_LAYERS} layers, those with experts marked `*` (the first {NUM_DENSE} are dense). Data flows through the "
-        "chunks in order and passes each stage twice. A stage replays the routes of its own layers, by their number in "
-        "the whole model.",
+        "chunks in order and passes each stage twice. A stage replays the routes of its own layers, which are "
+        "numbered as in the whole model.",
         _table(["chunk", "stage", "ranks", "layers", "routes of layers"], rows),
     )
 
@@ -226,8 +229,9 @@ def _data() -> str:
     lengths = ", ".join(f"{_name(i)} {length}" for i, length in enumerate(LENGTHS))
     return _section(
         "Data",
-        f"A mini-batch of {len(LENGTHS)} sequences (tokens: {lengths}). Every rank runs as many micro-batches, "
-        f"a multiple of {MESH.micro_batch_multiple} because stages are interleaved; one without sequences is padding.",
+        f"A mini-batch of {len(LENGTHS)} sequences (tokens: {lengths}). All ranks run the same number of "
+        f"micro-batches, a multiple of {MESH.micro_batch_multiple} because stages are interleaved. A micro-batch "
+        "without sequences contains only padding.",
         _table(["data part", "ranks", "micro-batches"], rows),
     )
 
@@ -268,8 +272,8 @@ def _tokens() -> str:
         "Tokens",
         f"Sequences b and d as one packed micro-batch; `.` is padding, to a multiple of {MESH.sequence_multiple} (two "
         "chunks for each context rank, each of which the tensor ranks can split). Context rank r takes chunks r and "
-        f"{2 * MESH.context - 1} − r of every sequence; tensor ranks enter the same tokens and hold contiguous parts "
-        "between matrices.",
+        f"{2 * MESH.context - 1} − r of every sequence; tensor ranks get the same input tokens and hold contiguous "
+        "slices of the activations between matrix products (sequence parallelism).",
         "\n".join(["```", *lines, "```\n"]),
     )
 
@@ -288,7 +292,7 @@ def _experts() -> str:
         "Experts",
         f"In a layer with experts the {MESH.world_size // MESH.pipeline} ranks of a stage are regrouped: "
         f"{MESH.expert} expert ranks hold {local} of the {NUM_EXPERTS} experts each. Ranks in one cell hold the same "
-        "ones and sum their gradients.",
+        "experts and sum their gradients.",
         _table(["expert rank", "experts", *(f"ranks of stage {stage}" for stage in range(MESH.pipeline))], rows),
     )
 
@@ -316,11 +320,11 @@ def _routes() -> str:
         rows.append([str(rank), _cells(index[index >= 0]) or "none", padding])
     return _section(
         "Routes",
-        "With `moe_enable_routing_replay` a rank's routers take, of `routed_experts` [token, layer, choice], the rows "
-        "of the tokens that they see and the layers that the rank holds. A token whose route is not known (the last "
-        "one of a sequence was never an input of the engine) goes where the router sends it, and in recomputation "
-        f"there again. Padding is dealt over expert ranks and their experts, {EXPERTS_PER_TOKEN} for each token, and "
-        "counts in no statistic. The ranks of stage 0 and data part 0, for the micro-batch above:",
+        "With `moe_enable_routing_replay` a rank's routers use the entries of `routed_experts` [token, layer, "
+        "choice] for the rank's tokens and layers. A token without a known route (the last one of a sequence was never "
+        "an input of the engine) follows the router's own choice, which recomputation repeats. Padding tokens are "
+        f"spread evenly over expert ranks and their experts, {EXPERTS_PER_TOKEN} experts per token, and are excluded "
+        "from all statistics. The ranks of stage 0 and data part 0, for the micro-batch above:",
         _table(["rank", "routes of", "padding goes to"], rows),
     )
 
@@ -347,9 +351,10 @@ def _refused_types() -> str:
     for name, reason in REFUSED.items():
         types.setdefault(reason, []).append(f"`{name}`")
     lines = [
-        textwrap.fill(f"- which {why}: {', '.join(names)}", 120, subsequent_indent="  ") for why, names in types.items()
+        textwrap.fill(f"- types that {why}: {', '.join(names)}", 120, subsequent_indent="  ")
+        for why, names in types.items()
     ]
-    return "\n".join(["Of some types it is known that they fail:", "", *lines, ""])
+    return "\n".join(["Model types that are known to fail:", "", *lines, ""])
 
 
 def _fixed_fields() -> str:

@@ -76,7 +76,7 @@ def test_other_spellings_of_values_are_accepted():
     ("override", "successor"),
     [
         ("trainer.fully_async.max_staleness_steps=4", r"write trainer\.max_staleness"),
-        ("generator.use_conversation_multi_turn=false", r"what was said is never written anew"),
+        ("generator.use_conversation_multi_turn=false", r"never re-rendered as text"),
         ("trainer.algorithm.value_head_prefix=score", r"head is called value_head"),
     ],
 )

@@ -48,7 +48,7 @@ async def test_a_prompt_is_left_out_if_its_response_would_leave_the_models_posit
         generator__eval_sampling_params__max_generate_length=7,
     )
     assert await kept(config, TRAINING) == [8]
-    assert "4 of 5 rows were left out, their prompts are too long: trainer.max_prompt_length is 50; " in caplog.text
+    assert "dropped 4 of 5 rows whose prompts or responses are too long: trainer.max_prompt_length is 50" in caplog.text
     assert await kept(config, EVALUATION) == [8, 9, 33]
 
 

@@ -139,7 +139,7 @@ def test_long_responses_are_left_out_where_that_is_said(small_run: BuildConfig, 
     keys = {"data__train_data": [str(file)], "data__val_data": [str(file)], "data__on_long_prompt": "drop"}
     length = {"generator__sampling_params__max_generate_length": 3, "trainer__epochs": 3}
     run_training(small_run(tmp_path / "run", **SUPERVISED, **keys, **length))
-    assert "16 of 32 rows were left out" in caplog.text
+    assert "dropped 16 of 32 rows" in caplog.text
 
 
 def test_nothing_is_played_with_it(small_run: BuildConfig, tmp_path: Path):

@@ -177,7 +177,7 @@ def test_the_nearest_mesh_that_is_named_is_let_through(spec_of):
         (DENSE, 2, {TP: 2}, {"tp_comm_overlap": True}, "tp_comm_overlap: got True, only False can be used"),
         (MOE, 2, {EP: 2}, {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm: got True"),
         (DENSE, 1, {}, {"gradient_accumulation_fusion": True}, "needs Apex's kernel fused_weight_gradient_mlp_cuda"),
-        (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes at random"),
+        (MOE, 1, {}, {"moe_router_force_load_balancing": True}, "routes randomly"),
         (
             MOE,
             1,

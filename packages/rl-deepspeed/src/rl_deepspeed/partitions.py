@@ -1,6 +1,6 @@
-"""Which part of each parameter, of its float32 copy, its moments and its gradient lies on this rank.
+"""This rank's part of each parameter, its float32 copy, its moments and its gradient.
 
-DeepSpeed has no public name for most of this; what is read here is that of 0.19.8.
+Most of this is not public API of DeepSpeed; the attributes are those of 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @attrs.frozen(eq=False)
 class Part:
-    """A run of one parameter's elements; both may have none."""
+    """A contiguous range of a parameter's elements; may be empty."""
 
     start: int
-    """In the parameter."""
+    """Index of the first element in the parameter."""
     weights: Tensor
-    """float32 where it is trained; what the optimizer steps."""
+    """The optimizer's float32 copy if trained, else the parameter."""
     moments: dict[str, Tensor]
-    """By `MOMENTS`; empty where there is no optimizer."""
+    """Keys are `MOMENTS`; empty without an optimizer."""
 
 
 class Partitions(Protocol):
-    """How one stage divides a model."""
+    """How one ZeRO stage partitions a model."""
 
     def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
-        """What lies on this rank."""
+        """Returns this rank's part of `weight`; moments only with `with_optimizer`."""
         ...
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Whole, float32, before the step that would use it. Collective."""
+        """Returns the full float32 gradient; call before the optimizer step. Collective."""
         ...
 
     def clear(self) -> None:
-        """There is no gradient any more."""
+        """Clears all gradients."""
         ...
 
     def push(self) -> None:
-        """The parameters that are computed with become those that the optimizer steps. Collective."""
+        """Copies the optimizer's float32 weights into the parameters used for computation. Collective."""
         ...
 
     def move(self, device: torch.device) -> None:
-        """Of a model that is not trained: its parameters to `device`."""
+        """Moves the parameters of an untrained model to `device`."""
         ...
 
 
 class WholeParameters:
-    """A model that is not trained, whole on every rank."""
+    """An untrained model, which is whole on every rank."""
 
     def __init__(self, scorer: nn.Module):
         self._scorer = scorer
 
     def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
-        """All of it; ranks hold the same."""
+        """Returns the whole parameter; all ranks hold it."""
         return Part(0, weight.data.view(-1), {})
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """There is none."""
+        """Returns zeros: there is no gradient."""
         return torch.zeros(weight.shape)
 
     def clear(self) -> None:
-        """There is none."""
+        """Does nothing: there are no gradients."""
 
     def push(self) -> None:
-        """They are the same tensors."""
+        """Does nothing: parameters have no copy."""
 
     def move(self, device: torch.device) -> None:
-        """All."""
+        """Moves the whole model."""
         self._scorer.to(device)
 
 
 class FlatPartitions:
-    """Stages 1 and 2: all parameters end to end, cut into one even partition for each rank."""
+    """Stages 1 and 2: all parameters concatenated and split into one equal partition per rank."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -98,7 +98,7 @@ class FlatPartitions:
         return Part(mapping.lp_fragment_address.start, flat.data.narrow(0, at.start, at.numel), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Stage 1 keeps each rank's own sum until the step; stage 2 has summed the rank's part."""
+        """Stage 1: ranks hold unreduced sums until the step. Stage 2: each rank's part is already reduced."""
         if not self._engine.zero_optimization_partition_gradients():
             total = torch.zeros_like(weight, dtype=torch.float32)
             if weight.grad is not None:
@@ -114,7 +114,7 @@ class FlatPartitions:
         return total.view(weight.shape)
 
     def clear(self) -> None:
-        """Also what DeepSpeed adds up outside of the parameters' own gradients."""
+        """Also clears DeepSpeed's accumulation buffers outside the parameters' `.grad`."""
         zero = self._zero
         zero.zero_grad()
         zero._release_preflattened_grad_buffers()
@@ -131,8 +131,8 @@ class FlatPartitions:
         self._zero.update_lp_params()
 
     def move(self, device: torch.device) -> None:
-        """These stages have no engine for a model that is not trained."""
-        raise AssertionError("a model that is not trained is whole")
+        """Never called: untrained models use `WholeParameters`."""
+        raise AssertionError("FlatPartitions.move: untrained models use WholeParameters")
 
     def _mapping(self, weight: nn.Parameter) -> Any:
         return getattr(weight, "_hp_mapping", None)
@@ -163,7 +163,7 @@ class EvenPartitions:
         self._zero = engine.optimizer
 
     def part(self, weight: nn.Parameter, *, with_optimizer: bool) -> Part:
-        """Of the float32 copy where it is trained, else of the parameter."""
+        """Returns the part of the float32 copy if the parameter is trained, else of the parameter."""
         size = int(weight.ds_tensor.ds_numel)  # pyright: ignore[reportAttributeAccessIssue]
         start = min(size * dist.get_rank(), self._numel(weight))
         count = min(size, self._numel(weight) - start)
@@ -178,7 +178,7 @@ class EvenPartitions:
         return Part(start, flat.data.narrow(0, at, count), moments)
 
     def gradient(self, weight: nn.Parameter) -> Tensor:
-        """Put together of all ranks' parts."""
+        """Gathers the parts of all ranks."""
         own = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[weight.ds_id]  # pyright: ignore[reportAttributeAccessIssue]
         total = torch.zeros(own.numel() * dist.get_world_size())
         total.narrow(0, own.numel() * dist.get_rank(), own.numel()).copy_(own)
@@ -186,11 +186,11 @@ class EvenPartitions:
         return total[: self._numel(weight)].view(weight.ds_shape)  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear(self) -> None:
-        """The next backward overwrites what was added up."""
+        """The next backward overwrites the accumulated gradients."""
         self._zero.zero_grad()
 
     def move(self, device: torch.device) -> None:
-        """The parts of all parameters."""
+        """Moves this rank's part of every parameter."""
         self._zero.empty_partition_cache()
         for weight in self._module.parameters():
             part = weight.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -215,7 +215,7 @@ class EvenPartitions:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """What AdamW keeps for a partition: made in its first step, as zeros; here it is made if it is missing."""
+    """AdamW's state of a partition. AdamW creates it as zeros in its first step; this creates it if it is missing."""
     moments = optimizer.state[flat]
     if not moments:
         moments["step"] = torch.zeros((), device=flat.device)

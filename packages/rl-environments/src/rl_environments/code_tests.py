@@ -1,4 +1,4 @@
-"""Tests of programs as rows have them, and whether an outcome passes one."""
+"""Parses program tests from rows and decides whether an outcome passes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from rl_environments.sandbox import Outcome, Test
 
 _EXPECTED = (
     "a list of {'input': text, 'output': text} (stdin and stdout), {'function': name, 'input': [arguments], 'output': "
-    "value}, {'check': code that raises} or such code as text; or {'inputs': [...], 'outputs': [...], 'fn_name': name}"
+    "value}, {'check': code that raises on failure} or such code as text; or {'inputs': [...], 'outputs': [...], "
+    "'fn_name': name}"
 )
 _NEARLY = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
 @attrs.frozen(kw_only=True)
 class ExpectedTest:
-    """A test, and what has to come of it. What is expected never enters the sandbox."""
+    """A test and its expected result, which never enters the sandbox."""
 
     test: Test
     output: Any = None
-    """Text on stdout, or the function's value; not read where the test checks by itself."""
+    """Text on stdout, or the function's value; ignored for a `check`."""
 
     def passes(self, outcome: Outcome) -> bool:
-        """The program ended by itself without an error, and said what was expected."""
+        """Whether the program ended without an error and gave the expected result."""
         if not outcome.is_clean:
             return False
         if self.test.function is not None:
@@ -40,11 +41,11 @@ class ExpectedTest:
 
 
 def expected_tests(row: Row) -> list[ExpectedTest]:
-    """The tests in the row's `tests`, or else in `reward_spec.ground_truth`; either may be JSON text, because a column
-    of a parquet file has one type.
+    """The tests in the row's `tests`, or else in `reward_spec.ground_truth`; both may be JSON text, because a Parquet
+    column has a single type.
 
     Raises:
-        DataError: none, or one that is no test.
+        DataError: there are no tests, or one is invalid.
     """
     name, given = "tests", row.get("tests")
     spec = row.get("reward_spec")
@@ -61,7 +62,7 @@ def expected_tests(row: Row) -> list[ExpectedTest]:
 
 
 def is_equal(value: Any, expected: Any) -> bool:
-    """Equal as JSON has it: a tuple is a list, an integer no truth value; floats up to a millionth."""
+    """JSON equality: tuples equal lists, booleans do not equal integers, floats may differ by a relative 1e-6."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
@@ -83,7 +84,7 @@ def _decoded(given: Any) -> Any:
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """One item per test, also of the form that has all inputs in one list and all outputs in another."""
+    """One item per test; also accepts one list of inputs and one of outputs."""
     if not isinstance(given, Mapping):
         return () if given is None else list(given)
     inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
@@ -102,7 +103,7 @@ def _expected_test(item: Any) -> ExpectedTest:
         return ExpectedTest(test=Test(check=_text(check)))
     if item.get("function") is None:
         return ExpectedTest(test=Test(stdin=_text(item["input"])), output=_text(item["output"]))
-    # A file whose column holds text has the arguments as JSON.
+    # In a text column, the arguments are JSON.
     arguments, output = _decoded(item["input"]), item["output"]
     if isinstance(item["input"], str):
         output = _decoded(output)

@@ -1,4 +1,4 @@
-"""`rl try ENVIRONMENT`. Imports nothing heavy before it runs."""
+"""The command `rl try ENVIRONMENT`. Heavy imports happen only when it runs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ weights of up to two versions ago, so the policy's gradient is corrected by trun
 reports which experts each token took, and the trainer computes along these routes (R3, Ma et al. 2025,
 arXiv 2510.11370): an engine's rounding, or weights of another version, cannot send a token to other experts than those
 that made its log-prob. `rollout/staleness_mean` tells how far sampling lags behind, `correction/…` what it costs.
-Left out, on purpose: a GPU's rounding, which is what makes routes differ much (here engine and trainer are float32).
+Deliberately omitted: a GPU's rounding, which is what makes routes differ much (here engine and trainer are float32).
 
 Run:      rl train async_r3
 Control:  rl train async_r3 trainer.policy.fsdp_config.moe_enable_routing_replay=false \\

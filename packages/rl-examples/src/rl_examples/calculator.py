@@ -3,7 +3,7 @@
 Asked `37*45=`, the model answers `1665$`, or calls `<37*45>$`, is told `1665=`, and answers `1665$`. By itself it is
 right one time in thirty, with the calculator nearly always; warm-started on demonstrations of which a fifth call, it
 calls a fifth of the time. Only the right answer is rewarded, nothing says that calling is good: it finds that out.
-Left out, on purpose: a reference model and a KL term, a reward or a cost of calling.
+Deliberately omitted: a reference model and a KL term, a reward or a cost of calling.
 
 Run:      rl train calculator      (see what it plays: rl generate calculator --output episodes.jsonl)
 Control:  rl train calculator environment.env_class=broken_pocket_calculator        (the tool answers nonsense)

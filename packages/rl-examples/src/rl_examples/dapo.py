@@ -5,7 +5,7 @@ a loss that weighs every token alike, dynamic sampling (problems whose samples a
 are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the last tokens before the
 limit, so that not ending is worse than being wrong). `rollout/dropped_zero_variance` counts the problems left out,
 `environment/penalty` is the shaping.
-Left out, on purpose: a reference model and a KL term, as in the paper.
+Deliberately omitted: a reference model and a KL term, as in the paper.
 
 Run:      rl train dapo
 Copies:   rl train dapo trainer.algorithm.dynamic_sampling.type=replace     (copies of others in their place)

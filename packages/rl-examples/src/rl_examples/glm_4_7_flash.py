@@ -3,11 +3,11 @@
 Through FSDP, which trains the code of transformers: Megatron-Bridge 0.3.1 does not convert this model (`glm4_moe_lite`:
 latent attention, 64 experts and a shared one in 46 of 47 layers). The prediction layer that the checkpoint has beside
 them is not loaded by transformers, so it is neither trained nor saved.
-Left out, on purpose: a KL term, an auxiliary loss for the balance of experts.
+Deliberately omitted: a KL term, an auxiliary loss for the balance of experts.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train glm_4_7_flash
 Plan:   rl plan glm_4_7_flash --gpu-memory 80
-Here:   rl train glm_4_7_flash --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train glm_4_7_flash --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

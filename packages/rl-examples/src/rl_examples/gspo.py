@@ -2,7 +2,7 @@
 
 What it does: the quick start's problems and model with the loss of Zheng et al. 2025 (arXiv 2507.18071): a sequence's
 ratio is the geometric mean of its tokens', it is clipped as one, and every sequence weighs the same.
-Left out, on purpose: a reference model and a KL term, as in the paper; a Mixture of Experts, for which it was made
+Deliberately omitted: a reference model and a KL term, as in the paper; a Mixture of Experts, for which it was made
 (`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).
 
 Run:      rl train gspo

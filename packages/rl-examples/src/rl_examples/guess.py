@@ -3,7 +3,7 @@
 A conversation is `?=5$<=2$>=3$`: the game asks `?`, the model guesses 5, the number is smaller, it guesses 2, larger,
 3: found. What the game says is never trained on. The model is warm-started on random guesses, which find one number in
 three; whoever halves what is left finds each of them.
-Left out, on purpose: a reference model and a KL term, a reward for finding the number sooner.
+Deliberately omitted: a reference model and a KL term, a reward for finding the number sooner.
 
 Run:      rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
 Experts:  rl train guess trainer.policy.model.path=runs/guess_data/start_moe_model_seed0      (a Qwen3-MoE, as small)

@@ -5,7 +5,7 @@ Asked for somebody's number, `kro?`, it says `<answer>417</answer>`, or searches
 documents that the environment `search` finds by BM25, as it does for a model that writes sentences. Held-out names have
 documents, but are in no demonstration and no problem trained on: only who searches finds their numbers. The start is
 warmed up on demonstrations; one in four of their searches is for somebody else, and half of their answers guess.
-Left out, on purpose: a reference model and a KL term, a reward for searching.
+Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
 Control:  rl train look_up environment.env_class=mixed_up_look_up      (each search finds somebody else)

@@ -3,7 +3,7 @@
 What it does: the quick start's problems and model, frozen, with adapters of rank 16 in its linear layers. Two vLLM
 servers hold the same frozen weights and share the sampling; after every step each gets the adapter's tensors, a part of
 the whole weights, and computes all requests of the policy with it. Every sync is verified.
-Left out, on purpose: adapters of others beside the policy's (docs/serving.md), a reference model and a KL term.
+Deliberately omitted: adapters of others beside the policy's (docs/serving.md), a reference model and a KL term.
 
 Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install "rl-rollout[vllm]")
 Merged:   rl train lora_two_servers trainer.policy.model.lora.merge_lora=true         (whole weights are sent instead)

@@ -3,12 +3,12 @@
 The policy's eight GPUs are tensor 2 × context 2 × pipeline 2, experts 4 in each stage. Of its 27 layers the first
 stage has 13, beside the embedding. Generation runs up to two policy versions ahead; per-token importance weights are
 truncated at 2 (TIS), and tokens go to the experts that the engine sent them to (router replay, R3).
-Left out, on purpose: a KL term. The model's own tokenizer is code of its repository, which is not run here: give a copy
+Deliberately omitted: a KL term. The model's own tokenizer is code of its repository, which is not run here: give a copy
 whose tokenizer was saved as tokenizer.json (trainer.policy.model.path=DIRECTORY).
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train moonlight_16b_a3b
 Plan:   rl plan moonlight_16b_a3b --gpu-memory 80
-Here:   rl train moonlight_16b_a3b --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train moonlight_16b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

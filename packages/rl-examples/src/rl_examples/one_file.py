@@ -3,7 +3,7 @@
 What it does: a step samples 16 answers to each of 64 problems, rewards those that are right, compares each with the
 others of its problem, takes two optimizer steps on the batch, and sends the new weights to the engine. Every ten steps
 it measures the greedy accuracy on held-out problems. Task, start and settings are those of `rl train quickstart`.
-Left out, on purpose, because the quick start's loop has it: checkpoints, samples that fail, engines that die, prompts
+Deliberately omitted, because the quick start's loop has it: checkpoints, samples that fail, engines that die, prompts
 played while others are trained on, mini-batches, several ranks, conversations, metrics and reports.
 
 Run:  python -m rl_examples.one_file      (two cores, a few minutes; the first time a minute more, for the start model)

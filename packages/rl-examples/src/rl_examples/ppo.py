@@ -4,7 +4,7 @@ What it does: the quick start's problems and model, with one answer to each of 5
 each of 64. There is no group to compare with: the advantage is generalised advantage estimation (Schulman et al. 2016,
 arXiv 1506.02438) on the values of a critic, a copy of the start model with a value head, which is trained beside the
 policy with a clipped loss of its own. Advantages are whitened over the batch.
-Left out, on purpose: a reference model and a KL in the reward (the start is too weak to stay close to), a warm-up of
+Deliberately omitted: a reference model and a KL in the reward (the start is too weak to stay close to), a warm-up of
 the critic before the policy moves.
 
 Run:      rl train ppo

@@ -5,7 +5,7 @@ What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it unti
 problems,
 then trains it by GRPO: 64 prompts × 16 samples a step, exact-match reward, two optimizer steps per batch, asymmetric
 clipping.
-Left out, on purpose: a reference model and a KL term (the start is too weak to stay close to), a format reward.
+Deliberately omitted: a reference model and a KL term (the start is too weak to stay close to), a format reward.
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart
 Control:  rl train quickstart trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages

@@ -3,12 +3,12 @@
 The 128 GPUs are pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 inside.
 94 layers: 11 on the first and on the last stage, which have the embedding and the output layer, 12 on the others.
 What is tightest is the weight sync, with an eighth of the engine's weights beside a rank's: `rl plan` says how tight.
-Left out, on purpose: eight machines (66 GiB of weights, gradients and moments on each GPU, and an engine beside them),
+Deliberately omitted: eight machines (66 GiB of weights, gradients and moments on each GPU, and an engine beside them),
 and an optimizer in host memory, which the Megatron backend here does not have.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_235b_a22b
 Plan:   rl plan qwen3_235b_a22b --gpu-memory 80
-Here:   rl train qwen3_235b_a22b --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train qwen3_235b_a22b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

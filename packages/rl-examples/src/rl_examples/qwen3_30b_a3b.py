@@ -2,12 +2,12 @@
 
 The 32 GPUs are tensor 2 × data 16 for what stands outside of the experts, and expert 8 × expert data 4 inside (128
 experts, 16 on each GPU, each set of them on four): what is often written as DP4·TP2·EP8.
-Left out, on purpose: pipeline and context parallelism (nothing has to be split further), a KL term, an auxiliary loss
+Deliberately omitted: pipeline and context parallelism (nothing has to be split further), a KL term, an auxiliary loss
 for the balance of experts.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b
 Plan:   rl plan qwen3_30b_a3b --gpu-memory 80
-Here:   rl train qwen3_30b_a3b --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train qwen3_30b_a3b --tiny        (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The frozen weights are bfloat16 (57 GiB, 7 GiB of each GPU); adapters of rank 32 on the attention of every layer are
 float32, and gradients and moments are theirs alone. Engines get whole weights with the adapters added.
-Left out, on purpose: adapters on experts, which transformers holds as one tensor of a layer.
+Deliberately omitted: adapters on experts, which transformers holds as one tensor of a layer.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_lora
 Plan:   rl plan qwen3_30b_a3b_lora --gpu-memory 80
-Here:   rl train qwen3_30b_a3b_lora --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train qwen3_30b_a3b_lora --tiny      (a small random copy of the model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """GRPO on GSM8K with Qwen3-30B-A3B on one machine of eight 80 GB GPUs, all weights trained: FSDP, colocated.
 
-Weights, gradients and Adam's moments are 455 GiB in float32 (57 GiB of each GPU), so they lie in host memory, and a
-layer is copied to the GPUs when it computes: the plan says what is left of the GPUs, and what of the machine's memory.
-Left out, on purpose: Megatron, whose experts' states are split over EP8 alone here, 66 GiB of each GPU.
+Weights, gradients and Adam moments need 455 GiB in float32 (57 GiB per GPU), so they are in host memory, and each layer
+is copied to the GPUs when it computes. `rl plan` shows the remaining GPU and host memory.
+Deliberately omitted: Megatron, which here would shard expert states only over EP8 and need 66 GiB per GPU.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b_one_node
 Plan:   rl plan qwen3_30b_a3b_one_node --gpu-memory 80
-Here:   rl train qwen3_30b_a3b_one_node --tiny        (a small random copy of the model: shows the path, learns nothing)
+Here:   rl train qwen3_30b_a3b_one_node --tiny   (a small random copy of the model: tests the code path)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Asked `37+45=`, it answers `290$` (lowest digit first, as sums are computed; rig
 each digit, and tries again: `280$`. Three tries. The start is warmed up on tries half of whose digits are random, but
 for those that were told right. Only the end is rewarded, so all tries of an episode share its advantage: what is
 learned is to add, to keep what is right, and to change what is not.
-Left out, on purpose: a reference model and a KL term, a higher reward for the first try.
+Deliberately omitted: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)
 Control:  rl train second_try trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages

@@ -3,7 +3,7 @@ two on two CPU cores.
 
 What it does: the quick start's problems, each with its answer, are trained on by cross-entropy; no engine is started
 and nothing is sampled. What it reached is then seen by playing the held-out problems.
-Left out, on purpose: a chat template (rows with `messages` are masked by role), several turns.
+Deliberately omitted: a chat template (rows with `messages` are masked by role), several turns.
 
 Run:    rl train sft
 Play:   rl eval quickstart trainer.policy.model.path=runs/sft/model

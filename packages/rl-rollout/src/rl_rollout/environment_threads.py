@@ -1,5 +1,4 @@
-"""Environments in threads: each episode has one of its own, with an event loop of its own, from the environment's
-making to its `close`."""
+"""Runs environments in threads: each episode has its own thread and event loop, from construction to `close`."""
 
 from __future__ import annotations
 
@@ -19,21 +18,22 @@ from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_too
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _GRACE_S = 1.0
-"""So long a thread whose call was given up may take to come back and close its environment before it is left alone."""
+"""How long a thread whose call was abandoned may take to return and close its environment before it is abandoned
+too."""
 
 
 class LeftThreads:
-    """Threads that hang in a call that was given up: nobody can end them."""
+    """Threads that hang in an abandoned call and cannot be killed."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def add(self, thread: threading.Thread) -> None:
-        """Notes one that hangs."""
+        """Adds a hanging thread."""
         self._threads.append(thread)
 
     def count(self) -> int:
-        """Those that still do."""
+        """Number of threads that still hang."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads)
 
@@ -41,19 +41,18 @@ class LeftThreads:
 class ThreadedEnvironment:
     """An environment that lives in a thread.
 
-    A call that is given up is cancelled in the thread, which has an effect once it awaits something. A thread that
-    blocks cannot be ended: it is left alone, closes the environment when it comes back, and does not keep the process
-    from ending.
+    An abandoned call is cancelled in its thread, which takes effect at its next `await`. A blocked thread cannot be
+    killed: it is abandoned, closes the environment when it returns, and does not keep the process alive.
     """
 
     def __init__(self, make: Callable[[], Environment], left: LeftThreads) -> None:
-        """Starts the thread. Raises ConfigError where the machine has no room for another one."""
+        """Starts the thread. Raises ConfigError if the machine cannot start another thread."""
         self._make = make
         self._left = left
         self._environment: Environment | None = None
         self._was_given_up = False
         try:
-            # Of all selectors one that takes no file descriptor.
+            # The only selector that needs no file descriptor.
             self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         except OSError as error:
             raise _no_room(error) from error
@@ -69,7 +68,7 @@ class ThreadedEnvironment:
             raise _no_room(error) from error
 
     async def reset(self) -> Prompt:
-        """Makes the environment too: that may block as any call may."""
+        """Also constructs the environment, because that may block like any call."""
 
         async def make_and_reset() -> Prompt:
             self._environment = self._make()
@@ -86,7 +85,8 @@ class ThreadedEnvironment:
         return await self._in_thread(lambda: self._made.step(action))
 
     async def close(self) -> None:
-        """Closes it and ends the thread; later, if the thread is busy with a call that was given up."""
+        """Closes the environment and ends the thread; if the thread is still in an abandoned call, both happen when it
+        returns."""
         has_begun: Future[None] = Future()
         if self._loop.is_closed():
             return
@@ -127,12 +127,12 @@ class ThreadedEnvironment:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._until_closed())
         except BaseException as error:
-            # Out of a task that the environment started: the call under way is cancelled by the loop's end.
+            # Raised by a task that the environment started. The end of the loop cancels the running call.
             _LOGGER.warning("an environment ended its own thread: %s: %s", type(error).__name__, error)
         finally:
             with self._beginning:
                 for coroutine, future in self._begun_last:
-                    # Scheduled, but the loop ended before it began: nobody else would end the wait for it.
+                    # Scheduled, but the loop ended before it started; cancel it, or its caller would wait forever.
                     if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                         coroutine.close()
                         future.cancel()
@@ -150,7 +150,8 @@ class ThreadedEnvironment:
             self._closed.set()
 
     def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs it in the thread; cancelled where the environment has ended its thread's loop."""
+        """Schedules `coroutine` in the thread; the future is cancelled if the environment has ended its thread's
+        loop."""
         with self._beginning:
             try:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -166,7 +167,7 @@ class ThreadedEnvironment:
             try:
                 return await caught(call)
             except KeyboardInterrupt as error:
-                return error  # raised here it would end this thread's loop, and nobody would hear of it
+                return error  # raising it here would silently end this thread's loop
 
         if self._loop.is_closed():
             raise EnvironmentFailure("EnvironmentEnded", "the environment ended its own thread")

@@ -1,8 +1,8 @@
-"""The environment `reward_functions`: episodes of one turn that functions judge, with the signature that TRL gives.
+"""The environment `reward_functions`: single-turn episodes scored by functions with TRL's signature.
 
-A function is called with lists of one entry: `completions`, and what it names of `prompts`, `completion_ids` and the
-row's columns, or all of them where it has `**kwargs`. It returns a list of one number, or of None where it has nothing
-to say; an async one is awaited.
+A function is called with lists of one entry: `completions`, and, by parameter name, any of `prompts`, `completion_ids`
+and the row's columns; all of them if it has `**kwargs`. It returns a list with one number, or None to abstain; async
+functions are awaited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ KEY, WEIGHTS = "environment.reward_functions", "environment.reward_weights"
 
 
 class RewardFunctionsEnvironment:
-    """One turn: its reward is the weighted sum of the functions' numbers; each is the metric of the function's name."""
+    """One turn: its reward is the weighted sum of the functions' rewards, which are also logged as
+    `reward_<function>`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._row = row
@@ -53,7 +54,7 @@ class RewardFunctionsEnvironment:
 
 @cache
 def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """The functions by their names, in order; one that is there twice has a number.
+    """The functions by name, in order; duplicate names get a number.
 
     Raises:
         ConfigError: none is named, or one cannot be called with completions.
@@ -80,7 +81,7 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
 
 
 def _names(function: Callable[..., Any]) -> set[str | None]:
-    """Parameters that may be given by name; None stands for `**kwargs`."""
+    """Parameters that can be passed by name; None stands for `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     return {*named, *([None] if any(one.kind is one.VAR_KEYWORD for one in parameters) else [])}
@@ -101,13 +102,13 @@ def _wanted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
 
 
 def _what_there_is(name: str, given: Mapping[str, Any]) -> str:
-    """What there is instead."""
+    """Describes the available names."""
     columns = ", ".join(key for key in given if key not in ("prompts", "completions", "completion_ids"))
     return f"the row has {columns}.{nearest(name, given)}"
 
 
 def _number(name: str, answer: Any) -> float | None:
-    """The one number of a function's answer."""
+    """The single number in a function's result."""
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
         raise DataError(f"the reward function {name} returned {answer!r:.80}; expected a list of one number")
@@ -120,7 +121,8 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Every function is there, and each has a weight or none has. Raises ConfigError, PluginError."""
+    """Checks that all functions can be imported and that there are no weights or one per function. Raises ConfigError,
+    PluginError."""
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)
     if weights and len(weights) != len(paths):

@@ -1,10 +1,10 @@
 """The tokens that a chat template writes between two turns of the policy.
 
-What the policy sampled is never rendered or encoded: it stays in the conversation token for token. Only what stands
-between one response and the next is the template's: the end of the policy's turn, the observation's messages and the
-opening of the next turn. It is found by rendering a fixed short conversation around the same observation and cutting
-behind what the assistant said there. A template may write anything differently where the model has tools, so that
-conversation is rendered with the same tools (`TurnTokens.codec`).
+What the policy sampled is never rendered or encoded: it stays in the conversation token for token. The template only
+provides the tokens between two responses: the end of the policy's turn, the observation's messages and the opening of
+the next turn. It is found by rendering a fixed short conversation around the same observation and cutting it after the
+assistant's text. A template may render everything differently with tools, so that conversation is rendered with the
+same tools (`TurnTokens.codec`).
 
     response      <|im_end|> \\n <|im_start|> user \\n  higher  <|im_end|> \\n <|im_start|> assistant \\n
     sampled  ──►  (the end token once: the sampled one, or the template's if the response was cut off)
@@ -20,7 +20,7 @@ from rl_core.interfaces import EXAMPLE_CALL, Message
 from rl_rollout.chat import TokenCodec
 
 _SAID = "wh4t.w4s.s4id"
-"""Stands for a response: no template changes it, no tokenizer joins its last letter with what a template writes."""
+"""Placeholder for a response: no template changes it, and no tokenizer merges its last letter with following text."""
 _WITH_THOUGHT = f"<think>\nth0ught\n</think>\n\n{_SAID}"
 _ASKED: Message = {"role": "user", "content": "?"}
 _REPLACES_SAID: Message = {"role": "assistant", "content": _SAID}
@@ -34,36 +34,41 @@ class TurnTokens:
         self._changes: dict[tuple[tuple[str, ...], tuple[str, ...]], str | None] = {}
 
     def between(self, response_tokens: Sequence[int], observation: Sequence[Message]) -> tuple[int, ...]:
-        """From the end of a response to the opening of the next.
+        """Tokens from the end of a response to the start of the next.
+
+        Args:
+            response_tokens: the sampled tokens of the response.
+            observation: the environment's messages after it.
 
         Raises:
-            DataError: the template refuses the observation, or does not show what the assistant said.
+            DataError: the template refuses the observation, or does not render the assistant's text.
         """
         head, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
         return self.behind(head, response_tokens, tail)
 
     def behind(self, text: str, response_tokens: Sequence[int], tail: str) -> tuple[int, ...]:
-        """Tokens of `tail`, which the template wrote after `text`, less the end of the turn that was sampled itself."""
+        """Tokens of `tail`, which the template wrote after `text`, without the part of the turn's end that was already
+        sampled."""
         closing, num_blank = self._closing
         return without_said_end(response_tokens, self._encode_behind(text, tail), closing, num_blank=num_blank)
 
     @cached_property
     def _closing(self) -> tuple[tuple[int, ...], int]:
-        """What ends a turn of the policy, whatever follows, and with how many blank tokens it begins."""
+        """The tokens that end every turn of the policy, and the number of whitespace tokens they start with."""
         closing = self._encode_behind(*self._around_said([_ASKED, _REPLACES_SAID], add_generation_prompt=False))
         visible = (bool(str(self.codec.tokenizer.decode([token])).strip()) for token in closing)
         return closing, next((index for index, is_visible in enumerate(visible) if is_visible), len(closing))
 
     @cached_property
     def example_call(self) -> str | None:
-        """What the template writes for `EXAMPLE_CALL`, as a response's text has it; None where it shows no calls."""
+        """`EXAMPLE_CALL` as the template renders it in a response; None if it renders no calls."""
         calling: Message = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE_CALL]}
         try:
             opening = self.codec.encode_text(self.codec.render([_ASKED]))
             written = self.codec.encode_text(self.codec.render([_ASKED, calling], add_generation_prompt=False))
         except DataError:
-            return None  # a template that refuses calls; an environment may read some in a form of its own
-        # As tokens: of two marks that both begin with `<`, text would share that letter.
+            return None  # the template rejects calls; an environment may still define its own format
+        # Compare tokens, not text: two markers that start with `<` would share that character.
         shared = 0
         while shared < min(len(opening), len(written)) and opening[shared] == written[shared]:
             shared += 1
@@ -71,9 +76,9 @@ class TurnTokens:
         return call if EXAMPLE_CALL["function"]["name"] in call else None
 
     def how_it_changes(self, opening: Sequence[Message], observation: Sequence[Message]) -> str | None:
-        """What the template does to earlier turns when later ones follow; None if it leaves them as they were.
+        """Describes how the template changes earlier turns when later ones follow; None if it does not.
 
-        Decided by the roles alone: two turns are rendered after `opening`, plain ones and ones with a thought.
+        Depends only on the roles: renders two turns after `opening`, once without and once with thinking.
         """
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
@@ -89,7 +94,7 @@ class TurnTokens:
         _, tail = self._around_said([_ASKED, _REPLACES_SAID, *observation], add_generation_prompt=True)
         turn = [{"role": "assistant", "content": said}, *observation]
         opened, one_turn = self.codec.render(opening), self.codec.render([*opening, *turn])
-        # A template that writes a space before a response expects responses that bring their own.
+        # A template that adds a space before a response assumes responses that start with a space.
         blank = " " if one_turn.startswith(f"{opened} {said}") else ""
         expected = opened + 2 * (blank + said + tail)
         return expected.startswith(one_turn) and self.codec.render([*opening, *turn, *turn]) == expected
@@ -102,7 +107,8 @@ class TurnTokens:
         return head + said, tail
 
     def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:
-        """Encoded together with what stands before it: some tokenizers treat the start of a text in their own way."""
+        """Encodes `tail` together with the preceding text, because some tokenizers treat the start of a text
+        specially."""
         before, whole = self.codec.encode_text(head), self.codec.encode_text(head + tail)
         return whole[len(before) :] if whole[: len(before)] == before else self.codec.encode_text(tail)
 
@@ -110,13 +116,16 @@ class TurnTokens:
 def without_said_end(
     response_tokens: Sequence[int], tail: tuple[int, ...], closing: tuple[int, ...], *, num_blank: int = 0
 ) -> tuple[int, ...]:
-    """`tail` without the part of the turn's end that the response has already.
+    """Returns `tail` without the end-of-turn tokens that the response already contains.
 
-    A response that was cut off by its length, or ended by a stop string, lacks that end: then it stays, not sampled.
+    A response that reached its length limit or a stop string lacks them; they are then kept as tokens that were not
+    sampled.
 
     Args:
-        closing: what ends a turn whatever follows; only tokens that `tail` shares with it can have been sampled.
-        num_blank: so many tokens at its start are blank, and a response may have ended without them.
+        response_tokens: the sampled tokens of the response.
+        tail: tokens that the template writes after the response.
+        closing: tokens that end every turn; only tokens that `tail` shares with it can have been sampled.
+        num_blank: number of whitespace tokens at the start of `closing`; a response may end without them.
     """
     shared = 0
     while shared < min(len(tail), len(closing)) and tail[shared] == closing[shared]:

@@ -16,8 +16,8 @@ from rl_core.interfaces import Recipe
 
 
 def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
-    """Every key with its value and its source, and what follows from several of them; or the file. Raises what the
-    checks of its functions' settings raise."""
+    """Prints every key with value and source, and derived settings; with `as_yaml`, the YAML file. Raises the errors of
+    the loss's and estimator's settings."""
     check_function_params(loaded.config)
     if as_yaml:
         click.echo(configuration.dump_yaml(loaded.config), nl=False)
@@ -31,7 +31,7 @@ def show_config(loaded: configuration.Loaded, *, as_yaml: bool) -> None:
 
 
 def _scoring(config: configuration.Config) -> tuple[str, str, str]:
-    """The row of what is scored before training; no key, it follows from several."""
+    """The row `scoring_pass`, which is derived from several keys."""
     from rl_core.trainer.settings import update_settings  # imports torch
 
     try:
@@ -42,10 +42,10 @@ def _scoring(config: configuration.Config) -> tuple[str, str, str]:
 
 
 def show_plugins(group_of_commands: click.Group) -> None:
-    """Every plug-in of every group. Each is imported here, and only here, to see whether it can be.
+    """Prints every plug-in of every group. Imports each one to check that it can be imported.
 
     Args:
-        group_of_commands: `rl`, whose own commands no package replaces.
+        group_of_commands: the `rl` command; plug-ins cannot replace its built-in commands.
     """
     for group, title in plugins.GROUPS.items():
         click.echo(f"{title} ({group})")
@@ -70,7 +70,7 @@ def _state(plugin: plugins.Plugin, group_of_commands: click.Group) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines whose cells stand below each other."""
+    """Lines with aligned columns."""
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

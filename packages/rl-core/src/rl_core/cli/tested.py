@@ -1,4 +1,4 @@
-"""Which versions of the large libraries were tried with each other; a test compares them with the lock files."""
+"""Versions of the large libraries that were tested together; a test compares them with the lock files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TESTED = {
     "megatron-core": "0.16.1",
     "megatron-bridge": "0.3.1",
 }
-"""What all tests ran with on CPUs: requirements.lock."""
+"""The versions that all tests use on CPUs: requirements.lock."""
 PINNED_FOR_CUDA_13 = {"vllm": "0.30.0", "transformer-engine": "2.11.0", "flash-attn": "2.8.3"}
-"""What joins them on GPUs: requirements-cu13.lock. The tests, which have no GPU, did not run it."""
+"""Additional versions on GPUs: requirements-cu13.lock. They are untested, because the tests have no GPU."""
 PAIRS = (
     ("torch", "transformers"),
     ("transformers", "peft"),
@@ -36,12 +36,12 @@ PAIRS = (
     ("torch", "transformer-engine"),
     ("transformer-engine", "flash-attn"),
 )
-"""Libraries that call each other, so that a version of the one asks for versions of the other."""
+"""Libraries that call each other, so their versions must match."""
 
 
 @attrs.frozen
 class UntestedPair:
-    """Two libraries that are installed in versions that were not tried together."""
+    """Two libraries whose installed versions were not tested together."""
 
     libraries: tuple[str, str]
     installed: tuple[str, str]
@@ -54,7 +54,8 @@ class UntestedPair:
 
 
 def untested_pairs(installed: Mapping[str, str]) -> Iterator[UntestedPair]:
-    """Of what is installed, by name. A local label (`+cpu`, `+cu130`) names a build, not a version."""
+    """Yields the untested pairs among `installed` (name → version). Local labels (`+cpu`, `+cu130`) are ignored; they
+    name builds."""
     known = TESTED | PINNED_FOR_CUDA_13
     public = {name: version.partition("+")[0] for name, version in installed.items()}
     for one, other in PAIRS:

@@ -1,7 +1,7 @@
-"""Engines and generators of contract 1, which are given the whole configuration: they go on unchanged.
+"""Compatibility with engines and generators of contract version 1, which receive the whole configuration.
 
-Contract 1 had the keys below for every engine and generator. Where such a plug-in is chosen they are its options, and
-the configuration that it is given has them where they stood. All of this goes when contract 1 is no longer accepted.
+Contract 1 had the keys below for every engine and generator. If such a plug-in is selected, these keys are its options,
+and its configuration has them in their version-1 locations. Remove this module when version 1 is no longer accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_core.interfaces import (
 
 @attrs.frozen(kw_only=True, slots=False)  # a base beside a class with slots
 class EngineKeys:
-    """Keys that contract 1 had for every engine; which of them it reads is in its own documentation."""
+    """Keys that contract 1 had for every engine; its own documentation says which it reads."""
 
     tensor_parallel_size: int = attrs.field(default=1, validator=at_least(1))
     pipeline_parallel_size: int = attrs.field(default=1, validator=at_least(1))
@@ -64,12 +64,12 @@ KEYS: Mapping[str, type] = {"rl_core.inference": EngineKeys, "rl_core.generators
 
 
 def is_of_contract_one(plugin: Any) -> bool:
-    """An engine or generator that takes a configuration; a function, as generators were, states no version."""
+    """Whether the plug-in takes the whole configuration. Version-1 generators were functions and state no version."""
     return getattr(plugin, "contract_version", 1) < 2
 
 
 def adapted_engine(plugin: Any, config: Config) -> InferencePlugin:
-    """The engine as the core calls it; one of contract 1 is given `config`, whatever spec it is called with."""
+    """The engine with the current interface. A version-1 engine receives `config` and ignores the spec."""
     return _EngineOfContractOne(plugin, contract_one_config(config)) if is_of_contract_one(plugin) else plugin
 
 
@@ -80,7 +80,7 @@ def adapted_generator(plugin: Any, config: Config) -> GeneratorPlugin:
 
 @attrs.frozen
 class _EngineOfContractOne:
-    """InferencePlugin."""
+    """Adapts a version-1 engine to InferencePlugin."""
 
     engine: Any
     config: Config
@@ -99,7 +99,7 @@ class _EngineOfContractOne:
 
 @attrs.frozen
 class _GeneratorOfContractOne:
-    """GeneratorPlugin."""
+    """Adapts a version-1 generator to GeneratorPlugin."""
 
     function: Callable[[Config, Sampler], Generator]
     config: Config
@@ -110,7 +110,7 @@ class _GeneratorOfContractOne:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Contract 1 had no such question."""
+        """Does nothing: version 1 had no validation."""
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
         return self.function(self.config, client)
@@ -127,7 +127,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key where contract 1 had it; of a plug-in of a later contract, whatever it has."""
+    """The configuration with every key where contract 1 had it; for a plug-in of a later version, those of its options
+    that version 1 also had."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

@@ -94,7 +94,7 @@ SUCCESSORS = {
     "trainer.algorithm.tis_imp_ratio_cap": Successor(
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
         {-1: None},
-        "-1 sets no bound of its own",
+        "-1 means no cap",
     ),
     "trainer.num_logger_train_samples": Successor(
         "trainer.num_logged_samples", {-1: None}, "trainer.num_logged_samples has a bound of its own"
@@ -156,10 +156,10 @@ _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
 _MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
 _NCCL_BUFFERS = "buffers are torch's own, which leave the device when inference has it"
-_ONE_RANK = "the selected backend's own section says how sequences are split over ranks"
-_CHUNKS = "trainer.logprobs_chunk_size bounds the logits that exist at a time"
+_ONE_RANK = "how sequences are split over ranks is set in the backend's own section"
+_CHUNKS = "trainer.logprobs_chunk_size limits the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
-_SAMPLES = "samples.jsonl has the samples"
+_SAMPLES = "samples are written to samples.jsonl"
 _ALLOCATOR = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -170,14 +170,14 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.policy.record_memory": Unsupported("memory is not recorded", (False,)),
     "trainer.policy.torch_profiler_config": Unsupported(_PROFILER, is_harmless=True),
     "trainer.policy.torch_profiler_config.enable": Unsupported(_PROFILER, (False,)),
-    "trainer.policy.model_config_kwargs": Unsupported("a model is used as its directory says", (None, {})),
-    "trainer.policy.language_model_only": Unsupported("models of text only", (False, True)),
+    "trainer.policy.model_config_kwargs": Unsupported("the model's own config.json is used unchanged", (None, {})),
+    "trainer.policy.language_model_only": Unsupported("only text models are supported", (False, True)),
     "trainer.policy.inference_only_init": Unsupported("a policy is trained", (False,)),
     "trainer.policy.model.fake_int4_qat": Unsupported(_QAT, is_harmless=True),
     "trainer.policy.model.fake_int4_qat.enabled": Unsupported(_QAT, (False,)),
     "trainer.policy.model.lora.lora_sync_path": Unsupported(
-        "an adapter needs no folder: it goes the way of the weights, merged into them or, with "
-        "trainer.policy.model.lora.merge_lora=false, alone",
+        "adapters need no folder: they are sent through the weight transport, merged into the weights or, with "
+        "trainer.policy.model.lora.merge_lora=false, separately",
         is_harmless=True,
     ),
     "trainer.critic.model.lora.lora_sync_path": Unsupported("a critic is not sent to the engines", is_harmless=True),
@@ -185,12 +185,18 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.mtp": Unsupported(_MTP, is_harmless=True),
     "trainer.mtp.enabled": Unsupported(_MTP, (False,)),
     "trainer.fully_async": Unsupported("trainer.max_staleness says how asynchronous a run is", (None, False)),
+    "trainer.fully_async.sample_full_batch": Unsupported(
+        "trainer.algorithm.dynamic_sampling.type=filter samples until a batch is full", (False,)
+    ),
+    "trainer.fully_async.clear_kv_cache_on_weight_sync": Unsupported(
+        "a weight sync always clears the prefix cache", is_harmless=True
+    ),
     "trainer.fully_async.simulate_training_step_seconds": Unsupported(_SIMULATED, is_harmless=True),
     "trainer.fully_async.simulate_weight_sync_seconds": Unsupported(_SIMULATED, is_harmless=True),
     "trainer.fully_async.enabled": Unsupported("trainer.max_staleness above 0 makes a run asynchronous", (False,)),
     "trainer.gradient_checkpointing_use_reentrant": Unsupported("checkpointing is never reentrant", (False,)),
     "trainer.recompute_old_logprobs_per_minibatch": Unsupported("they are computed once per batch", (False,)),
-    "trainer.update_ref_every_epoch": Unsupported("the reference stays what it was", (False,)),
+    "trainer.update_ref_every_epoch": Unsupported("the reference model is never updated", (False,)),
     "trainer.flash_attn": Unsupported(
         "the backend chooses its attention by what the device and the dtype allow; it needs no flash-attn package",
         (True, False),
@@ -211,39 +217,41 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "rewards of a group are compared exactly", (0, 0.0, 1e-6)
     ),
     "data.dataloader": Unsupported("prompts are read into memory", is_harmless=True),
-    "generator.batched": Unsupported(
-        "each prompt is a request of its own, all are under way at the same time", is_harmless=True
+    "generator.batched": Unsupported("each prompt is a separate request, and all run concurrently", is_harmless=True),
+    "generator.use_conversation_multi_turn": Unsupported(
+        "responses are kept as tokens and never re-rendered as text", (True,)
     ),
-    "generator.use_conversation_multi_turn": Unsupported("what was said is never written anew as text", (True,)),
     "generator.append_eos_token_after_stop_str_in_multi_turn": Unsupported(
         "a turn that a stop string ended is closed as the chat template closes turns", (True,)
     ),
-    "generator.vision_language_generator": Unsupported("models of text only", (False,)),
+    "generator.vision_language_generator": Unsupported("only text models are supported", (False,)),
     "generator.use_cache_salt": Unsupported(_LOCAL_ONLY, is_harmless=True),
     "generator.chat_template": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.name_or_path": Unsupported("the model's own chat template is used", (None,)),
     "generator.chat_template.source": Unsupported("the model's own chat template is used", ("name",)),
     "environment.skyrl_gym.max_env_workers": Unsupported(
-        "an episode has a thread of its own; environment.num_workers bounds them", is_harmless=True
+        "every episode has its own thread; environment.num_workers limits their number", is_harmless=True
     ),
     "generator.inference_engine.run_engines_locally": Unsupported("engines are started by the run", (True,)),
     "generator.inference_engine.async_engine": Unsupported("requests are always asynchronous", (True, False)),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported(
-        "weight_bucket_bytes bounds what travels at a time", is_harmless=True
+        "weight_bucket_bytes limits what is sent at a time", is_harmless=True
     ),
     "generator.inference_engine.delta_weight_sync": Unsupported("set weight_sync_delta, for any transport", (None,)),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
-    "generator.inference_engine.language_model_only": Unsupported("models of text only", (False, True)),
+    "generator.inference_engine.language_model_only": Unsupported("only text models are supported", (False, True)),
 }
 for _model in ("policy", "ref", "critic"):
-    UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported("every decoder layer is a unit", ({}, None))
+    UNSUPPORTED[f"trainer.{_model}.fsdp_config.wrap_policy"] = Unsupported(
+        "every decoder layer is wrapped as one FSDP unit", ({}, None)
+    )
     UNSUPPORTED[f"trainer.{_model}.fsdp_config.mixed_precision.buffer_dtype"] = Unsupported(
         "buffers stay in the dtype that the model gives them, float32", ("fp32", "float32")
     )
     for _name, _unsupported in {
         "ddp_config.average_in_collective": Unsupported(
-            "gradients are sums of tokens that are weighted before anything is split, so nothing is averaged",
+            "gradients are sums over tokens weighted before the batch is split, so nothing is averaged",
             (True, False),
         ),
         "hf_export_config": Unsupported(
@@ -251,13 +259,13 @@ for _model in ("policy", "ref", "critic"):
         ),
         "hf_export_config.distributed_save": Unsupported("rank 0 writes the model, bucket by bucket", (False,)),
         "hf_export_config.save_every_n_ranks": Unsupported("rank 0 writes the model, bucket by bucket", (1,)),
-        "model_config_kwargs": Unsupported("a model is used as its directory says", (None, {})),
+        "model_config_kwargs": Unsupported("the model's own config.json is used unchanged", (None, {})),
         "dist_ckpt_optim_fully_reshardable": Unsupported("a checkpoint loads on any mesh", (True, False)),
         "mtp_num_layers": Unsupported(_MTP, (None, 0)),
         "mtp_loss_weight": Unsupported(_MTP, is_harmless=True),
         "mtp_loss_chunk_size": Unsupported(_MTP, is_harmless=True),
         "mtp_loss_topk": Unsupported(_MTP, is_harmless=True),
-        "async_dist_ckpt_strategy": Unsupported("trainer.async_save has one way to write", is_harmless=True),
+        "async_dist_ckpt_strategy": Unsupported("trainer.async_save has no choice of strategy", is_harmless=True),
         "async_save_prestage_to_cpu": Unsupported("trainer.async_save copies to CPU memory first", is_harmless=True),
     }.items():
         UNSUPPORTED[f"trainer.{_model}.megatron_config.{_name}"] = _unsupported
@@ -307,7 +315,7 @@ for _key in ("trainer.ref", "trainer.critic"):
     ):
         UNSUPPORTED[f"{_key}.{_name}"] = UNSUPPORTED[f"trainer.policy.{_name}"]
 for _name, _unsupported in {
-    "vllm_v1_disable_multiproc": Unsupported("the engine's core always has a process of its own", (True, False)),
+    "vllm_v1_disable_multiproc": Unsupported("the engine core always has its own process", (True, False)),
     "enable_ray_prometheus_stats": Unsupported("every server has vLLM's metrics at /metrics", (True, False)),
     "offload_kv_for_weight_sync": Unsupported("set trainer.placement.colocate_all=true", (False,)),
     "use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
@@ -379,7 +387,7 @@ def _here(
         return _without_effect(path, given, entry)
     if table is LOSS_SECTIONS:
         if values.get("trainer.algorithm.policy_loss_type") != entry:
-            return _dropped(path, given, f"it is of trainer.algorithm.policy_loss_type={entry}")
+            return _dropped(path, given, f"only trainer.algorithm.policy_loss_type={entry} reads it")
         return _taken(path, f"trainer.algorithm.policy_loss_params{below}", given)
     if table is SUCCESSORS:
         return _succeeded(path, given, entry)

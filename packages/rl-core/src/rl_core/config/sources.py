@@ -1,4 +1,4 @@
-"""A configuration from where users write it: a recipe, a YAML file, a dict, and overrides on top."""
+"""Loads a configuration from what users write: a recipe, a YAML file, a dict, and overrides on top."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import Recipe
 
 RECIPE = "recipe "
-"""How a source that is a recipe begins."""
+"""Prefix of the source names of recipes."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,11 +41,11 @@ class Loaded:
 
     config: Config
     given: Mapping[str, Given]
-    """What somebody gave, by key path."""
+    """Values that were set explicitly, by key path."""
     recipe: Recipe | None = None
     """The recipe, if one was named."""
     makes: frozenset[str] = frozenset()
-    """Paths that the recipe makes where they are missing."""
+    """Paths that the recipe creates if they are missing."""
 
     @property
     def chosen_keys(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class Origin:
     key: str
     value: Any
     source: str
-    """The place that gave it, the rule it follows from, or `default`."""
+    """Where the value was set, the rule that derives it, or `default`."""
 
 
 def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> Loaded:
@@ -68,14 +68,14 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
 
     Args:
         source: a recipe's name, `package.module:recipe`, or the path of a `.yaml` file.
-        overrides: as on the command line; the last one of a key counts.
-        tiny: the recipe's tiny variant.
+        overrides: as on the command line; the last value of a key counts.
+        tiny: use the recipe's tiny variant.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file, no tiny variant.
         PluginError: no such recipe, or the selected training backend is not installed.
-        ConfigErrors: several of these; with a mistake, also what is wrong with the other keys that were given, as far
-            as a key shows it by itself: a value out of bounds, a plug-in that is not installed.
+        ConfigErrors: several of these. If there is any error, problems of single keys are reported as well: values out
+            of bounds and plug-ins that are not installed.
     """
     mistakes = Mistakes()
     _require_no_path(source)
@@ -103,8 +103,8 @@ def from_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> C
 
 
 def origins(loaded: Loaded) -> Iterator[Origin]:
-    """Every key of the resolved configuration with its source, in the order of the classes. A key that the loss or the
-    estimator has its own default for is shown with that; to know it, both are imported."""
+    """Every key of the resolved configuration with its source, in the order of the classes. For keys whose default
+    comes from the loss or the estimator, yields that default; this imports both."""
     rules = {rule.key: rule.text for rule in RULES}
     unread = plugin_options.unread_keys(loaded.config)
     of_functions = function_defaults(loaded.config)
@@ -122,7 +122,7 @@ def origins(loaded: Loaded) -> Iterator[Origin]:
 
 
 def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
-    """The layers as a resolved configuration; raises the mistakes, those of reading the layers among them."""
+    """Resolves the layers to a configuration; raises all mistakes, including those found when the layers were read."""
     values = {path: given.value for layer in layers for path, given in layer}
     layers = [
         translated(layer, mistakes, lambda path: plugin_options.is_known(path, values), values) for layer in layers
@@ -147,7 +147,7 @@ def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
 
 
 def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
-    """The selected backend. What is no name of one is taken out of `given`; then it is the default."""
+    """The selected backend. A value that is not a string is removed from `given` and the default returned."""
     default = Config().trainer.strategy
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
     message = ""
@@ -161,7 +161,7 @@ def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
 
 
 def _warn_of_unread_options(loaded: Loaded) -> None:
-    """One line per plug-in whose keys the user gave, and that is not chosen."""
+    """Warns once per plug-in whose keys the user set but that is not selected."""
     keys: dict[str, list[str]] = {}
     for key, reason in plugin_options.unread_keys(loaded.config).items():
         if any(f"{given}.".startswith(f"{key}.") for given in loaded.chosen_keys):
@@ -171,7 +171,7 @@ def _warn_of_unread_options(loaded: Loaded) -> None:
 
 
 def _require_no_path(source: str) -> None:
-    """A folder or a file without a YAML name is none of what `load` takes; a recipe's name wins over a folder's."""
+    """Rejects directories and files that do not end in .yaml; a recipe of the same name has precedence."""
     path = Path(source)
     names = {plugin.name for plugin in plugins.installed("rl_core.recipes")}
     if not path.exists() or (path.is_file() and path.suffix in (".yaml", ".yml")) or source in names:

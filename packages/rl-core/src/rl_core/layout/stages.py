@@ -29,20 +29,20 @@ def pipeline_chunks(
 ) -> list[LayerRange]:
     """The layers of every model chunk, in the order in which data flows through them.
 
-    Chunk c lies on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks; without virtual stages there
+    Chunk c is on stage c % pipeline, so `chunks[stage::pipeline]` are a stage's chunks; without virtual stages there
     is one chunk per stage. Same rules as Megatron-Core 0.16.
 
     Args:
-        num_layers: transformer layers.
-        pipeline: stages.
+        num_layers: number of transformer layers.
+        pipeline: number of stages.
         virtual_pipeline: chunks per stage.
-        num_first: layers on the first stage, all its chunks together; None: like the stages in the middle.
-        num_last: layers on the last stage, likewise.
+        num_first: number of layers on the first stage, over all its chunks; None: like the middle stages.
+        num_last: the same for the last stage.
         count_embedding: the embedding takes the place of a layer in the first chunk.
         count_loss: the output layer and loss take the place of a layer in the last chunk.
 
     Raises:
-        ConfigError: the layers cannot be split like that; the message says which count would fit.
+        ConfigError: the layers cannot be split this way; the message suggests a count that works.
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
@@ -91,7 +91,7 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
 
 
 def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last: int | None) -> str:
-    """A remedy: the last stage's count if only the first is given, else the first's, nearest to an even split."""
+    """Suggests a count nearest to an even split: for the last stage if only the first is set, else for the first."""
     name, other = ("num_last", num_first) if num_last is None and num_first is not None else ("num_first", num_last)
     rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
     fitting = [n for n in range(rest + 1) if (rest - n == 0 if middle == 0 else (rest - n) % middle == 0)]
@@ -102,11 +102,18 @@ def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last:
 
 
 def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:
-    """The transformer layers with experts, ascending: from `num_dense_first` on, those that `frequency` divides."""
+    """The transformer layers with experts, in ascending order: those at or above `num_dense_first` whose index is a
+    multiple of `frequency`.
+
+    Args:
+        num_layers: number of transformer layers.
+        num_dense_first: number of leading layers without experts.
+        frequency: every how many layers have experts.
+    """
     layers = np.arange(num_layers)
     return layers[(layers >= num_dense_first) & (layers % frequency == 0)]
 
 
 def layers_in(chunk: LayerRange, layers: IntArray) -> IntArray:
-    """Those of `layers` in `chunk`; its router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
+    """The members of `layers` in `chunk`. For router replay: `routed_experts[index][:, layers_in(chunk, layers)]`."""
     return layers[(layers >= chunk.start) & (layers < chunk.start + chunk.num_layers)]

@@ -1,9 +1,10 @@
-"""What trainers and engines share about Hugging Face models: the experts that their routers choose, and silence.
+"""Recording and replaying the routes of Hugging Face models, and turning off their progress bars; used by trainers and
+engines.
 
-A Mixture-of-Experts block scores all experts, takes the best with `topk`, and goes on with what it took. While a block
-runs, this one call can be answered with the scores of given experts. All before and after it stays the model's own code
-(softmax or sigmoid, bias, groups, normalisation, scaling), so no router is written anew here and gradients flow through
-the scores as they do in the model.
+A Mixture-of-Experts block scores all experts, takes the best with `topk`, and continues with the result. While a block
+runs, this one call can be replaced so that it returns the scores of specified experts. Everything else stays the
+model's own code (softmax or sigmoid, bias, groups, normalisation, scaling), so no router is reimplemented and gradients
+flow through the scores as they do in the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class ExpertChoices:
-    """The choices of all routers of one model, in its latest forward. Made by `of`; belongs to that model alone."""
+    """The choices of all routers of one model, in its latest forward pass. Created by `of` for one model."""
 
     def __init__(self, blocks: dict[int, _Block], num_layers: int):
         self._blocks = blocks
@@ -38,7 +39,7 @@ class ExpertChoices:
 
     @classmethod
     def of(cls, model: nn.Module, *, where: str) -> ExpertChoices:
-        """Finds the model's blocks and stands at their routers from now on.
+        """Finds the model's mixture-of-experts blocks and hooks their routers permanently.
 
         Args:
             model: a transformers model, before anything is wrapped around its layers; its device may be `meta`.
@@ -64,14 +65,14 @@ class ExpertChoices:
         return cls(blocks, model.config.get_text_config().num_hidden_layers)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
     def follow(self, routes_CLK: Tensor | None, routed_C: Tensor | None) -> None:
-        """Before a forward of C input cells (rows × positions, row by row): it goes the given ways where they are
-        known, and where they are not (`routed` False, or None for all) its own. Recomputation repeats either."""
+        """Sets the routes of the next forward pass over C cells (rows × positions, row-major): those in `routes_CLK`
+        where `routed_C`, else the router's own choice; None: all its own. Recomputation repeats them."""
         for layer, block in self._blocks.items():
             block.given = None if routes_CLK is None else (routes_CLK[:, layer], routed_C)
             block.taken_CK = None
 
     def taken(self) -> Tensor:
-        """[C, L, K], int64: the ways of the latest forward; 0 in layers without experts."""
+        """[C, L, K], int64: the routes of the latest forward pass; 0 in layers without experts."""
         taken = {layer: block.taken_CK for layer, block in self._blocks.items()}
         first_CK = next(iter(taken.values()))
         assert first_CK is not None, "there was no forward"
@@ -88,7 +89,7 @@ class _Block:
         self.taken_CK: Tensor | None = None
 
     def choose(self, own_CK: Tensor) -> Tensor:
-        """Also what a recomputation, in which the router may round otherwise, must choose again."""
+        """Recomputation returns the same choice, although the router might round differently."""
         if self.taken_CK is None:
             self.taken_CK = own_CK
             if self.given is not None:
@@ -109,7 +110,7 @@ class _AtTheRouter(TorchFunctionMode):
         if func not in _TOPK:
             return result
         scores_CE, own_CK = args[0], result[1]
-        # Routers that choose groups first take the best of other axes, too.
+        # Routers that first choose groups also call topk on other axes.
         if scores_CE.dim() != 2 or scores_CE.shape[1] != self.block.num_experts:
             return result
         if own_CK.shape[1] != self.block.experts_per_token:
@@ -132,7 +133,7 @@ def _run(block: _Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws a bar for every model it reads or writes, across the run's own display."""
+    """Turns off transformers' progress bars, which would overwrite the run's own display."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

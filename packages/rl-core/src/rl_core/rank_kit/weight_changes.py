@@ -1,9 +1,9 @@
-"""What changed of a tensor between two versions, in few bytes: distances between changed elements, then their values.
+"""Compact encoding of the changes of a tensor between two versions: distances between changed elements, then their
+values.
 
-Elements are compared as bits, whatever their dtype, so what is made of them is the new tensor bit for bit. A distance
-takes one or two bytes, whichever is less for the tensor; a longer one is filled with elements that did not change. At
-the learning rates of reinforcement learning one or two in a hundred bfloat16 elements change in a step, and a change
-then takes 3 bytes and a little.
+Elements are compared bitwise for every dtype, so the result equals the new tensor bit for bit. Distances use one or two
+bytes, whichever is smaller in total; longer distances are bridged with unchanged elements. With RL learning rates, 1 to
+2 % of the bfloat16 elements change per step, and a change takes slightly more than 3 bytes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Unsigned integers by their bytes: what elements are compared and sent as."""
 _CHUNK_ELEMENTS = 1 << 22
 WORTH_SENDING = 0.5
-"""Changes that take more of the tensor's bytes than this are not sent: the tensor is."""
+"""If changes would exceed this fraction of the tensor's bytes, the whole tensor is sent."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Changes:
-    """Of one tensor."""
+    """The changes of one tensor."""
 
     data: Tensor
     """uint8: all distances, then all values."""
     count: int
-    """Elements that are sent."""
+    """Number of elements sent, fillers included."""
     width: int
-    """Bytes of a distance, 1 or 2."""
+    """Bytes per distance: 1 or 2."""
 
 
 def words_of(tensor: Tensor) -> np.ndarray:
@@ -41,14 +41,14 @@ def words_of(tensor: Tensor) -> np.ndarray:
 
 
 def take_changes(held: Tensor, new: Tensor) -> Changes | None:
-    """What must change in `held` to make it `new`; afterwards `held` is `new`.
+    """Returns the changes from `held` to `new`, and updates `held` in place to equal `new`.
 
     Args:
         held: contiguous, on the host.
-        new: likewise, of the same shape and dtype.
+        new: contiguous, on the host, with the same shape and dtype.
 
     Returns:
-        None where so much has changed that the tensor is better sent whole.
+        The changes, or None if the tensor should be sent whole.
     """
     held_words, new_words = words_of(held), words_of(new)
     found = [np.zeros(0, np.int64)]
@@ -68,8 +68,8 @@ def take_changes(held: Tensor, new: Tensor) -> Changes | None:
 
 
 def apply_changes(tensor: Tensor, changes: Changes) -> None:
-    """Makes the changes in `tensor`, contiguous and on the host. Raises WeightSyncError where they are not of such a
-    tensor."""
+    """Applies the changes to `tensor` (contiguous, on the host) in place. Raises WeightSyncError if they do not fit
+    it."""
     words, data = words_of(tensor), changes.data.numpy()
     middle = changes.count * changes.width
     if changes.width not in (1, 2) or len(data) != middle + changes.count * words.itemsize:
@@ -90,7 +90,7 @@ def _size(steps: np.ndarray, width: int, word_bytes: int) -> int:
 
 
 def _filled(steps: np.ndarray, width: int) -> np.ndarray:
-    """The same way in steps that `width` bytes hold."""
+    """Splits distances that do not fit into `width` bytes."""
     longest = _longest(width)
     num_fillers = (steps - 1) // longest
     filled = np.full(len(steps) + int(num_fillers.sum()), longest, np.int64)

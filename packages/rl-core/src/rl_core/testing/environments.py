@@ -7,10 +7,11 @@ A plug-in's author writes
         row = {"prompt": "2+2=", "answer": "4"}
         rewards = {"4": 1.0, "5": 0.0}
 
-and runs pytest. `rewards` maps a response, given in every turn, to the reward of the whole episode; a tuple of
-responses is given one in each turn, its last one from then on.
+and runs pytest. `rewards` maps a response, which is repeated in every turn, to the total reward of the episode. A tuple
+has one response per turn; its last one is repeated.
 
-Checks of what an environment may add (`Tools`, `Placement`, `Snapshotable`) are skipped where it does not.
+Checks of optional Protocols (`Tools`, `Placement`, `Snapshotable`) are skipped if the environment does not implement
+them.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 _LONGEST_PAUSE_S = 2.0
-"""Far above what judging takes, and above the pauses of a busy machine."""
+"""Much longer than scoring takes, and than pauses of a busy machine."""
 
 
 class EnvironmentConformance:
-    """Subclass, set the four attributes, run pytest."""
+    """Subclass, set `factory`, `row` and `rewards` (and `options` if needed), and run pytest."""
 
     factory: ClassVar[EnvironmentFactory]
+    """The environment's class or factory function."""
     row: ClassVar[Mapping[str, Any]]
+    """A row of data for the episodes."""
     rewards: ClassVar[Mapping[Responses, float]]
+    """Responses → total reward of the episode."""
     options: ClassVar[Mapping[str, Any]] = {}
+    """`environment.options`."""
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
         plugins.fitted("rl_core.environments", type(self).factory, "factory")
@@ -178,7 +183,7 @@ class EnvironmentConformance:
         if _placement_of(factory) != "in_process":
             pytest.skip("it has a thread or process of its own")
         for response in self.rewards:
-            # The first time it may import what it needs; a busy machine does not stall it in every one of three more.
+            # The first run may import modules. Of three more runs, a busy machine is unlikely to stall all.
             _run(self._play(response))
             pause_s = min(_run(_longest_pause(self._play(response))) for _ in range(3))
             assert pause_s < _LONGEST_PAUSE_S, (
@@ -218,7 +223,7 @@ class EnvironmentConformance:
     # --- what the tests share -----------------------------------------------------------------------------------------
 
     async def _opened(self, ask: Callable[[Environment, Prompt], Awaitable[T]]) -> T:
-        """What `ask` is told by an environment that was reset."""
+        """Returns the result of `ask` for an environment after `reset`."""
         environment = self._make()
         try:
             return await ask(environment, await environment.reset())
@@ -297,7 +302,7 @@ async def _value(value: T) -> T:
 
 
 async def _longest_pause(call: Awaitable[object]) -> float:
-    """How long the event loop stood still at the most, in seconds."""
+    """Longest pause of the event loop, in seconds."""
     task = asyncio.ensure_future(call)
     longest, last = 0.0, time.monotonic()
     while not task.done():
@@ -308,7 +313,7 @@ async def _longest_pause(call: Awaitable[object]) -> float:
 
 
 def _in_thread(make: Callable[[], Awaitable[T]]) -> T:
-    """What a coroutine returns that is made and run in a thread of its own."""
+    """Creates and runs a coroutine in a new thread; returns its result."""
     results: list[T] = []
     failures: list[BaseException] = []
 
@@ -327,7 +332,7 @@ def _in_thread(make: Callable[[], Awaitable[T]]) -> T:
 
 
 def _placement_of(factory: EnvironmentFactory) -> PlacementKind:
-    """A thread where the factory does not say."""
+    """The factory's placement; default `thread`."""
     return factory.placement if isinstance(factory, Placement) else "thread"
 
 

@@ -1,7 +1,7 @@
-"""Plain transformers with a Mixture-of-Experts model's choices given from outside, written from the routers' formulas.
+"""Forces the routes of a mixture-of-experts model in plain transformers, using the routers' formulas.
 
-The suite compares backends with it, so it shares nothing with how they do it: the model's router runs as it is, and a
-hook computes its weights anew from its logits, at the experts that are given.
+The suite compares backends with this module, so it shares no code with them: the router runs unchanged, and a hook
+recomputes its weights from the logits at the forced experts.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ ROUTERS = {
     "MixtralTopKRouter": "softmax",
     "DeepseekV3TopkRouter": "sigmoid",
 }
-"""Class → what makes scores of its logits. All gather the scores of the chosen experts, and may divide by their sum."""
+"""Router class → function that turns its logits into scores. All gather the scores of the chosen experts, and may
+divide by their sum."""
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
-    """Transformer layer → its router, of models whose router is in `ROUTERS`."""
+    """Layer index → router, for models whose router class is in `ROUTERS`."""
     found = {name: module for name, module in model.named_modules() if type(module).__name__ in ROUTERS}
     return {next(int(part) for part in name.split(".") if part.isdigit()): module for name, module in found.items()}
 
 
 @contextmanager
 def forced_routes(model: nn.Module, routes_TLK: Tensor, routed_T: Tensor) -> Iterator[None]:
-    """Inside, the model sends token t to the experts routes[t, layer] where routed[t], else to those of its own choice.
+    """Within the context, the model routes token t to the experts routes[t, layer] if routed[t], else as its router
+    chooses.
 
     Args:
-        model: is run on one sequence of T tokens.
-        routes_TLK: expert ids, any integer dtype, for all transformer layers; dense ones are not read.
+        model: runs on one sequence of T tokens.
+        routes_TLK: expert ids, any integer dtype, for all transformer layers; entries of dense layers are ignored.
         routed_T: bool; where False, routes are not read.
     """
     handles = [

@@ -1,6 +1,7 @@
-"""Conformance suite of inference engines: log-probs are the model's own, nothing is lost, weights are as they say.
+"""Conformance suite of inference engines. It checks log-probs against the model, that no request is lost, and weight
+versions.
 
-A plug-in's author writes
+Plug-in authors write
 
     class TestMyEngine(InferenceClientConformance):
         transport = my_transport
@@ -53,7 +54,7 @@ _TRIES = 3
 
 @attrs.define(eq=False)
 class Bench:
-    """The engine under test beside the model that it should be serving."""
+    """The engine under test and the model it should serve."""
 
     client: InferenceClient
     transport: WeightTransport
@@ -61,6 +62,7 @@ class Bench:
     tokenizer: PreTrainedTokenizerBase
     runner: asyncio.Runner
     version: int = -1
+    """Number of the last weight version that was sent; -1: the engine still has the weights it started with."""
     _ids: Iterator[int] = attrs.field(factory=itertools.count)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -68,6 +70,7 @@ class Bench:
         return self.runner.run(asyncio.wait_for(coroutine, _WAIT_S))
 
     def request(self, text: str, params: SamplingParams, *, seed: int = 0, num_samples: int = 1) -> GenerateRequest:
+        """A request with a new id for the tokens of `text`."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
         return GenerateRequest(
             sample_id=f"sample-{next(self._ids)}",
@@ -78,10 +81,11 @@ class Bench:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
+        """The tokens as text, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def generate(self, *requests: GenerateRequest) -> list[tuple[Completion, ...]]:
-        """All at once."""
+        """Sends all requests concurrently."""
 
         async def together() -> list[tuple[Completion, ...]]:
             return await asyncio.gather(*[self.client.generate(request) for request in requests])
@@ -90,7 +94,7 @@ class Bench:
 
     @torch.no_grad()
     def logits_RV(self, request: GenerateRequest, completion: Completion) -> Tensor:
-        """Logits in front of each response token, by one forward pass."""
+        """Logits that predict each response token, from one forward pass."""
         model: Any = self.model
         tokens = torch.tensor([request.prompt_tokens + completion.tokens])
         return model(input_ids=tokens, use_cache=False).logits[0, len(request.prompt_tokens) - 1 : -1].double()
@@ -101,7 +105,7 @@ class Bench:
         return logprobs_RV.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
     def perturbed(self, seed: int) -> dict[str, Tensor]:
-        """Other weights for the same model, clearly different."""
+        """Clearly different weights for the same model."""
         generator = torch.Generator().manual_seed(seed)
         return {
             name: parameter + 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -109,7 +113,7 @@ class Bench:
         }
 
     async def publish(self, tensors: dict[str, Tensor], version: int) -> tuple[Manifest, Manifest]:
-        """What the trainer does: send and update together. Returns what was sent and what the engine says arrived."""
+        """Sends and updates concurrently, like the trainer. Returns the manifests of both sides."""
         rendezvous = self.transport.open(num_ranks=1, num_engines=1)
         sender = self.transport.sender(rendezvous, 0, 1)
         buckets = pack_buckets(tensors.items(), 1 << 14)
@@ -140,12 +144,13 @@ class InferenceClientConformance:
     """Subclass, set `transport`, write `create_client`, run pytest."""
 
     transport: ClassVar[WeightTransport]
+    """Sends new weights to the engine; required."""
     tolerance: ClassVar[float] = 1e-5
     """Largest difference of a log-prob from a plain forward pass; the default is right for float32."""
 
     async def create_client(self, model_path: str) -> InferenceClient:
-        """An engine that serves the checkpoint in float32."""
-        # Not an abstract method: pytest passes over abstract classes in silence, with all their tests.
+        """Creates an engine that serves the checkpoint in the directory `model_path` in float32."""
+        # Not an abstract method: pytest silently skips abstract classes with all their tests.
         raise NotImplementedError(f"{type(self).__name__} has neither create_client nor a fixture `bench`")
 
     @pytest.fixture(scope="class")
@@ -203,7 +208,7 @@ class InferenceClientConformance:
         observed = torch.cat([observed_V[~rare_V], observed_V[rare_V].sum()[None]])
         chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum())
         degrees = len(expected) - 1
-        # Mean `degrees`, deviation sqrt(2 · degrees): five deviations are one false alarm in a million.
+        # Mean `degrees`, deviation sqrt(2 · degrees): five deviations give about one false alarm in a million.
         assert chi_square < degrees + 5 * (2 * degrees) ** 0.5, (chi_square, degrees)
 
     # --- seeds and identity ---------------------------------------------------------------------------------------
@@ -412,14 +417,14 @@ class InferenceClientConformance:
         self.test_new_weights_are_served_and_named(bench)
 
     def test_a_request_that_lives_through_an_update_names_the_weights_of_each_token(self, bench: Bench) -> None:
-        # On a busy machine a request may end before the pause arrives, which says nothing about updates: asked again.
+        # On a busy machine a request may finish before the pause. That tests nothing, so try again.
         lived = []
         while len(lived) < _TRIES and not (lived and all(lived[-1])):
             lived.append(self._lives_through_an_update(bench))
         assert all(lived[-1]), f"which of two long requests got tokens after an update, in each try: {lived}"
 
     def _lives_through_an_update(self, bench: Bench) -> list[bool]:
-        """Two requests, met by an update; which of them got tokens under the new weights."""
+        """Updates weights during two requests; returns for each whether it got tokens under the new weights."""
         version, tensors = bench.version + 1, bench.perturbed(bench.version + 90)
         requests = [bench.request(text, _LONG, seed=i) for i, text in enumerate(("a longer prompt than", "these"))]
 

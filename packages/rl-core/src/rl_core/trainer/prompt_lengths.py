@@ -1,4 +1,4 @@
-"""Which prompts are short enough: for `trainer.max_prompt_length`, and for a response to fit behind them."""
+"""Selects prompts that are short enough for `trainer.max_prompt_length` and leave room for a response."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rl_core.rank_kit.shipped_configs import known_config
 from rl_core.trainer.data import DataRow
 
 TRAINING, EVALUATION = "generator.sampling_params", "generator.eval_sampling_params"
-"""Sections that say how long a response may be."""
+"""Configuration sections with the maximum response length."""
 logger = logging.getLogger(__name__)
 
 _PART = 256
 
 
 def context_of(config: Config) -> tuple[int, str] | None:
-    """Tokens of a prompt and its response together that the model can take, and who says so; None where that is not
-    known, as of a model of the hub or one that is going to be made."""
+    """The model's maximum context (prompt and response together) and the setting that limits it. None if it is unknown,
+    such as for a model on the hub or one that does not exist yet."""
     limits: list[tuple[int, str]] = []
     given = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
     if isinstance(given, int) and given > 0:
@@ -36,7 +36,7 @@ def context_of(config: Config) -> tuple[int, str] | None:
 
 
 def require_room_for_responses(config: Config, sampling: str) -> None:
-    """A response leaves room for a prompt. Raises ConfigError."""
+    """Raises ConfigError if the maximum response leaves no room for a prompt."""
     context, key = context_of(config), f"{sampling}.max_generate_length"
     response = value_at(config, key)
     if context is not None and response >= context[0]:
@@ -47,7 +47,7 @@ def require_room_for_responses(config: Config, sampling: str) -> None:
 
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """As `fitting_rows`; a signal is answered between two parts of the rows."""
+    """Like `fitting_rows`, but yields to the event loop between chunks of rows, so signals are handled."""
     kept: list[DataRow] = []
     for first in range(0, len(rows), _PART):
         await asyncio.sleep(0)
@@ -57,10 +57,11 @@ async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config,
 
 
 def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """The rows whose prompts are short enough; a longer one is an error or is left out, as `data.on_long_prompt` says.
+    """The rows whose prompts are short enough; longer prompts are an error or dropped, depending on
+    `data.on_long_prompt`.
 
     Args:
-        sampling: `TRAINING` or `EVALUATION`: the section that says how long a response may be.
+        sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.
 
     Raises:
         DataError: a prompt is too long, all are, or one cannot be encoded.
@@ -90,7 +91,7 @@ def _short_enough(rows: Sequence[DataRow], generator: Generator, config: Config,
 
 
 def _long_response(row: DataRow, generator: Generator, config: Config, sampling: str) -> str | None:
-    """What is wrong with a response that is the row's own, where it is too long."""
+    """Describes a stored response that is too long; None if it is not."""
     if not isinstance(generator, ResponseMeasuring):
         return None
     length, key = generator.response_length(row.row), f"{sampling}.max_generate_length"
@@ -104,12 +105,15 @@ def _require_some(rows: Sequence[DataRow], kept: Sequence[DataRow], config: Conf
         raise DataError(f"all {len(rows)} prompts are too long: {longest}")
     if len(kept) < len(rows):
         logger.warning(
-            "%d of %d rows were left out, their prompts are too long: %s", len(rows) - len(kept), len(rows), longest
+            "dropped %d of %d rows whose prompts or responses are too long: %s",
+            len(rows) - len(kept),
+            len(rows),
+            longest,
         )
 
 
 def _limits(config: Config, sampling: str) -> list[tuple[int, str]]:
-    """Most tokens of a prompt, and why."""
+    """Limits on prompt length, each with its reason."""
     limit, context = config.trainer.max_prompt_length, context_of(config)
     limits = [(limit, f"trainer.max_prompt_length is {limit}")]
     if context is not None:

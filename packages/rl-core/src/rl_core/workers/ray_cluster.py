@@ -1,8 +1,8 @@
-"""Ray itself, and the devices that a group of ranks has of it: a placement group.
+"""Connects to Ray and reserves a placement group for a group of ranks.
 
-Resources: a node of the group is one bundle of its placement group. A rank takes one GPU of it or, where Ray has no
-GPUs, only `CPUS` of a CPU: ranks on CPUs share cores by time, so that number only bounds how many a machine takes. A
-group that shares the devices of another takes nothing: it stands in the same bundles and sees the same GPUs.
+Resources: a node of the group is one bundle of its placement group. A rank reserves one GPU or, without GPUs, `CPUS` of
+a CPU. CPU ranks share cores, so this number only limits ranks per machine. A group that shares another group's devices
+reserves nothing; it uses the same bundles and GPUs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Self
 from rl_core.errors import ConfigError, DeadlineError, WorkerError, install
 
 if "RAY_ADDRESS" not in os.environ:
-    # Read when Ray is imported. The name speaks of two systems; on any, 0 makes Ray listen on loopback alone.
+    # Read when Ray is imported. Despite its name, 0 makes Ray listen only on loopback on every system.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Ray would run ranks and inference servers at niceness 15: any other work on the machine starves them.
+    # Ray's default niceness of 15 lets any other process on the machine starve ranks and inference servers.
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Ray's native handler of SIGTERM prints stack traces and aborts the process. Crashes still print their Python stack.
@@ -41,7 +41,7 @@ CPUS = 1 / 16
 
 
 class RaySession:
-    """Ray itself: joined where RAY_ADDRESS is set, else started for this process and stopped after its last group."""
+    """The Ray connection: joins RAY_ADDRESS if set, else starts Ray and stops it when the last group has left."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -74,8 +74,8 @@ class RaySession:
             ) from error
 
     def _start_locally(self, common: dict[str, Any]) -> None:
-        """Ray gives its own node 30 s to start, a number that cannot be set and that a busy machine exceeds: it gets a
-        second try."""
+        """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so start-up is
+        tried twice."""
         for is_last_try in (False, True):
             try:
                 _init("local", include_dashboard=False, **common)
@@ -97,9 +97,10 @@ class RaySession:
 
 
 def _init(address: str, **options: Any) -> None:
-    """ray.init in a thread of its own: in the main one it has SIGTERM end the process at once, without a checkpoint.
+    """Calls ray.init in a separate thread: in the main thread it would make SIGTERM kill the process without a
+    checkpoint.
 
-    The thread stays: Ray's processes end with the thread that started them.
+    The thread keeps running, because Ray's processes end with the thread that started them.
     """
     done: Future[None] = Future()
 
@@ -126,11 +127,11 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 ray_session = RaySession()
-"""Also for what else runs on Ray: inference servers."""
+"""Inference servers use it too."""
 
 
 async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup | None:
-    """A placement group that has its resources; None where they were not free in time. Nothing stays asked for then.
+    """Returns a ready placement group, or None (and cancels the request) if its resources do not become free in time.
 
     Also for what else runs on Ray: inference servers.
     """
@@ -145,7 +146,7 @@ async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeou
 
 
 class Reservation:
-    """A placement group: one bundle per node. Removed when its last group leaves."""
+    """A placement group with one bundle per node. It is removed when the last group of ranks leaves it."""
 
     def __init__(self, group: PlacementGroup, shape: tuple[int, int], has_gpus: bool):
         self.group = group
@@ -155,7 +156,17 @@ class Reservation:
 
     @classmethod
     async def reserve(cls, role: str, shape: tuple[int, int], timeout_s: float) -> Self:
-        """Raises ConfigError if the cluster is too small, DeadlineError if it stays occupied."""
+        """Reserves the devices of a group of ranks.
+
+        Args:
+            role: the group's name, for messages.
+            shape: (nodes, ranks per node).
+            timeout_s: longest wait for resources that others use.
+
+        Raises:
+            ConfigError: the cluster is too small.
+            DeadlineError: its resources stay in use.
+        """
         num_nodes, ranks_per_node = shape
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": ranks_per_node * CPUS} | ({"GPU": ranks_per_node} if has_gpus else {})

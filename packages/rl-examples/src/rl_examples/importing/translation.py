@@ -1,4 +1,4 @@
-"""From the keys of SkyRL or verl to a configuration of ours, with a list of what was changed and what could not be."""
+"""Translates SkyRL or verl keys to this project's keys, and lists what changed and what could not be translated."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Dialect = Literal["skyrl", "verl"]
 
 @attrs.frozen(kw_only=True)
 class Translation:
-    """A configuration and what is to be said of it."""
+    """A translated configuration and remarks about the translation."""
 
     dialect: Dialect
     values: Mapping[str, Any]
-    """In our keys."""
+    """Values by this project's keys."""
     changed: tuple[str, ...] = ()
-    """Keys that are called otherwise here, or have no effect."""
+    """Keys that were renamed or have no effect here."""
     left: tuple[str, ...] = ()
     """Keys that could not be translated, each with the reason."""
 
     def as_yaml(self) -> str:
-        """As a file for `rl train`, with what could not be translated as comments at its top."""
+        """YAML for `rl train`; keys that could not be translated are listed in comments at the top."""
         lines = [f"# Not translated: {reason}" for reason in self.left]
         content = yaml.dump(_nested(self.values), Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join([f"# From {_NAMES[self.dialect]}, by rl import-config.", *lines, content])
@@ -46,7 +46,7 @@ _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
 
 
 def dialect_of(found: Read) -> Dialect:
-    """Whose keys these are."""
+    """Whether the keys are SkyRL's or verl's."""
     is_verl = (found.module or "").startswith("verl.") or any(
         key.startswith(("actor_rollout_ref.", "algorithm.", "data.train_files")) for key in found.values
     )
@@ -54,7 +54,7 @@ def dialect_of(found: Read) -> Dialect:
 
 
 def translate(found: Read) -> Translation:
-    """The keys of a file in ours. What loads here is kept; whatever else is said."""
+    """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
     # The file of one section says whose it is in another order.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
@@ -86,7 +86,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
         for bound in ("low", "high"):
             values.setdefault(f"trainer.algorithm.eps_clip_{bound}", given[_CLIP])
     _set_engines(given, values)
-    # Its rows say `reward_model`, and a function for each data source judges them.
+    # verl's rows have `reward_model`, and verl selects a reward function by data source.
     left += [
         "reward: verl chooses a function by data_source; set environment.env_class or environment.reward_functions"
     ]
@@ -94,7 +94,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """As many engines as there are GPUs for: verl does not say it."""
+    """Sets the number of engines to GPUs / tensor parallel size; verl has no key for it."""
     gpus = given.get("trainer.n_gpus_per_node"), given.get("trainer.nnodes", 1)
     ranks = given.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
     if all(isinstance(number, int) for number in (*gpus, ranks)):
@@ -102,7 +102,7 @@ def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
 
 
 def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The keys as they are here, what was changed for it, and what does not load."""
+    """Returns the keys as this project names them, the changes, and the keys that do not load."""
     layer, mistakes = [(key, Given(value, "")) for key, value in values.items()], Mistakes()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -314,7 +314,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
     "hidden_dropout": (0.0, "log-probs would differ from the engine's and depend on the micro-batches"),
     "moe_input_jitter_eps": (None, "the router would see noise that the engine does not have"),
-    "moe_router_force_load_balancing": (False, "it routes at random, for benchmarks"),
+    "moe_router_force_load_balancing": (False, "it routes randomly; meant for benchmarks"),
     "pipeline_model_parallel_layout": (None, "a free layout is unknown to data and router replay; use the counts"),
     "mtp_num_layers": (None, "multi-token prediction is not trained here"),
     "fp16": (False, "there is no loss scaling here; use trainer.bf16"),
@@ -327,7 +327,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), (False, _NO_CUDA_GRAPHS)),
     "cuda_graph_impl": ("none", _NO_CUDA_GRAPHS),
     "tp_comm_overlap": (False, "Megatron's training program makes its buffers, for micro-batches of one fixed length"),
-    "overlap_moe_expert_parallel_comm": (False, "it needs a schedule of Megatron's own forward step"),
+    "overlap_moe_expert_parallel_comm": (False, "it requires Megatron's own forward step"),
     "delay_wgrad_compute": (False, "it needs overlap_moe_expert_parallel_comm, which cannot be used"),
 }
 """Fields that have one right value here, and why."""

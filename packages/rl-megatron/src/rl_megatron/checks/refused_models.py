@@ -1,5 +1,5 @@
-"""Models that are refused without a proof: those of which it is known that Megatron cannot have them, and what a proof
-on a small copy does not see. Every other model is proved (`MegatronBackend.proof_worker`). Imports no torch.
+"""Models that are refused without a check: types that Megatron is known not to support, and fields that a check on a
+small copy does not cover. Every other model is checked (`MegatronBackend.proof_worker`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _NOT_BUILT = (
     "qwen3_next",
 )
 REFUSED = {
-    "gemma": "Megatron computes otherwise than transformers (log-probs off by 4.2)",
-    "gemma2": "Megatron computes otherwise than transformers (log-probs off by 3.4)",
-    "gpt_oss": "Megatron computes otherwise than transformers (log-probs off by 0.85)",
+    "gemma": "Megatron computes differently from transformers (log-probs off by 4.2)",
+    "gemma2": "Megatron computes differently from transformers (log-probs off by 3.4)",
+    "gpt_oss": "Megatron computes differently from transformers (log-probs off by 0.85)",
     **dict.fromkeys(_NOT_BUILT, "Megatron-Bridge 0.3.1 cannot build"),
 }
-"""Types of models → why: known without waiting for a proof. Differences are those of tiny random models in float32."""
+"""Model type → why it is refused without a check. Differences are measured on tiny random models in float32."""
 
 
 @attrs.frozen(kw_only=True)
 class Fixed:
-    """A field that may have some values only."""
+    """A field for which only some values are accepted."""
 
     values: tuple[Any, ...]
-    """The first one is named to the user; None stands for an absent field."""
+    """Accepted values. Messages name the first one; None means that the field is absent."""
     reason: str
-    """Against others."""
+    """Why other values are refused."""
 
 
 FIXED = {
     "hidden_act": Fixed(
         values=("silu", None),
-        reason="kernels of GPUs approximate others, or lack them, and a proof on a CPU would not see it",
+        reason="GPU kernels approximate or lack other activations, which a check on a CPU would not detect",
     ),
     "quantization_config": Fixed(
         values=(None,),
@@ -57,29 +57,28 @@ FIXED = {
         values=(None,), reason="Megatron-Bridge 0.3.1 reads the usual files, and a small copy has no others"
     ),
 }
-"""Fields that a proof on a small copy does not see."""
+"""Fields that a check on a small copy does not cover."""
 
 
 def given(name: str, value: Any) -> str:
-    """`name=value` as it stands in a config.json."""
+    """Returns `name=value` as in a config.json."""
     return f"{name}={as_json(value)}"
 
 
 def as_json(value: Any) -> str:
-    """A value as it stands in a config.json."""
+    """Returns a value as in a config.json."""
     return json.dumps(value, default=repr)
 
 
 def taken_config(path: str | None, where: str) -> Any:
-    """transformers' configuration of a model that is at hand: in a local directory, in the cache of the hub,
-    or as shipped with a package.
+    """Loads transformers' configuration of a model from a local directory, the cache of the hub, or a package.
 
     Args:
         path: directory or name.
         where: key path of the model, for messages.
 
     Returns:
-        None where nothing is at hand: a recipe has yet to make the model, or a rank to fetch it.
+        The configuration, or None if it is not available yet: a recipe will create the model, or a rank download it.
 
     Raises:
         ConfigError: the configuration cannot be read, or the model is refused.
@@ -94,11 +93,11 @@ def taken_config(path: str | None, where: str) -> Any:
 
 
 def require_not_refused(config: Any, path: str | None, where: str) -> None:
-    """Raises ConfigError for a model that is refused without a proof.
+    """Raises ConfigError for a model that is refused without a check.
 
     Args:
         config: transformers' configuration.
-        path: of the model, for messages.
+        path: the model's path, for messages.
         where: key path of the model, for messages.
     """
     _require_type(config.model_type, path, where)

@@ -1,5 +1,5 @@
-"""Faults of Megatron-Core 0.16.1, all but the last where Transformer Engine is not installed. Tests show that each is
-still there (tests/megatron/test_fixes.py, test_router_replay.py); when one has gone, so can its function."""
+"""Fixes for bugs of Megatron-Core 0.16.1. Tests verify that each bug still exists (tests/megatron/test_fixes.py,
+test_router_replay.py); remove a fix when its bug is gone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def fix_router_gating() -> None:
 
 
 def fix_latent_attention() -> None:
-    """`multi_latent_attention` takes Transformer Engine for installed because its own wrapper module imports without
-    it, and then calls `isinstance` with None. Its two down-projections are accepted as replicated only if they are
-    `TELinear`: as column-parallel ones, the local alternative, their gradients are wrong under tensor parallelism."""
+    """`multi_latent_attention` assumes that Transformer Engine is installed, because Megatron's wrapper module can be
+    imported without it, and then calls `isinstance` with None. It treats its two down-projections as replicated only if
+    they are `TELinear`; the local alternative, column-parallel layers, gives wrong gradients under tensor
+    parallelism."""
     from megatron.core.transformer import multi_latent_attention
 
     from rl_megatron.model.linear import ReplicatedLinear
@@ -35,8 +36,8 @@ def fix_latent_attention() -> None:
 
 
 def fix_expert_bias() -> None:
-    """`TopKRouter._apply_expert_bias` masks [tokens, experts] with the padding of [tokens]: an error, or, with as many
-    tokens as experts, the wrong tokens."""
+    """`TopKRouter._apply_expert_bias` masks a [tokens, experts] tensor with a [tokens] padding mask: this raises, or
+    masks wrong entries if there are as many tokens as experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     def apply_expert_bias(self: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -46,8 +47,8 @@ def fix_expert_bias() -> None:
 
 
 def fix_loading_of_torch_adam() -> None:
-    """`DistributedOptimizer` reads a fully reshardable state without `step`, which it keeps elsewhere, and then looks
-    for `step` among what it read: KeyError with torch's AdamW."""
+    """`DistributedOptimizer` loads a fully reshardable state without `step`, which is stored separately, and then
+    expects `step` in it: KeyError with torch's AdamW."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ def fix_loading_of_torch_adam() -> None:
 
 
 def apply() -> None:
-    """All of them, once per process."""
+    """Applies all fixes; call once per process."""
     fix_loading_of_torch_adam()
     fix_router_gating()
     fix_latent_attention()

@@ -1,7 +1,7 @@
-"""State of a worker on disk, in Megatron's distributed format: parameters as the whole model has them, so that any mesh
-reads what any other wrote.
+"""Saves and loads a worker's state in Megatron's distributed format. Parameters are stored by their place in the whole
+model, so a state can be loaded on any mesh.
 
-`state.json`, written last, lists the files, their sizes and checksums. Reading checks all that before it changes
+`state.json`, written last, lists the files, their sizes and checksums. Loading verifies this list before it changes
 anything.
 """
 
@@ -41,25 +41,25 @@ from rl_core.rank_kit.state_files import (
 from rl_megatron.rank.optimizer import Optimizer
 
 _METADATA = {
-    # Optimizer state in the shape of the parameters, gathered over data-parallel ranks: on the first of them, in CPU
-    # memory. Megatron's default gathers float32 parameters and moments of all parameters on every device.
+    # Optimizer state in the shape of the parameters, gathered in CPU memory on the first data-parallel rank. Megatron's
+    # default gathers float32 parameters and moments of all parameters on every device.
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
-    # Dense and expert parameters have an optimizer each; both write under the parameters' names.
+    # Dense and expert parameters have separate optimizers; both save under the parameters' names.
     "chained_optim_avoid_prefix": True,
-    # Each layer under its own name: layers may differ, and lie on other stages when they are read.
+    # Each layer has its own name, because layers may differ and may be on other stages when loaded.
     "non_homogeneous_layers": True,
 }
 
 
 class _PlainFiles(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process: Megatron's own writer forks others, which a rank may not have."""
+    """Writes Megatron's format in this process; Megatron's own writer forks processes, which ranks must not do."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """One file per rank, and the index."""
+        """Writes one file per rank and the index."""
         self._write(sharded_state_dict, checkpoint_dir, None)
 
     def _write(self, sharded_state: Any, directory: str | Path, group: dist.ProcessGroup | None) -> None:
@@ -73,7 +73,7 @@ class _PlainFiles(TorchDistSaveShardedStrategy):
 
 
 class _FilesInBackground(_PlainFiles):
-    """The same from a copy, by a thread."""
+    """Writes a copy in a background thread."""
 
     def __init__(self, thread: ThreadPoolExecutor, group: dist.ProcessGroup):
         super().__init__()
@@ -81,7 +81,7 @@ class _FilesInBackground(_PlainFiles):
         self.writing: Future[None] | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Returns when the tensors are copied."""
+        """Returns after the tensors have been copied."""
         for part in nested_values(sharded_state_dict):
             if isinstance(part, ShardedTensor) and part.data is not None:
                 part.data = part.data.detach().to("cpu", copy=True)
@@ -89,13 +89,13 @@ class _FilesInBackground(_PlainFiles):
 
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-"""Starts no thread before it is used."""
+"""The thread starts on first use."""
 
 
 def start_writing(
     writer: BackgroundWriter, directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int
 ) -> None:
-    """As `write_state`, but returns when the state is copied: `writer` knows when all is done."""
+    """Like `write_state`, but returns once the state is copied; `writer` tracks completion."""
 
     def write() -> Future[None]:
         assert writer.group is not None
@@ -108,10 +108,10 @@ def start_writing(
 
 
 def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, *, steps_done: int) -> None:
-    """Writes weights, optimizer and the number of steps behind them. Complete on return, on all ranks.
+    """Writes weights, optimizer and the number of optimizer steps done. All ranks have finished when it returns.
 
     Raises:
-        CheckpointError: a rank could not write its files. On all ranks alike.
+        CheckpointError: a rank could not write its files; raised on all ranks.
     """
     _save(directory, chunks, optimizer, _PlainFiles())
     dist.barrier()
@@ -134,7 +134,7 @@ def _save(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None, f
 
 
 def _write_list(directory: Path, steps_done: int) -> None:
-    """Rank 0 does, when all ranks have written."""
+    """On rank 0, lists the files after all ranks have written."""
     if dist.get_rank() == 0:
         for path in directory.iterdir():
             if not path.stat().st_size:
@@ -144,10 +144,11 @@ def _write_list(directory: Path, steps_done: int) -> None:
 
 
 def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | None) -> int:
-    """Reads what `write_state` wrote, on any mesh; returns the optimizer steps behind it.
+    """Loads what `write_state` wrote, on any mesh; returns the number of optimizer steps done.
 
     Raises:
-        CheckpointError: a file is missing, cut off or changed (nothing has changed then), or it is another model's.
+        CheckpointError: a file is missing, truncated or modified (nothing is loaded then), or the state belongs to
+            another model.
     """
     steps_done = agree(lambda: require_complete_state(directory))
     try:
@@ -166,15 +167,16 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """Layers with adapters have the names of layers without in a state, but not where it is read."""
+    """A state names layers with adapters like layers without, but `load_state_dict` expects their own names."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())
     model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
 
 
 def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Moments and main parameters. Experts have an optimizer of their own only where expert ranks split them, so how
-    many wrote a state says nothing about how many read it: what is not a parameter's is this run's own."""
+    """Moments and main parameters. Experts have a separate optimizer only if expert ranks split them, so the writer and
+    the reader of a state may have different numbers of optimizers; everything that is not per parameter comes from this
+    run."""
     optimizers = optimizer.megatron.chained_optimizers
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):
@@ -183,7 +185,7 @@ def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
 
 
 def _named(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Model chunks as Megatron's optimizer expects to find them."""
+    """Model chunks under the keys that Megatron's optimizer expects."""
     models = unwrap_model(list(chunks))
     return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
 
@@ -196,7 +198,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, *, is_loa
 
 
 def sharded_parameters(chunks: Sequence[Any]) -> Iterator[tuple[Parameter, ShardedTensor | ShardedTensorFactory]]:
-    """Each parameter of this rank and where it lies in the whole model, as a state has it."""
+    """Each parameter of this rank with its position in the whole model."""
     for part in nested_values(_sharded_state(chunks, None, is_loading=False)):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and isinstance(part.data, Parameter):
             yield part.data, part

@@ -5,8 +5,8 @@ torch's one global generator, so a sample would depend on what else runs; it has
 and no way to change weights under running requests.
 
 consumes     requests from the event loop; weight versions from a transport's receiver
-produces     completions, given back to the event loop in batches
-waits for    a command or work (no deadline: it is the idle state of the thread)
+produces     completions, returned to the event loop in batches
+waits for    a command or work (no deadline, because the thread is idle then)
 unblocked by `_post`; every caller's own wait has a deadline
 """
 
@@ -40,7 +40,7 @@ Load = Callable[[], "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]"]
 
 @attrs.define(eq=False)
 class _Call:
-    """One request under way, and everyone who waits for it (more than one if it was retried)."""
+    """A running request and its waiters (more than one if it was retried)."""
 
     request: GenerateRequest
     completions: dict[int, Completion] = attrs.field(factory=dict)
@@ -84,11 +84,11 @@ class LocalEngine:
         """Loads the model on the engine's thread and returns when it can serve.
 
         Args:
-            load: makes model and tokenizer (None: requests with stop strings are refused).
-            max_num_seqs: samples that decode together.
+            load: creates model and tokenizer (tokenizer None: requests with stop strings are refused).
+            max_num_seqs: maximum number of samples decoded together.
             timeout_s: deadline of every call.
             num_threads: torch threads of the engine; None leaves torch's choice.
-            return_routed_experts: completions say where the model's routers sent each token.
+            return_routed_experts: include the experts of each token in completions.
 
         Raises:
             Whatever `load` raises; DeadlineError.
@@ -108,14 +108,14 @@ class LocalEngine:
     # --- InferenceClient ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. A request whose `sample_id` is under way joins it."""
+        """See `InferenceClient.generate`. A request with the `sample_id` of a running request joins it."""
         self._require_alive()
         call = self._calls.get(request.sample_id)
         if call is None:
             self._require_possible(request)
             call = self._calls[request.sample_id] = _Call(request)
             if not self._new_calls:
-                # Everything that this turn of the event loop asks for starts as one batch.
+                # All requests of this iteration of the event loop start as one batch.
                 self._loop.call_soon(self._submit_new_calls)
             self._new_calls.append(call)
         elif call.request != request:
@@ -132,7 +132,7 @@ class LocalEngine:
                 self._abandon(call)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `InferenceClient.pause`. On return nothing is sampled any more."""
+        """See `InferenceClient.pause`. When it returns, no sampling is in progress."""
         self._submit_new_calls()
         still = self._new_answer()
 
@@ -160,7 +160,7 @@ class LocalEngine:
         self._staged = (rendezvous, await self._wait(staging, f"weight version {version} to arrive"))
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """See `InferenceClient.update_weights`. The old version is served until the new one is whole and checked."""
+        """See `InferenceClient.update_weights`. Serves the old version until the new one is complete and verified."""
         if self._staged is None or self._staged[0] != rendezvous or self._staged[1].version != version:
             await self.prepare_weights(rendezvous, version)
         assert self._staged is not None
@@ -195,7 +195,7 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Stops the thread; requests under way fail. A second call does nothing."""
+        """Stops the thread; running requests fail. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._fail_calls(GenerationError("the local engine was closed"))
@@ -290,7 +290,7 @@ class LocalEngine:
         _fail(list(self._answers), error)
 
     async def _ask(self, command: Callable[[], object], what: str) -> None:
-        """Runs `command` on the engine's thread; raises its error if it is an RLError, any other ends the engine."""
+        """Runs `command` on the engine's thread; re-raises an RLError; any other exception stops the engine."""
         answer = self._new_answer()
 
         def run() -> None:
@@ -384,7 +384,7 @@ class LocalEngine:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # A program that ended its loop without `close` has nobody left to answer.
+            # If the program closed its event loop without `close`, nobody waits for the answer.
             if not self._loop.is_closed():
                 raise
 

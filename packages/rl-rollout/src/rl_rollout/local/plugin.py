@@ -31,7 +31,7 @@ _LOADING = (
     "use_safetensors",
     "variant",
 )
-"""Parameters of `from_pretrained` that leave the engine its device and dtype."""
+"""Parameters of `from_pretrained` that do not affect device or dtype, which the engine sets."""
 _COMMON_FIELDS = ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache")
 
 
@@ -61,7 +61,7 @@ class LocalEnginePlugin:
             raise ConfigError(f"{_SECTION}.max_num_seqs: {spec.max_num_seqs}, expected at least 1")
 
     def is_on_this_host(self, options: object) -> bool:
-        """It is in the trainer's process."""
+        """Always True: the engine runs in the trainer's process."""
         return True
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
@@ -82,7 +82,7 @@ class LocalEnginePlugin:
         )
 
     async def create(self, spec: EngineSpec) -> InferenceClient:
-        """Loads the model on the engine's own thread; on the first GPU where there is one.
+        """Loads the model on the engine's own thread; on the first GPU if there is one.
 
         `init_kwargs` are passed to `from_pretrained`, e.g. `attn_implementation`.
         """
@@ -111,8 +111,8 @@ class LocalEnginePlugin:
 
 
 def _require_known(spec: EngineSpec) -> None:
-    """`from_pretrained` takes its own parameters and the fields of the model's configuration; of a model elsewhere,
-    what those are is seen when it is loaded."""
+    """`from_pretrained` takes its own parameters and the fields of the model's configuration; if the model is not a
+    local directory, they are checked only when it is loaded."""
     try:
         fields = json.loads(Path(spec.model_path, "config.json").read_text())
     except (OSError, ValueError):

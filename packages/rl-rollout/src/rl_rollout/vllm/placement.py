@@ -1,11 +1,11 @@
-"""Where servers run: one placement group per engine, made by Ray, or the training's own GPUs.
+"""Placement of servers: a Ray placement group per engine, or GPUs shared with training.
 
 A server takes the GPUs of its engine (tensor × pipeline × data parallel ranks) or, where Ray has no GPUs, only a small
-part of a CPU per rank: engines on CPUs share cores by time. An engine stands on one node if a node has room for it,
-else each of its ranks is a bundle of its own and vLLM starts them through Ray.
+part of a CPU per rank: engines on CPUs share cores. An engine is placed on one node if any node has room for it;
+otherwise each rank gets its own bundle, and vLLM starts the ranks through Ray.
 
-Engines that share the training's GPUs reserve none: they take the nodes' GPUs in order, each engine on one node. They
-see the others of their node too, behind their own: weights that travel by CUDA IPC may lie on any of them.
+Engines that share GPUs with training reserve none: they use the nodes' GPUs in order, each engine on one node. They
+also see the node's other GPUs, listed after their own, because weights sent by CUDA IPC can be on any of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rl_core.errors import ConfigError, DeadlineError
 from rl_core.workers.ray_cluster import reserved
 
 _CPUS = 1 / 16
-"""CPU resource of an engine's rank; it only bounds how many a machine takes."""
+"""CPU resource of an engine's rank; it only limits how many fit on a machine."""
 _OF_NODE = 0.001
-"""Of a node's own resource: enough to be placed there."""
+"""Amount of a node's own resource to request; any amount places a bundle there."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,18 +32,19 @@ class SharedGpus:
     """GPUs of one node that an engine shares with the training."""
 
     node: str
-    """The node's own resource in Ray."""
+    """The node's own resource in Ray (`node:<address>`)."""
     num_of_node: int
-    """GPUs that Ray knows there."""
+    """Number of GPUs that Ray counts on the node."""
     first: int
-    """The engine's first, counted among those."""
+    """Index of the engine's first GPU on the node."""
     count: int
+    """Number of the engine's GPUs."""
 
     def visible(self, inherited: str | None) -> str:
         """CUDA_VISIBLE_DEVICES of the engine's processes: its own GPUs, then the node's others.
 
         Args:
-            inherited: the variable as Ray's process on the node has it; None: all are visible.
+            inherited: value of the variable in Ray's process on the node; None: all GPUs are visible.
 
         Raises:
             ConfigError: fewer are visible than Ray counts.
@@ -64,13 +65,13 @@ class EnginePlace:
 
     group: PlacementGroup
     num_gpus: int
-    """Of its ranks together; 0 on CPUs."""
+    """Total number of GPUs of its ranks; 0 on CPUs."""
     shared: SharedGpus | None = None
-    """Those of the training that it computes on; None: they are its own."""
+    """GPUs shared with training; None: it has its own."""
 
     @property
     def spans_nodes(self) -> bool:
-        """Its ranks are on several machines."""
+        """Whether its ranks may be on several machines."""
         return len(self.group.bundle_specs) > 1
 
     def actor_options(self) -> dict[str, Any]:
@@ -82,27 +83,27 @@ class EnginePlace:
                 placement_group_capture_child_tasks=self.spans_nodes,
             ),
             "num_cpus": _CPUS,
-            # Ranks on other nodes take theirs through vLLM's Ray executor.
+            # With several nodes, vLLM's Ray executor reserves the GPUs of the ranks.
             "num_gpus": 0 if self.spans_nodes or self.shared else self.num_gpus,
         }
 
     def environment(self) -> dict[str, str]:
-        """Environment of the server's process that the place decides."""
+        """Environment variables of the server's process that depend on its placement."""
         # Ray would hide GPUs that the actor did not ask for.
         return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if self.shared else {}
 
     def free(self) -> None:
-        """Gives the resources back."""
+        """Releases the resources."""
         remove_placement_group(self.group)
 
 
 def cluster_has_gpus() -> bool:
-    """Ray has any."""
+    """Whether Ray's cluster has any GPU."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def num_nodes() -> int:
-    """Machines of Ray's cluster."""
+    """Number of nodes that are alive in Ray's cluster."""
     return sum(node["Alive"] for node in ray.nodes())
 
 
@@ -147,13 +148,15 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
 
 
 def shared_gpus(gpus_of_nodes: Mapping[str, int], index: int, num_ranks: int) -> SharedGpus:
-    """Those of engine `index`, where engines of `num_ranks` ranks fill the nodes one after another.
+    """The shared GPUs of engine `index`, if engines with `num_ranks` ranks fill the nodes in order.
 
     Args:
-        gpus_of_nodes: by the node's own resource, in the order in which they are filled.
+        gpus_of_nodes: GPUs per node, keyed by the node's own resource, in filling order.
+        index: number of the engine, from 0.
+        num_ranks: ranks of one engine, each of which uses one GPU.
 
     Raises:
-        ConfigError: there is no room for so many engines, each on one node.
+        ConfigError: the nodes have no room for this engine.
     """
     left = index
     for node, num_of_node in gpus_of_nodes.items():

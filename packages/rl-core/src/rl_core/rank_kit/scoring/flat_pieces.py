@@ -1,8 +1,8 @@
 """A contiguous run of a tensor's elements, as torch's distributed format writes and reads it.
 
-What ZeRO gives a rank of a parameter is no rectangle of rows and columns but so many elements from some place on. In
-a state such a tensor is flat, and each rank's piece is a chunk of it, so any number of ranks with pieces of any size
-reads what others wrote.
+ZeRO shards a parameter into contiguous ranges of elements, not into blocks of rows and columns. In a saved state such a
+tensor is flat, and each rank's piece is one chunk, so states can be read with any number of ranks and pieces of any
+size.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 
 class FlatPiece(Tensor):
-    """Elements [start, start + len) of a whole of `num_elements`; shares its memory with the tensor it was made of."""
+    """Elements [start, start + len) of a whole of `num_elements`; shares memory with its source tensor."""
 
     start: int
     num_elements: int
 
     @classmethod
     def of(cls, elements: Tensor, *, start: int, num_elements: int) -> FlatPiece:
-        """A piece, which may be empty.
+        """Creates a piece, which may be empty.
 
         Args:
-            elements: one axis.
-            start: of the first one in the whole.
-            num_elements: of the whole.
+            elements: 1-d tensor.
+            start: index of its first element in the whole tensor.
+            num_elements: size of the whole tensor.
         """
         piece = elements.detach().as_subclass(cls)
         piece.start, piece.num_elements = start, num_elements
         return piece
 
     def size(self, dim: int | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of the whole, as a DTensor's: what is compared with the size that was saved."""
+        """The size of the whole tensor, like a DTensor's; torch compares it with the saved size."""
         return torch.Size([self.num_elements]) if dim is None else self.num_elements
 
     def copied(self) -> FlatPiece:
-        """The same in CPU memory of its own."""
+        """A copy in CPU memory."""
         return FlatPiece.of(self._plain().to("cpu", copy=True), start=self.start, num_elements=self.num_elements)
 
     def _plain(self) -> Tensor:
@@ -73,16 +73,16 @@ class PieceStager(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy that is written."""
+        """Returns the copy to write."""
         return {name: piece.copied() for name, piece in state_dict.items()}
 
     def synchronize_staging(self) -> None:
-        """Copies are there when `stage` returns."""
+        """Does nothing: `stage` copies synchronously."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: there are no resources to release."""
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Of the tensor that a state holds."""
+    """The shape that a saved state records for `tensor`."""
     return torch.Size([tensor.num_elements]) if isinstance(tensor, FlatPiece) else tensor.shape
