@@ -95,6 +95,13 @@ def record(quantity: str, error: float, unit: float) -> None:
 async def test_real_text_scores_as_in_transformers(server: RunningServer, reference: Reference):
     logprobs_T = await logprobs_of(server, reference)
     assert len(logprobs_T) == 2000
-    difference = (logprobs_T - reference.logprobs_T).abs().max().item()
-    print(f"\nvLLM: at most {difference:.1e} nats from transformers")
-    assert difference <= 1e-4, "30 layers of float32 sums"
+    measurement = Measurement(
+        backend="vllm",
+        mesh="SmolLM2-135M-Instruct",
+        quantity="log-probs",
+        difference=float((logprobs_T - reference.logprobs_T).abs().max()),
+        limit=1e-4,
+    )
+    write_down(measurement)
+    print(f"\nvLLM: log-probs {measurement}")
+    assert measurement.difference <= measurement.limit, "30 layers of float32 sums"

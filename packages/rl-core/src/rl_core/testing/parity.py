@@ -140,9 +140,10 @@ Written by `make parity`. Do not edit.
 
 Every backend, on every mesh, against plain transformers on one process (`rl_core.testing.reference_worker`), in
 float32, on a Qwen3 of two layers and a batch of eight sequences; rows that name a `family` have a Mixture of Experts
-instead, of eight with two for each token, chosen by its router or given with the batch (`forced routes`). Each cell is
-the measured difference and its limit; the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n
-ranks` alone has the backend's default options, packed, with tied embeddings.
+instead, of eight with two for each token, chosen by its router or given with the batch (`forced routes`); rows that
+name a pretrained model have that one, and text that people wrote. Each cell is the measured difference and its limit;
+the reasons of the limits stand at `rl_core.testing.backend.Tolerances`. `n ranks` alone has the backend's default
+options, packed, with tied embeddings.
 """
 
 
