@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -994,6 +995,30 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
             rows = [row for each in runs for row in each.reports.rows.values()]
             assert sum(row["rollout/failed"] for row in rows) == len(failed)
             assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
+
+
+@pytest.mark.parametrize("event", ["end 3", "export model"])
+@STALENESS
+def test_trained_weights_are_saved_where_the_last_export_fails(tmp_path: Path, max_staleness: int, event: str):
+    """Also in a run that saves no checkpoints."""
+    settings = {"ckpt_interval": -1, "model_path": tmp_path / "model"}
+    script = Script(max_staleness=max_staleness, settings=settings, errors={event: OSError("the disk is gone")})
+    run = ScriptedRun(tmp_path, script)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run.go()
+    assert run.events[-1] == "checkpoint 3"
+    shutil.rmtree(tmp_path / "model", ignore_errors=True)
+    resumed = run.resumed(errors={}).go()
+    assert resumed.events_of("train", "end", "export") == ["end 3", "export model"]
+
+
+def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
+    """Negative control."""
+    script = Script(settings={"model_path": tmp_path / "model"})
+    assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
+    stopped = ScriptedRun(tmp_path, script)
+    stopped.log.when("train 2", stopped.loop.stop)
+    assert stopped.go().events_of("save", "end", "export") == ["save 2", "end 2"]
 
 
 @STALENESS

@@ -75,6 +75,8 @@ class LoopSettings:
     """What the run is, written into its checkpoints; None: nothing."""
     checkpoint_copies: CheckpointCopies | None = None
     """Where checkpoints are copied; None: nowhere."""
+    model_path: Path | None = None
+    """Where the model is written after the last step; None: nowhere."""
 
 
 class TrainingLoop:
@@ -165,8 +167,12 @@ class TrainingLoop:
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
                 await self._saver.finish()
-        await self._engines.to_models()
-        self._tell(Callback.on_run_end, self.steps_done)
+            await self._engines.to_models()
+        async with self._saving_after_errors():
+            self._tell(Callback.on_run_end, self.steps_done)
+            if self._settings.model_path is not None and not self.was_stopped:
+                self._reporter.phase("export")
+                await self._models.save_model(self._settings.model_path)
 
     async def _train(self) -> None:
         starts = not self._is_resumed and not self._stop.is_set()

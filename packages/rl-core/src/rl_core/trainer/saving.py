@@ -14,9 +14,9 @@ from rl_core.stored_files import is_disk_full
 from rl_core.trainer.checkpoint import (
     PARTIAL,
     RunState,
+    after_making_room,
     begin_checkpoint,
     complete_checkpoint,
-    complete_checkpoints,
     delete_old_checkpoints,
     partial_path,
     remove_unfinished,
@@ -124,10 +124,8 @@ class CheckpointSaver:
         DiskFullError where the last one found no room."""
         await self._wait()
         if self._full is not None:
-            complete = complete_checkpoints(self._root)
-            there = f"the last complete one is {complete[-1].name}" if complete else "there is none"
             raise DiskFullError(
-                f"disk full: no room in {self._root} for the run's last checkpoint; {there}. Make room, and resume"
+                f"disk full: no room in {self._root} for the run's last checkpoint; {after_making_room(self._root)}"
             ) from self._full
         if self._copies is not None:
             self._copies.require_sent()
