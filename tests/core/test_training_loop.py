@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import shutil
 from collections import Counter
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.batch import Batch
-from rl_core.errors import DeadlineError, GenerationError, WeightSyncError, WorkerError
+from rl_core.errors import DeadlineError, DiskFullError, GenerationError, WeightSyncError, WorkerError
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.tasks import IdleTime
 from rl_core.trainer.buffer import FinishedGroup
@@ -995,6 +996,43 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
             rows = [row for each in runs for row in each.reports.rows.values()]
             assert sum(row["rollout/failed"] for row in rows) == len(failed)
             assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
+
+
+class Once(dict[str, BaseException]):
+    """Errors that are raised once."""
+
+    def __getitem__(self, event: str) -> BaseException:
+        return self.pop(event)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, WeightSyncError("rank 0 could not write to /tmp/x: No space left on device")])
+@STALENESS
+def test_a_weight_sync_that_finds_no_room_is_done_again_once_there_is_some(
+    tmp_path: Path, max_staleness: int, error: Exception, caplog: pytest.LogCaptureFixture
+):
+    script = Script(max_staleness=max_staleness, errors=Once({"send 2": error}))
+    run = ScriptedRun(tmp_path, script).go()
+    assert (run.events.count("send 2"), run.events.count("serve 2")) == (2, 1)
+    assert [*run.trained] == [1, 2, 3]
+    assert f"disk full: weight version 2 is sent again in 5 s ({error}). Make room there, or" in caplog.text
+
+
+def test_a_weight_sync_that_never_finds_room_ends_the_run_with_a_checkpoint(tmp_path: Path):
+    run = ScriptedRun(tmp_path, Script(errors={"send 2": FULL}))
+    with pytest.raises(DiskFullError, match=r"disk full: weight version 2 found no room within 600 s \(.*Make room"):
+        run.go()
+    assert run.events[-2:] == ["save 2", "checkpoint 2"]
+
+
+def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    script = Script(steps=6, settings={"hf_save_interval": 2}, errors=Once({"export 2": FULL, "export 3": FULL}))
+    run = ScriptedRun(tmp_path, script).go()
+    assert run.events_of("export") == [f"export {step}" for step in (2, 3, 4, 6)]
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000004", "step_000006"]
+    assert caplog.text.count("the run continues, and every step tries to write its own") == 2
 
 
 @pytest.mark.parametrize("event", ["end 3", "export model"])

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from rl_core.config import Config
-from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError
+from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, WeightSyncError
+from rl_core.rank_kit.weight_buckets import pack_buckets
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.checkpoint import list_checkpoints
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
+from rl_rollout.transports.files import FilesTransport
 from tests.examples.test_resume import require_same_run, train_in_child
 
 BuildConfig = Callable[..., Config]
@@ -221,6 +225,22 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
     if process.exitcode == 77:
         pytest.skip("this machine lets no user mount a disk")
     return process.exitcode
+
+
+def test_a_sync_that_finds_no_room_says_where(tmp_path: Path):
+    disk = tmp_path / "disk"
+    transport = FilesTransport(directory=str(disk))
+
+    def send() -> None:
+        rendezvous = transport.open(num_ranks=1, num_engines=1)
+        buckets = pack_buckets([("weight", torch.zeros(30 << 20, dtype=torch.uint8))], 1 << 30)
+        told = f"weight version 1 to {disk}/rl-weights-.*: .*No space left"
+        with pytest.raises(WeightSyncError, match=told) as raised:
+            transport.sender(rendezvous, 0, 1).send(buckets, 1)
+        assert is_disk_full(raised.value)
+        transport.close(rendezvous)
+
+    assert on_small_disk(disk, send) == 0
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])

@@ -141,6 +141,8 @@ class TrainingLoop:
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
         """Metrics of the last step that was done, until its row is complete."""
         self._row_is_written = False
+        self._lacks_export = False
+        """The last one that was due found no room."""
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -278,13 +280,13 @@ class TrainingLoop:
         await self._export()
 
     async def _export(self) -> None:
-        """The model of a step at which one is due."""
+        """The model of a step at which one is due, or of the next one at which there is room."""
         interval = self._settings.hf_save_interval
-        if interval > 0 and self.steps_done % interval == 0:
+        if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")
             with self._times.phase("checkpoint"):
                 await self._engines.to_models()
-                await self._saver.export(self._export_directory)
+                self._lacks_export = not await self._saver.export(self._export_directory)
 
     @property
     def _export_directory(self) -> Path:

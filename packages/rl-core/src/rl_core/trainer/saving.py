@@ -92,20 +92,26 @@ class CheckpointSaver:
                 self._completed(complete_checkpoint(partial))
                 await self._copy()
 
-    async def export(self, directory: Path) -> None:
-        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; on a full disk it
-        says so."""
+    async def export(self, directory: Path) -> bool:
+        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; False where the disk
+        is full, which it says."""
         partial = directory.with_name(f"{directory.name}{PARTIAL}")
         remove_unfinished(partial)
         try:
             await self._models.save_model(partial)
             remove_unfinished(directory)
             partial.rename(directory)
+            return True
         except Exception as error:
             if not is_disk_full(error):
                 raise
             remove_unfinished(partial)
-            logger.warning("disk full: %s was not written (%s); training goes on", directory, error)
+            logger.warning(
+                "disk full: %s was not written (%s); the run continues, and every step tries to write its own",
+                directory,
+                error,
+            )
+            return False
 
     async def poll(self) -> None:
         """Completes the checkpoint in the background if all ranks have their files. Raises what went wrong with it."""
