@@ -147,6 +147,18 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
     )
 
 
+def test_held_out_rows_with_other_content_are_warned_of(
+    stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    told = "data.val_data: the rows are not those that step_000004 was made with"
+    same = other_rows(start / "few.parquet", tmp_path / "same.parquet", lambda table: table)
+    preflight(small_run(stopped, data__val_data=[same]))
+    assert told not in caplog.text
+    fewer = other_rows(start / "few.parquet", tmp_path / "fewer.parquet", lambda table: table.slice(0, 30))
+    preflight(small_run(stopped, data__val_data=[fewer]))
+    assert told in caplog.text
+
+
 def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
     file = tmp_path / "mixed.jsonl"
     rows = [{"prompt": "1" * length + "+1=", "answer": "2", "env_class": "arithmetic"} for length in range(1, 33)]

@@ -156,7 +156,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     trainer, update = config.trainer, update_settings(config)
     train_rows = _rows(config, "data.train_data")
     eval_rows = _rows(config, "data.val_data") if config.data.val_data else []
-    run_is = fingerprint(config, train_rows)
+    run_is = fingerprint(config, train_rows, eval_rows)
     fetch_checkpoint(config)
     _require_same_groups(config, run_is)
     start = open_run_directory(config)
