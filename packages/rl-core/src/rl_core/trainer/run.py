@@ -157,7 +157,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     train_rows = _rows(config, "data.train_data")
     eval_rows = _rows(config, "data.val_data") if config.data.val_data else []
     run_is = fingerprint(config, train_rows, eval_rows)
-    fetch_checkpoint(config)
+    await fetch_checkpoint(config)
     _require_same_groups(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state

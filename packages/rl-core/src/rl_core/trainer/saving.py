@@ -168,7 +168,7 @@ class CheckpointSaver:
     async def _copy(self) -> None:
         """To where `trainer.ckpt_path` says; the engine's answers can be read meanwhile."""
         if self._copies is not None:
-            await asyncio.to_thread(self._copies.send, self._root)
+            await self._copies.send_within(self._root, self._timeout_s)
 
     def _completed(self, path: Path) -> None:
         delete_old_checkpoints(self._root, self._keep)
