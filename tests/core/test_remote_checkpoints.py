@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 
 from rl_core.config import from_mapping
 from rl_core.config.file_checks import check_files
-from rl_core.errors import CheckpointError, ConfigError
+from rl_core.errors import CheckpointError, ConfigError, DeadlineError
 from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
 from rl_core.trainer.remote_checkpoints import CheckpointCopies, copies_of, fetch_checkpoint
 from rl_core.trainer.saving import CheckpointSaver
@@ -20,13 +24,13 @@ def state_of(step: int) -> RunState:
     return RunState(step=step, next_group=step, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
 
 
-def saver(root: Path, address: str, *, keep: int = -1) -> CheckpointSaver:
+def saver(root: Path, address: str, *, keep: int = -1, timeout_s: float = 60) -> CheckpointSaver:
     return CheckpointSaver(
         root,
         RecordedModels(),  # pyright: ignore[reportArgumentType]
         keep=keep,
         in_background=False,
-        timeout_s=60,
+        timeout_s=timeout_s,
         on_complete=lambda step, path: None,
         copies=CheckpointCopies(address),
     )
@@ -50,17 +54,15 @@ async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, addr
     keys = {"trainer.run_dir": str(tmp_path / "there"), "trainer.ckpt_path": address}
     config = from_mapping(keys)
     assert config.ckpt_dir == tmp_path / "there" / "checkpoints"
-    fetch_checkpoint(config)
+    await fetch_checkpoint(config)
     (found,) = complete_checkpoints(config.ckpt_dir)
     assert load_state(found) == state_of(3)
-    fetch_checkpoint(config)  # it is there by now
+    await fetch_checkpoint(config)  # it is there by now
     with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not resume"):
-        fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
+        await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
 
 
 async def test_a_copy_that_was_cut_off_is_no_checkpoint_and_is_made_again(tmp_path: Path, address: str):
-    import fsspec
-
     await saver(tmp_path / "here", address).save(state_of(1))
     fsspec.filesystem("memory").rm(f"{address.removeprefix('memory:/')}/step_000001/complete.json")
     copies = CheckpointCopies(address)
@@ -76,6 +78,40 @@ async def test_a_store_that_fails_ends_no_run_before_its_end(tmp_path: Path, cap
     assert len(complete_checkpoints(tmp_path / "here")) == 1
     with pytest.raises(CheckpointError, match="they are whole in the run's directory"):
         await saving.finish()
+
+
+class SilentStore(AbstractFileSystem):
+    """Is asked, and never answers."""
+
+    protocol = "silent"
+
+    def exists(self, path: str, **_: object) -> bool:
+        threading.Event().wait()
+        return False
+
+
+async def test_a_store_that_never_answers_stops_neither_a_run_nor_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    fsspec.register_implementation("silent", SilentStore, clobber=True)
+    saving = saver(tmp_path / "here", "silent://bucket", timeout_s=0.2)
+    begun = time.monotonic()
+    for step in (1, 2):
+        await saving.save(state_of(step))
+    assert len(complete_checkpoints(tmp_path / "here")) == 2
+    assert caplog.text.count("silent://bucket: not copied, the store does not answer") == 2
+    with pytest.raises(CheckpointError, match=r"no answer within 0\.2 s \(trainer\.worker_timeout_s\)"):
+        await saving.finish()
+    config = from_mapping(
+        {
+            "trainer.run_dir": str(tmp_path / "there"),
+            "trainer.ckpt_path": "silent://bucket",
+            "trainer.worker_timeout_s": 0.2,
+        }
+    )
+    with pytest.raises(DeadlineError, match=r"ckpt_path: silent://bucket did not answer within 0\.2 s"):
+        await fetch_checkpoint(config)
+    assert time.monotonic() - begun < 20
 
 
 def test_other_directories_are_of_this_machine(tmp_path: Path):

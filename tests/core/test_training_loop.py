@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.batch import Batch
-from rl_core.errors import DeadlineError, GenerationError, WeightSyncError, WorkerError
+from rl_core.errors import DeadlineError, DiskFullError, GenerationError, WeightSyncError, WorkerError
 from rl_core.interfaces import Manifest, Rendezvous
 from rl_core.tasks import IdleTime
 from rl_core.trainer.buffer import FinishedGroup
@@ -1057,6 +1059,67 @@ def test_a_stop_at_any_moment_counts_each_failed_sample_and_dropped_group_once(
             rows = [row for each in runs for row in each.reports.rows.values()]
             assert sum(row["rollout/failed"] for row in rows) == len(failed)
             assert sum(row["rollout/dropped_failed"] for row in rows) == 1.0
+
+
+class Once(dict[str, BaseException]):
+    """Errors that are raised once."""
+
+    def __getitem__(self, event: str) -> BaseException:
+        return self.pop(event)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, WeightSyncError("rank 0 could not write to /tmp/x: No space left on device")])
+@STALENESS
+def test_a_weight_sync_that_finds_no_room_is_done_again_once_there_is_some(
+    tmp_path: Path, max_staleness: int, error: Exception, caplog: pytest.LogCaptureFixture
+):
+    script = Script(max_staleness=max_staleness, errors=Once({"send 2": error}))
+    run = ScriptedRun(tmp_path, script).go()
+    assert (run.events.count("send 2"), run.events.count("serve 2")) == (2, 1)
+    assert [*run.trained] == [1, 2, 3]
+    assert f"disk full: weight version 2 is sent again in 5 s ({error}). Make room there, or" in caplog.text
+
+
+def test_a_weight_sync_that_never_finds_room_ends_the_run_with_a_checkpoint(tmp_path: Path):
+    run = ScriptedRun(tmp_path, Script(errors={"send 2": FULL}))
+    with pytest.raises(DiskFullError, match=r"disk full: weight version 2 found no room within 600 s \(.*Make room"):
+        run.go()
+    assert run.events[-2:] == ["save 2", "checkpoint 2"]
+
+
+def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    script = Script(steps=6, settings={"hf_save_interval": 2}, errors=Once({"export 2": FULL, "export 3": FULL}))
+    run = ScriptedRun(tmp_path, script).go()
+    assert run.events_of("export") == [f"export {step}" for step in (2, 3, 4, 6)]
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000004", "step_000006"]
+    assert caplog.text.count("the run continues, and every step tries to write its own") == 2
+
+
+@pytest.mark.parametrize("event", ["end 3", "export model"])
+@STALENESS
+def test_trained_weights_are_saved_where_the_last_export_fails(tmp_path: Path, max_staleness: int, event: str):
+    """Also in a run that saves no checkpoints."""
+    settings = {"ckpt_interval": -1, "model_path": tmp_path / "model"}
+    script = Script(max_staleness=max_staleness, settings=settings, errors={event: OSError("the disk is gone")})
+    run = ScriptedRun(tmp_path, script)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run.go()
+    assert run.events[-1] == "checkpoint 3"
+    shutil.rmtree(tmp_path / "model", ignore_errors=True)
+    resumed = run.resumed(errors={}).go()
+    assert resumed.events_of("train", "end", "export") == ["end 3", "export model"]
+
+
+def test_a_run_that_ends_well_or_is_stopped_saves_no_more_than_it_was_told(tmp_path: Path):
+    """Negative control."""
+    script = Script(settings={"model_path": tmp_path / "model"})
+    assert ScriptedRun(tmp_path, script).go().events_of("save", "end", "export") == ["end 3", "export model"]
+    stopped = ScriptedRun(tmp_path, script)
+    stopped.log.when("train 2", stopped.loop.stop)
+    assert stopped.go().events_of("save", "end", "export") == ["save 2", "end 2"]
 
 
 @STALENESS

@@ -130,6 +130,18 @@ async def test_a_users_mistake_comes_through_as_it_is():
         await forward(RecordedWorker("user"))
 
 
+async def test_a_worker_that_hangs_while_it_is_built_meets_the_deadline_of_starts():
+    @attrs.frozen
+    class HangingBackend(RecordedBackend):
+        def create_worker(self, spec: WorkerSpec, rank: RankInfo) -> Any:
+            threading.Event().wait()
+
+    launch = WorkerGroup.launch(HangingBackend(RecordedWorker()), SPEC, timeout_s=600, start_timeout_s=0.1)
+    told = r"rank 0 did not finish start within 0\.1 s \(trainer\.worker_start_timeout_s\)"
+    with pytest.raises(DeadlineError, match=told):
+        await launch
+
+
 async def test_a_rank_that_does_not_answer_meets_its_deadline():
     with pytest.raises(DeadlineError, match=r"rank 0 did not finish forward within 0\.1 s"):
         await forward(RecordedWorker("hang"), timeout_s=0.1)

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from rl_core.config import Config
-from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError
+from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, WeightSyncError
+from rl_core.rank_kit.weight_buckets import pack_buckets
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.checkpoint import list_checkpoints
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
+from rl_rollout.transports.files import FilesTransport
 from tests.examples.test_resume import require_same_run, train_in_child
 
 BuildConfig = Callable[..., Config]
@@ -143,6 +147,18 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
     )
 
 
+def test_held_out_rows_with_other_content_are_warned_of(
+    stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    told = "data.val_data: the rows are not those that step_000004 was made with"
+    same = other_rows(start / "few.parquet", tmp_path / "same.parquet", lambda table: table)
+    preflight(small_run(stopped, data__val_data=[same]))
+    assert told not in caplog.text
+    fewer = other_rows(start / "few.parquet", tmp_path / "fewer.parquet", lambda table: table.slice(0, 30))
+    preflight(small_run(stopped, data__val_data=[fewer]))
+    assert told in caplog.text
+
+
 def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: BuildConfig, tmp_path: Path):
     file = tmp_path / "mixed.jsonl"
     rows = [{"prompt": "1" * length + "+1=", "answer": "2", "env_class": "arithmetic"} for length in range(1, 33)]
@@ -223,6 +239,22 @@ def on_small_disk(folder: Path, function: Callable[[], None]) -> int:
     return process.exitcode
 
 
+def test_a_sync_that_finds_no_room_says_where(tmp_path: Path):
+    disk = tmp_path / "disk"
+    transport = FilesTransport(directory=str(disk))
+
+    def send() -> None:
+        rendezvous = transport.open(num_ranks=1, num_engines=1)
+        buckets = pack_buckets([("weight", torch.zeros(30 << 20, dtype=torch.uint8))], 1 << 30)
+        told = f"weight version 1 to {disk}/rl-weights-.*: .*No space left"
+        with pytest.raises(WeightSyncError, match=told) as raised:
+            transport.sender(rendezvous, 0, 1).send(buckets, 1)
+        assert is_disk_full(raised.value)
+        transport.close(rendezvous)
+
+    assert on_small_disk(disk, send) == 0
+
+
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
 def test_a_run_goes_on_over_a_full_disk_and_saves_once_there_is_room(
     async_save: bool, small_run: BuildConfig, finished: Path, tmp_path: Path
@@ -250,7 +282,7 @@ def test_a_run_whose_disk_stays_full_says_so_and_goes_on_from_its_last_checkpoin
     config = small_run(disk / "run", trainer__callbacks=[f"{__name__}:FillsAtStep3"])
 
     def train() -> None:
-        with pytest.raises(DiskFullError, match=r"disk full: no room in .*; the last complete one is step_000002"):
+        with pytest.raises(DiskFullError, match=r"no room in .*; the last complete checkpoint is .*step_000002\. M"):
             run_training(config)
         assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step_000002"]
         (disk / "run" / "filler").unlink()

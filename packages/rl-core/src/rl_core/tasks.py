@@ -4,12 +4,14 @@ errors of others that would end them without a word."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rl_core.errors import ForeignCodeError
 
@@ -33,6 +35,35 @@ def first_error(group: BaseExceptionGroup) -> BaseException:
     """The first leaf of a task group's errors: the one that ended the others."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+class OwnThread(Generic[T]):
+    """A function in a thread of its own, which may never return: unlike an executor's, the thread does not keep the
+    process from ending."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        self._future.set_running_or_notify_cancel()
+        threading.Thread(target=self._run, args=(function,), daemon=True).start()
+
+    def _run(self, function: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(function())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    @property
+    def is_done(self) -> bool:
+        """It returned or raised."""
+        return self._future.done()
+
+    async def within(self, timeout_s: float) -> T:
+        """What it returns. Raises TimeoutError where it has not returned in time; it goes on."""
+        waiting = asyncio.wrap_future(self._future)
+        done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        return waiting.result()
 
 
 @contextmanager

@@ -139,6 +139,14 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return [path for path in list_checkpoints(root) if (path / COMPLETE).is_file()]
 
 
+def after_making_room(root: Path) -> str:
+    """What a user does whose run ended because the disk was full."""
+    complete = complete_checkpoints(root)
+    if not complete:
+        return f"there is no complete checkpoint in {root}. Make room, and start the run again"
+    return f"the last complete checkpoint is {complete[-1]}. Make room, and resume the run"
+
+
 def list_unfinished(root: Path) -> list[Path]:
     """What runs left that ended while they saved, oldest first."""
     return sorted(root.glob(f"step_*{PARTIAL}"))

@@ -54,15 +54,17 @@ _PLAYING = (
 _REMEDY = "or begin a run of its own with trainer.resume_mode=none, which keeps this one beside it"
 
 
-def fingerprint(config: Config, rows: Sequence[DataRow]) -> dict[str, Any]:
+def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
     """What a checkpoint remembers of a run, before its prompts are counted (`with_prompts`).
 
     Args:
         config: resolved.
         rows: of `data.train_data`, in order, all of them.
+        held_out: of `data.val_data`; None: not known.
     """
     settings = {key: value for key, value in leaves(as_mapping(config)) if key not in _OF_THE_PROCESS}
     data = {"num_rows": len(rows), "sha256": _digest(rows), "num_prompts": None}
+    data["held_out_sha256"] = _digest(held_out) if held_out else None
     # As it comes back from a file: lists for tuples.
     return json.loads(json.dumps({"data": data, "settings": settings}, default=str))
 
@@ -105,7 +107,7 @@ def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
 
 
 def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """Says which settings are not those that the checkpoint was made with."""
+    """Says which settings, and whether the held-out rows, are not those that the checkpoint was made with."""
     before = load_fingerprint(checkpoint)
     if before is None:
         logger.warning("%s does not record its settings; they are not compared", checkpoint)
@@ -115,6 +117,13 @@ def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
     if keys:
         changes = "; ".join(f"{key}: {_shown(was.get(key))} → {_shown(given.get(key))}" for key in keys)
         logger.warning("resuming with settings that differ from those of %s: %s", checkpoint.name, changes)
+    held_out = before["data"].get("held_out_sha256"), now["data"]["held_out_sha256"]
+    if None not in held_out and held_out[0] != held_out[1]:
+        logger.warning(
+            "data.val_data: the rows are not those that %s was made with: evaluations from now on cannot be compared "
+            "with those before",
+            checkpoint.name,
+        )
 
 
 def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ConfigError]:

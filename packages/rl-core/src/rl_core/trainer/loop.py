@@ -75,6 +75,8 @@ class LoopSettings:
     """What the run is, written into its checkpoints; None: nothing."""
     checkpoint_copies: CheckpointCopies | None = None
     """Where checkpoints are copied; None: nowhere."""
+    model_path: Path | None = None
+    """Where the model is written after the last step; None: nowhere."""
 
 
 class TrainingLoop:
@@ -139,6 +141,8 @@ class TrainingLoop:
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
         """Metrics of the last step that was done, until its row is complete."""
         self._row_is_written = False
+        self._lacks_export = False
+        """The last one that was due found no room."""
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -165,8 +169,12 @@ class TrainingLoop:
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
                 await self._saver.finish()
-        await self._engines.to_models()
-        self._tell(Callback.on_run_end, self.steps_done)
+            await self._engines.to_models()
+        async with self._saving_after_errors():
+            self._tell(Callback.on_run_end, self.steps_done)
+            if self._settings.model_path is not None and not self.was_stopped:
+                self._reporter.phase("export")
+                await self._models.save_model(self._settings.model_path)
 
     async def _train(self) -> None:
         starts = not self._is_resumed and not self._stop.is_set()
@@ -272,13 +280,13 @@ class TrainingLoop:
         await self._export()
 
     async def _export(self) -> None:
-        """The model of a step at which one is due."""
+        """The model of a step at which one is due, or of the next one at which there is room."""
         interval = self._settings.hf_save_interval
-        if interval > 0 and self.steps_done % interval == 0:
+        if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")
             with self._times.phase("checkpoint"):
                 await self._engines.to_models()
-                await self._saver.export(self._export_directory)
+                self._lacks_export = not await self._saver.export(self._export_directory)
 
     @property
     def _export_directory(self) -> Path:

@@ -115,7 +115,7 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
         mistakes.passes(require_unused, config)
         mistakes.passes(require_own_files, config)
     if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
-        mistakes.passes(_require_resumable, config, rows["data.train_data"])
+        mistakes.passes(_require_resumable, config, rows["data.train_data"], rows["data.val_data"])
     mistakes.raise_found()
     # Last, and only of what is right otherwise: it takes seconds.
     left = _prove_models(config)
@@ -129,13 +129,15 @@ def _is_elsewhere(path: str) -> bool:
     return shipped_config(path) is not None and written_config(path) is None
 
 
-def _require_resumable(config: Config, train_rows: Sequence[DataRow] | None) -> None:
+def _require_resumable(
+    config: Config, train_rows: Sequence[DataRow] | None, held_out: Sequence[DataRow] | None
+) -> None:
     """The checkpoint to go on from is whole as far as sizes show it, and of a run that can go on as configured."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
         if train_rows is not None:
-            now = fingerprint(config, train_rows)
+            now = fingerprint(config, train_rows, held_out)
             require_same_groups(checkpoint, now)
             warn_of_changes(checkpoint, now)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rl_core import remote_files
 from rl_core.config import Config
-from rl_core.errors import CheckpointError, ConfigError
+from rl_core.errors import CheckpointError, ConfigError, DeadlineError
+from rl_core.tasks import OwnThread
 from rl_core.trainer.checkpoint import COMPLETE, PARTIAL, complete_checkpoints, is_step_name
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class CheckpointCopies:
     def __init__(self, address: str):
         self._address = address.rstrip("/")
         self._failure: Exception | None = None
+        self._sending: OwnThread[None] | None = None
 
     def steps(self) -> list[str]:
         """Names of the whole checkpoints there, oldest first. Raises ConfigError, OSError."""
@@ -44,6 +46,18 @@ class CheckpointCopies:
         except (OSError, ConfigError) as error:
             self._failure = error
             logger.warning("%s: not copied, the next checkpoint tries again: %s", self._address, error)
+
+    async def send_within(self, root: Path, timeout_s: float) -> None:
+        """As `send`, without the event loop. A store that says nothing for so long counts as one that fails, and is not
+        waited for again."""
+        if self._sending is None or self._sending.is_done:
+            self._sending = OwnThread(lambda: self.send(root))
+            try:
+                await self._sending.within(timeout_s)
+                return
+            except TimeoutError:
+                self._failure = DeadlineError(f"no answer within {timeout_s:g} s (trainer.worker_timeout_s)")
+        logger.warning("%s: not copied, the store does not answer; the run continues", self._address)
 
     def require_sent(self) -> None:
         """Raises CheckpointError where the last copy failed."""
@@ -79,11 +93,26 @@ def copies_of(config: Config) -> CheckpointCopies | None:
     return CheckpointCopies(path) if path is not None and remote_files.is_remote(path) else None
 
 
-def fetch_checkpoint(config: Config) -> None:
-    """Before a run looks for the checkpoint that it goes on from. Raises ConfigError: another run's lie there."""
+async def fetch_checkpoint(config: Config) -> None:
+    """Before a run looks for the checkpoint that it goes on from.
+
+    Raises:
+        ConfigError: another run's lie there. DeadlineError: the store says nothing within `trainer.worker_timeout_s`.
+    """
     copies = copies_of(config)
     if copies is None:
         return
+    timeout_s = config.trainer.worker_timeout_s
+    try:
+        await OwnThread(lambda: _fetch(copies, config)).within(timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"trainer.ckpt_path: {config.trainer.ckpt_path} did not answer within {timeout_s:g} s "
+            "(trainer.worker_timeout_s). Is its store reachable from this machine?"
+        ) from error
+
+
+def _fetch(copies: CheckpointCopies, config: Config) -> None:
     if config.trainer.resume_mode == "latest":
         copies.fetch_newest(config.ckpt_dir)
     elif names := copies.steps():

@@ -45,6 +45,7 @@ from rl_core.reports.run_reporter import RunReporter
 from rl_core.reports.samples import SamplesWriter, sample_of
 from rl_core.stored_files import is_disk_full
 from rl_core.trainer.buffer import GroupBuffer
+from rl_core.trainer.checkpoint import after_making_room
 from rl_core.trainer.colocation import EngineTurns, begin_with_models
 from rl_core.trainer.data import DataRow, PromptSource, read_rows
 from rl_core.trainer.evaluation import Evaluation, evaluate
@@ -115,7 +116,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
         except (OSError, WorkerError) as error:
             if isinstance(error, DiskFullError) or not is_disk_full(error):
                 raise
-            raise DiskFullError(f"disk full: {error}. Make room, and resume the run in {resolved.run_dir}") from error
+            raise DiskFullError(f"disk full: {error}; {after_making_room(resolved.ckpt_dir)}") from error
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
@@ -166,8 +167,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     trainer, update = config.trainer, update_settings(config)
     train_rows = _rows(config, "data.train_data")
     eval_rows = _rows(config, "data.val_data") if config.data.val_data else []
-    run_is = fingerprint(config, train_rows)
-    fetch_checkpoint(config)
+    run_is = fingerprint(config, train_rows, eval_rows)
+    await fetch_checkpoint(config)
     _require_same_groups(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
@@ -242,8 +243,6 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
         try:
             with interrupts.stops(loop.stop), _data_outside_garbage_collection():
                 await loop.run()
-            if not loop.was_stopped:
-                await models.save_model(Path(trainer.export_path or ""))
         finally:
             reporter.close()
     summary = write_summary(

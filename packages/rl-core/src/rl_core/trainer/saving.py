@@ -14,9 +14,9 @@ from rl_core.stored_files import is_disk_full
 from rl_core.trainer.checkpoint import (
     PARTIAL,
     RunState,
+    after_making_room,
     begin_checkpoint,
     complete_checkpoint,
-    complete_checkpoints,
     delete_old_checkpoints,
     partial_path,
     remove_unfinished,
@@ -92,20 +92,26 @@ class CheckpointSaver:
                 self._completed(complete_checkpoint(partial))
                 await self._copy()
 
-    async def export(self, directory: Path) -> None:
-        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; on a full disk it
-        says so."""
+    async def export(self, directory: Path) -> bool:
+        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; False where the disk
+        is full, which it says."""
         partial = directory.with_name(f"{directory.name}{PARTIAL}")
         remove_unfinished(partial)
         try:
             await self._models.save_model(partial)
             remove_unfinished(directory)
             partial.rename(directory)
+            return True
         except Exception as error:
             if not is_disk_full(error):
                 raise
             remove_unfinished(partial)
-            logger.warning("disk full: %s was not written (%s); training goes on", directory, error)
+            logger.warning(
+                "disk full: %s was not written (%s); the run continues, and every step tries to write its own",
+                directory,
+                error,
+            )
+            return False
 
     async def poll(self) -> None:
         """Completes the checkpoint in the background if all ranks have their files. Raises what went wrong with it."""
@@ -124,10 +130,8 @@ class CheckpointSaver:
         DiskFullError where the last one found no room."""
         await self._wait()
         if self._full is not None:
-            complete = complete_checkpoints(self._root)
-            there = f"the last complete one is {complete[-1].name}" if complete else "there is none"
             raise DiskFullError(
-                f"disk full: no room in {self._root} for the run's last checkpoint; {there}. Make room, and resume"
+                f"disk full: no room in {self._root} for the run's last checkpoint; {after_making_room(self._root)}"
             ) from self._full
         if self._copies is not None:
             self._copies.require_sent()
@@ -164,7 +168,7 @@ class CheckpointSaver:
     async def _copy(self) -> None:
         """To where `trainer.ckpt_path` says; the engine's answers can be read meanwhile."""
         if self._copies is not None:
-            await asyncio.to_thread(self._copies.send, self._root)
+            await self._copies.send_within(self._root, self._timeout_s)
 
     def _completed(self, path: Path) -> None:
         delete_old_checkpoints(self._root, self._keep)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from rl_core.errors import DeadlineError, WeightSyncError
+from rl_core.errors import DeadlineError, DiskFullError, WeightSyncError
 from rl_core.interfaces import (
     IdleMeasuring,
     InferenceClient,
@@ -21,6 +21,7 @@ from rl_core.interfaces import (
     WeightReceivers,
     WeightTransport,
 )
+from rl_core.stored_files import is_disk_full
 from rl_core.trainer.colocation import EngineTurns
 from rl_core.trainer.delta_syncs import DeltaSyncs, sent_share
 from rl_core.trainer.publish import PauseMode, Publication, publish_weights
@@ -30,6 +31,9 @@ from rl_core.workers import WorkerGroup
 logger = logging.getLogger(__name__)
 
 _MOST_ENGINES = 32
+_ROOM_S, _ROOM_POLL_S = 600.0, 5.0
+"""So long a weight sync waits for room on a full disk, and so often it tries again."""
+_MAKE_ROOM = "Make room there, or start the run with TMPDIR=… in which there is more"
 """That have a metric of their own."""
 _MOST_LOST = 3
 """Tries to publish a version in which an engine may be lost: it may be the sync that ends them."""
@@ -183,13 +187,15 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Once; again, to the engines that are left or were started again, where one was lost under way and broke the
-        sync for all; and with whole weights, where changes were refused.
+        """Once; again, to the engines that are left or were started again, if one was lost under way and broke the sync
+        for all; with whole weights, if changes were refused; and while a disk is full, until there is room.
 
         Raises:
             WeightSyncError, DeadlineError: it failed with all engines alive, or engines were lost in every try.
+            DiskFullError: there was no room for too long.
         """
-        num_lost = 0
+        num_lost, clock = 0, asyncio.get_running_loop().time
+        deadline = clock() + _ROOM_S
         while True:
             num_receivers, delta = self._num_receivers(), self._next_delta()
             try:
@@ -204,9 +210,13 @@ class ServedEngines:
                         pause_mode=self._settings.pause_mode,
                         delta=delta,
                     )
-            except (WeightSyncError, DeadlineError) as error:
+            except (WeightSyncError, OSError) as error:
                 is_delta = delta is not None and delta["base"] is not None
-                if is_delta and isinstance(error, WeightSyncError):
+                if is_disk_full(error):
+                    await self._room(error, is_late=clock() > deadline)
+                elif not isinstance(error, (WeightSyncError, DeadlineError)):
+                    raise
+                elif is_delta and isinstance(error, WeightSyncError):
                     logger.warning("publishing again with whole weights because the delta was refused: %s", error)
                 elif self._num_receivers() != num_receivers or await self._has_lost_engines():
                     num_lost += 1
@@ -222,6 +232,16 @@ class ServedEngines:
                 if self._deltas is not None and delta is not None:
                     self._deltas.succeeded(delta)
                 return published
+
+    async def _room(self, error: Exception, *, is_late: bool) -> None:
+        """Waits a while for it; the engines are paused. Raises DiskFullError where that was in vain."""
+        if is_late:
+            raise DiskFullError(
+                f"disk full: weight version {self._version} found no room within {_ROOM_S:g} s ({error}). {_MAKE_ROOM}"
+            ) from error
+        told = "disk full: weight version %d is sent again in %g s (%s). %s"
+        logger.warning(told, self._version, _ROOM_POLL_S, error, _MAKE_ROOM)
+        await asyncio.sleep(_ROOM_POLL_S)
 
     def _next_delta(self) -> Mapping[str, Any] | None:
         if self._deltas is None:

@@ -132,6 +132,7 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
         stream_groups=trainer.stream_groups,
         fingerprint=fingerprint,
         checkpoint_copies=copies_of(config),
+        model_path=Path(trainer.export_path or ""),
     )
 
 

@@ -105,7 +105,10 @@ class FilesSender:
                     entries.append({"file": str(path), "num_bytes": num_bytes, "tensors": described})
                 self._write_manifest({"version": version, "buckets": entries})
         except OSError as error:
-            raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
+            where = " or ".join(map(str, reversed(self._directories)))
+            raise WeightSyncError(
+                f"rank {self._rank} could not write weight version {version} to {where}: {error}"
+            ) from error
         return Manifest(version=version, tensors=tensors)
 
     def _directory_for(self, num_bytes: int) -> Path:

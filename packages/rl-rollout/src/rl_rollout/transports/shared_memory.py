@@ -115,7 +115,10 @@ class SharedMemorySender:
                     count += 1
                 self._write(f"rank{self._rank}.json", {"version": version, "num_buckets": count})
         except OSError as error:
-            raise WeightSyncError(f"rank {self._rank} could not write weight version {version}: {error}") from error
+            where = f"shared memory, which {self._rendezvous.data['directory']} announces"
+            raise WeightSyncError(
+                f"rank {self._rank} could not write weight version {version} to {where}: {error}"
+            ) from error
         return Manifest(version=version, tensors=tensors)
 
     def _announce(self, records: Mapping[str, TensorRecord], segment: Segment, version: int, index: int) -> None:
