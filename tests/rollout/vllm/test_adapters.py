@@ -8,10 +8,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl_core.batch import Batch
 from rl_core.errors import GenerationError, RLError, WeightSyncError
@@ -20,6 +22,7 @@ from rl_core.rank_kit.weight_buckets import pack_buckets, unpack_bucket
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from rl_rollout.transports.broadcast import BroadcastTransport
 from rl_rollout.transports.files import FilesTransport
+from rl_rollout.vllm.adapters import NamedAdapters
 from rl_rollout.vllm.client import RemoteInferenceClient
 from rl_rollout.vllm.launch import create_client
 from tests.rollout.vllm.servers import RunningServer, connect, make_spec, request, write_model
@@ -144,6 +147,40 @@ async def test_a_tensor_that_is_left_out_is_refused_by_the_engine(adapter_server
     await client.close()
 
 
+def resized(name: str, rows: float, columns: float) -> Callable[[Iterator[WeightBucket]], Iterator[WeightBucket]]:
+    """All tensors; this one with so many times its rows and columns, cut off or with zeros."""
+
+    def part(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+        height, width = tensors[name].shape
+        other = torch.zeros(int(rows * height), int(columns * width))
+        kept = tensors[name][: other.shape[0], : other.shape[1]]
+        other[: kept.shape[0], : kept.shape[1]] = kept
+        return pack_buckets((tensors | {name: other}).items(), BUCKET_BYTES)
+
+    return part
+
+
+@pytest.mark.parametrize(("matrix", "rows", "columns"), [(0, 1, 0.5), (1, 0.5, 1), (1, 2, 1), (1, 1, 0.5)])
+async def test_a_matrix_that_does_not_have_its_layers_size_is_refused(
+    adapter_server: RunningServer, matrix: int, rows: float, columns: float
+):
+    """vLLM fills a part of the slot, or cuts off what is too much, and says nothing."""
+    client = await connect(adapter_server)
+    async with policy_of(adapter_server.model_path, LORA) as policy:
+        trainer = trained(client, policy)
+        await trainer.publish()
+        good, name = trainer.version, both_of(LAYERS[0])[matrix]
+        trainer.send_only(resized(name, rows, columns))
+        with pytest.raises(WeightSyncError, match=rf"{name} has the shape .*; with rank 4 the engine's layer, of"):
+            await trainer.publish()
+        await client.resume()
+        assert (await client.health()).version == good
+        trainer.send_only(None)
+        await trainer.publish()
+    await client.close()
+
+
 @pytest.mark.parametrize("spoil", [cut_off, half])
 @pytest.mark.parametrize("transport", [FilesTransport(), BroadcastTransport(timeout_s=60.0)])
 async def test_a_spoiled_update_leaves_the_old_adapter_with_any_transport(
@@ -186,12 +223,16 @@ async def test_whole_weights_and_adapters_of_other_layers_are_refused(adapter_se
         trainer.send_only(renamed)
         with pytest.raises(WeightSyncError, match=r"vLLM has no layers \['model.layers.0.moe.down_proj'"):
             await trainer.publish()
-        policy.adapter = LoraConfig(rank=16, merge_lora=False).peft_config()
-        with pytest.raises(WeightSyncError, match="rank 16 is greater than max_lora_rank 8"):
+        policy.adapter = LoraConfig(rank=8, merge_lora=False).peft_config()
+        with pytest.raises(WeightSyncError, match=r"lora_A.weight has the shape \[4, 32\]; with rank 8 the engine's"):
             await trainer.publish()
         policy.adapter = LORA.peft_config()
         trainer.send_only(None)
         await trainer.publish()
+    async with policy_of(adapter_server.model_path, LoraConfig(rank=16, merge_lora=False)) as policy:
+        with pytest.raises(WeightSyncError, match="rank 16 is greater than max_lora_rank 8"):
+            await trained(client, policy).publish()
+    await client.resume()
     await client.close()
 
 
@@ -261,8 +302,18 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
     client = await connect(adapter_server)
     expected = write_adapter(adapter_server.model_path, tmp_path / "good", seed=7)
     write_adapter(adapter_server.model_path, tmp_path / "large", seed=8, rank=16)
+    write_adapter(adapter_server.model_path, tmp_path / "short", seed=9)
+    file = tmp_path / "short" / "adapter_model.safetensors"
+    short = load_file(file)
+    short[both_of(LAYERS[0])[1]] = short[both_of(LAYERS[0])[1]][:1].clone()
+    save_file(short, file)
     await client.load_lora_from_disk("kept", tmp_path / "good")
-    for path, message in (("nowhere", "nowhere"), ("large", "rank 16 is greater than max_lora_rank 8")):
+    refused = {
+        "nowhere": "nowhere",
+        "large": "rank 16 is greater than max_lora_rank 8",
+        "short": r"q_proj.lora_B.weight has the shape \[1, 4\]",
+    }
+    for path, message in refused.items():
         with pytest.raises(GenerationError, match=message):
             await client.load_lora_from_disk("kept", tmp_path / path)
     assert await scores_of(client, "kept") == pytest.approx(expected, abs=LIMIT)
@@ -272,6 +323,65 @@ async def test_an_adapter_that_cannot_be_served_leaves_what_was_there(adapter_se
     with pytest.raises(GenerationError, match="no adapter 'unknown'"):
         await client.score([SEQUENCE], adapter="unknown")
     await client.close()
+
+
+class TwoCores:
+    """An engine of two data-parallel ones, whose core processes answer as the test says."""
+
+    errored = False
+
+    def __init__(self, answers: Mapping[tuple[str, int], Any]) -> None:
+        self.engine_core = self
+        self.core_engines = [0, 1]
+        self.asked: list[tuple[str, int]] = []
+        self._answers = answers
+
+    async def _call_utility_async(self, method: str, *arguments: Any, engine: int) -> Any:
+        self.asked.append((method, engine))
+        answer = self._answers.get((method, engine), [None])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def named_adapters(engine: Any) -> tuple[NamedAdapters, dict[str, Any]]:
+    """With one that stands for something, and what stands for what."""
+    held: dict[str, Any] = {"kept": SimpleNamespace(lora_int_id=7)}
+    counter = itertools.count(1)
+    models: Any = SimpleNamespace(
+        lora_requests=held,
+        lora_id_counter=SimpleNamespace(inc=lambda _: next(counter)),
+        is_base_model=lambda name: name == "policy",
+    )
+    return NamedAdapters(engine, models), held
+
+
+async def test_an_adapter_that_one_data_parallel_engine_cannot_serve_replaces_nothing_in_the_others():
+    engine = TwoCores({("collective_rpc", 1): [None, "its rank is too high"]})
+    adapters, held = named_adapters(engine)
+    before = dict(held)
+    with pytest.raises(GenerationError, match="'kept' at /there cannot be served: its rank is too high"):
+        await adapters.load("kept", "/there")
+    assert engine.asked == [("collective_rpc", 0), ("collective_rpc", 1)]
+    assert held == before
+
+
+async def test_a_name_stands_for_nothing_where_only_a_part_of_the_engines_took_the_adapter():
+    engine = TwoCores({("add_lora", 1): OSError("the file is gone")})
+    adapters, held = named_adapters(engine)
+    with pytest.raises(GenerationError, match=r"loaded: the file is gone\. The name stands for no adapter"):
+        await adapters.load("kept", "/there")
+    assert held == {}
+    with pytest.raises(GenerationError, match="no adapter 'kept'"):
+        adapters["kept"]
+
+
+async def test_an_adapter_is_loaded_by_every_data_parallel_engine_after_all_have_checked_it():
+    engine = TwoCores({})
+    adapters, _ = named_adapters(engine)
+    await adapters.load("kept", "/there")
+    assert engine.asked == [("collective_rpc", 0), ("collective_rpc", 1), ("add_lora", 0), ("add_lora", 1)]
+    assert adapters["kept"].lora_int_id == 7
 
 
 @pytest.mark.soak

@@ -32,6 +32,7 @@ from rl_rollout.vllm.plugin import vllm
 from rl_rollout.vllm.pool import EngineFacts, Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
 from rl_rollout.vllm.supervisor import Heartbeat, Supervisor
+from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix
 from tests.core.virtual_time import run_virtually
 from tests.rollout.vllm.servers import make_spec
 
@@ -250,6 +251,31 @@ async def test_waiting_for_a_server_names_the_state_of_each():
     await asyncio.sleep(0)
     await pool.changed_version(4, [second])
     assert await waiting is second
+
+
+# --- sizes of adapters ------------------------------------------------------------------------------------------------
+
+
+def test_a_matrix_of_an_adapter_has_its_layers_size_where_that_is_known():
+    """A layer of 6 outputs and 4 inputs, and rank 2."""
+    float32 = "float32"
+    stored = {
+        "model.q.weight": StoredTensor((6, 4), float32),
+        "model.packed.weight": StoredTensor((6, 1), "U8"),
+    }
+
+    def require(name: str, *shape: int, dtype: str = "bfloat16") -> None:
+        require_matrix(f"base_model.model.{name}.weight", StoredTensor(shape, dtype), stored, 2)
+
+    require("model.q.lora_A", 2, 4)
+    require("model.q.lora_B", 6, 2)
+    require("model.packed.lora_B", 5, 2)
+    require("model.unknown.lora_A", 2, 5)
+    for name, shape in (("A", (1, 4)), ("A", (2, 3)), ("A", (4, 2)), ("B", (3, 2)), ("B", (12, 2)), ("B", (6, 1))):
+        with pytest.raises(WeightSyncError, match=rf"lora_{name}\.weight has the shape \[\d+, \d\]; with rank 2 the"):
+            require(f"model.q.lora_{name}", *shape)
+    with pytest.raises(WeightSyncError, match="has the dtype int8"):
+        require("model.unknown.lora_A", 2, 5, dtype="int8")
 
 
 # --- a sync that breaks -----------------------------------------------------------------------------------------------

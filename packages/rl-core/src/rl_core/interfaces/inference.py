@@ -183,6 +183,7 @@ class AdapterServing(Protocol):
 
         Raises:
             GenerationError: an engine cannot serve it and keeps what it had before, or its log-probs are not finite.
+                An engine that fails after it found that it can serve the adapter serves nothing under the name.
         """
         ...
 

@@ -9,6 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl_core.errors import GenerationError
+from rl_rollout.vllm.engine_cores import answers_of_all
 from rl_rollout.vllm.weights.adapters import POLICY_ADAPTER
 
 
@@ -38,16 +39,30 @@ class NamedAdapters:
         return self._models.lora_requests[name]
 
     async def load(self, name: str, path: str) -> None:
-        """Loads the adapter, or replaces the one of this name. Raises GenerationError; then nothing has changed."""
+        """Loads the adapter, or replaces the one of this name, when every data-parallel engine has read it and found
+        that it can serve it.
+
+        Raises:
+            GenerationError: one cannot, and nothing has changed; or one failed all the same when it took the adapter,
+                and the name stands for nothing any more: the message says which.
+        """
         if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
             raise GenerationError(f"an adapter cannot have the name {name!r}, which is the policy's; choose another")
         known = self._models.lora_requests.get(name)
         number = self._models.lora_id_counter.inc(1) if known is None else known.lora_int_id
+        by_engine = await answers_of_all(self._engine, "collective_rpc", "rl_check_adapter", None, (name, path), None)
+        faults = [fault for of_engine in by_engine for fault in of_engine if fault is not None]
+        if faults:
+            raise GenerationError(f"the adapter {name!r} at {path} cannot be served: {faults[0]}")
         try:
-            await self._engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+            await answers_of_all(self._engine, "add_lora", LoRARequest(name, number, path, load_inplace=True))
         except Exception as error:
             if self._engine.errored:
                 raise
-            raise GenerationError(f"the adapter {name!r} at {path} cannot be served: {error}") from error
+            self._models.lora_requests.pop(name, None)  # some engines may have replaced it
+            raise GenerationError(
+                f"the adapter {name!r} at {path} was checked, and could not be loaded: {error}. The name stands for no "
+                "adapter any more: load one again"
+            ) from error
         # Without `load_inplace`: with it, vLLM 0.30 would read the file again in every step of the engine.
         self._models.lora_requests[name] = LoRARequest(name, number, path)

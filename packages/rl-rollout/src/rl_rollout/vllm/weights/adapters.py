@@ -8,14 +8,17 @@ it; its slot may go to other adapters for a batch without it, and is filled agai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 
 from rl_core.errors import WeightSyncError
+from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
 POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
 """What requests of the policy carry. The path is never read: the adapter is always registered."""
@@ -60,10 +63,28 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
         )
     except ValueError as error:
         raise WeightSyncError(f"the adapter cannot be served: {error}") from error
+    _require_both_matrices(adapter)
+    return adapter
+
+
+def _require_both_matrices(adapter: LoRAModel) -> None:
     half = [name for name, layer in adapter.loras.items() if layer.lora_a is None or layer.lora_b is None]
     if half or not adapter.loras:
         raise WeightSyncError(f"of {half[:3] or 'every layer'} the adapter has not both matrices, A and B")
-    return adapter
+
+
+def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, StoredTensor]) -> None:
+    """The adapter at `path`, in peft's format, can be served under any name. Nothing changes.
+
+    Raises:
+        Exception: of vLLM, or a WeightSyncError for a matrix that does not fit its layer.
+    """
+    adapter = worker.model_runner.lora_manager._load_adapter(LoRARequest(name, POLICY_ADAPTER.lora_int_id + 1, path))
+    _require_both_matrices(adapter)
+    file = Path(get_adapter_absolute_path(path), "adapter_model.safetensors")
+    if file.exists():
+        for tensor_name, given in tensors_of_file(file).items():
+            require_matrix(tensor_name, given, stored, adapter.rank)
 
 
 def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:

@@ -1,7 +1,7 @@
 """What an engine's model is made of, by the names that weights travel under: those of the files it was loaded from.
 
 vLLM's loaders copy into fused and padded tensors, and some take what does not fit: twice the rows of a `gate_proj` went
-into the place of its `up_proj`.
+into the place of its `up_proj`. Of an adapter's matrix with too few rows it fills a part of the slot.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rl_core.interfaces import WeightBucket
 _TIED_HEAD = "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|down)_proj\.weight")
 _FUSED = {"gate": "gate_up_proj", "down": "down_proj"}
+_LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of torch, by those of the file format; of floating-point numbers that nothing is quantized to."""
 
@@ -47,12 +48,19 @@ def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:
         directory = Path(cached)
     stored: dict[str, StoredTensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                part = file.get_slice(name)
-                dtype = str(part.get_dtype())
-                stored[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
+        stored |= tensors_of_file(path)
     return stored | _fused_experts(stored)
+
+
+def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds, by name; only its header is read."""
+    tensors: dict[str, StoredTensor] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            part = file.get_slice(name)
+            dtype = str(part.get_dtype())
+            tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
+    return tensors
 
 
 def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -85,6 +93,43 @@ def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor],
             if stored and (name in stored or name != _TIED_HEAD):
                 _require_fitting(name, tuple(shape), given, stored, dtype)
         yield bucket
+
+
+def fitting_adapter(
+    buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], rank: int
+) -> Iterator[WeightBucket]:
+    """The buckets of an adapter of this rank, each once all its tensors are known to fit; see `require_matrix`."""
+    for bucket in buckets:
+        for name, shape, given in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+            require_matrix(name, StoredTensor(tuple(shape), given), stored, rank)
+        yield bucket
+
+
+def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTensor], rank: int) -> None:
+    """A matrix of an adapter has the size of the layer that it is for.
+
+    Args:
+        name: as peft calls it.
+        given: the matrix.
+        stored: the engine's; of a layer that is not in it, or is packed there, nothing is known, and nothing checked.
+        rank: of the adapter.
+
+    Raises:
+        WeightSyncError: it has another shape, or is of no floating-point numbers.
+    """
+    if given.dtype not in _DTYPES.values():
+        raise WeightSyncError(f"{name} has the dtype {given.dtype}; an adapter's is one of {[*_DTYPES.values()]}")
+    match = _LORA.fullmatch(name)
+    held = stored.get(f"{match[1]}.weight") if match else None
+    if match is None or held is None or held.dtype not in _DTYPES.values() or len(held.shape) != 2:
+        return
+    rows, columns = held.shape
+    expected = (rank, columns) if match[2] == "A" else (rows, rank)
+    if given.shape != expected:
+        raise WeightSyncError(
+            f"{name} has the shape {list(given.shape)}; with rank {rank} the engine's layer, of {list(held.shape)}, "
+            f"takes {list(expected)}"
+        )
 
 
 def _require_fitting(

@@ -29,7 +29,7 @@ from rl_core.rank_kit.weight_deltas import HeldWeights, received
 from rl_rollout.vllm import fixes
 from rl_rollout.vllm.weights import adapters
 from rl_rollout.vllm.weights.preparation import Preparation, described
-from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, stored_tensors
+from rl_rollout.vllm.weights.stored_tensors import StoredTensor, fitting, fitting_adapter, stored_tensors
 from rl_rollout.vllm.wire import manifest_record
 
 fixes.apply()
@@ -37,7 +37,7 @@ _AGREE_S = 600.0
 _IS_INTACT = "rl_is_intact"
 """Attribute of a worker: its model is one version as a whole. Missing before the first update."""
 _STORED = "rl_stored"
-"""Attribute of a worker: `stored_tensors` of its model. Missing before the first update of whole weights."""
+"""Attribute of a worker: `stored_tensors` of its model. Missing before they are needed."""
 _HELD = "rl_held"
 """Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
 and the names of its tensors. Missing before the first update."""
@@ -68,6 +68,14 @@ class WeightReceiverExtension:
     def rl_start_adapter(self) -> None:
         """Once, before the first request, of an engine with adapters."""
         adapters.start_with_zeros(self)
+
+    def rl_check_adapter(self, name: str, path: str) -> str | None:
+        """Why the adapter at `path` cannot be served here; None if it can. Nothing changes."""
+        try:
+            adapters.require_loadable(self, name, path, _stored(self))
+        except Exception as error:
+            return described(error)
+        return None
 
     def rl_prepare_weights(
         self,
@@ -129,7 +137,7 @@ def _arriving(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
     receiver: WeightReceiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     with closing(received(receiver, version, rendezvous.delta, _held_weights(worker))) as arriving:
         if rendezvous.adapter is not None:
-            yield from arriving
+            yield from fitting_adapter(arriving, _stored(worker), rendezvous.adapter["r"])
         else:
             yield from fitting(arriving, _stored(worker), _dtype(worker))
 
