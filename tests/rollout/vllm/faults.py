@@ -418,10 +418,10 @@ def _flip_byte_of_next_segment(where: float) -> None:
     """As `_with_flipped_byte`, where checksums are computed of what lies in the memory that engines read."""
     write = Segment.write
 
-    def write_and_flip(segment: Segment, bucket: WeightBucket) -> WeightBucket:
+    def write_and_flip(self: Segment, bucket: WeightBucket) -> WeightBucket:
         Segment.write = write
-        packed = write(segment, bucket)
-        segment.tensor[int(where * (segment.num_bytes - 1))] ^= 0x40
+        packed = write(self, bucket)
+        self.tensor[int(where * (self.num_bytes - 1))] ^= 0x40
         return packed
 
     Segment.write = write_and_flip

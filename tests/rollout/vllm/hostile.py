@@ -1,15 +1,11 @@
-"""Seeded requests that no client of ours would send: types, ranges, sizes, paths, encodings, half bodies, departures.
-
-One is left out: `response_format={"type": "json_object"}`, which asks these servers for braces that their vocabulary
-does not have; vLLM answers that with status 500, and goes on.
-"""
+"""Seeded requests that no client of ours would send: types, ranges, sizes, paths, encodings, half ones, departures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -33,7 +29,7 @@ def nested(depth: int) -> Any:
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2.5, -0.5, 1e308, 2**31, 2**63, 2**64, 2**70, -(2**63) - 1, 10**400, "", "x", "policy",
     "\x00", "7", "東京 🙂", "x" * 5000, [], [[]], [None], ["a", 1], [-1], [2**40], [1.5], {}, {"a": 1}, {"": {"": []}},
-    {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": 7}}},
+    {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": 7}}}, {"type": "json_object"},
     {"regex": "("},
     msgspec.Raw(b"NaN"), msgspec.Raw(b"-Infinity"), msgspec.Raw(b"1e999"), msgspec.Raw(b'"\\ud800"'), nested(100),
     nested(100_000), msgspec.Raw(b'{"a":' * 30_000 + b"1" + b"}" * 30_000),
@@ -68,15 +64,24 @@ HEADERS = [
     "Content-Length: -1", "Content-Length: 7, 8", "Content-Length: x", "Transfer-Encoding: chunked",
     "Transfer-Encoding: gzip, chunked", "Content-Encoding: gzip", "Content-Encoding: what", "Content-Type: text/plain",
     "Content-Type: application/json; charset=utf-99", "Content-Type: multipart/form-data; boundary=x",
+    "Content-Type: Application/JSON", "Content-Type: application/json\r\nContent-Type: text/plain",
     "X-Session-ID: " + "s" * 5000, "Expect: 100-continue", "Host: elsewhere", "X-Request-Id: \x01",
     "Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==",
     "Cookie: " + "c" * 70_000, "Range: bytes=9-1", "Accept-Encoding: br;q=nan", "Authorization: Basic eA==",
     "\r\n".join(f"X-{i}: {i}" for i in range(200)),
 ]  # fmt: skip
+_MESSAGES = [{"role": "user", "content": "1+1="}]
 WHOLE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "policy", "prompt": "1+1=", "max_tokens": 4},
-    "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4},
+    "/v1/chat/completions": {"model": "policy", "messages": _MESSAGES, "max_tokens": 4},
+    "/v1/chat/completions/batch": {"model": "policy", "messages": [_MESSAGES, _MESSAGES], "max_tokens": 4},
+    "/v1/responses": {"model": "policy", "input": "1+1=", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {"model": "policy", "messages": _MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "policy", "messages": _MESSAGES},
+    "/tokenize": {"model": "policy", "prompt": "1+1="},
+    "/detokenize": {"model": "policy", "tokens": [1, 2, 3]},
 }
+_SAMPLING = ("/v1/completions", "/v1/chat/completions")
 
 
 @attrs.frozen(kw_only=True)
@@ -98,21 +103,36 @@ class HostileRequest:
 
 
 def hostile_request(seed: int, *, to_router: bool) -> HostileRequest:
-    """The request of this seed; routers get none of `/rl`."""
+    """The request of this seed; routers get those of the API alone."""
     dice = random.Random(seed)
     kinds = [_wrong_field, _wrong_field, _wrong_field, _broken_body, _odd_path, _odd_head, _departure]
-    return dice.choice(kinds if to_router else [*kinds, _wrong_control, _wrong_control])(dice)
+    paths = [path for path in WHOLE if path.startswith("/v1/") or not to_router]
+    return dice.choice(kinds if to_router else [*kinds, _wrong_control, _wrong_control])(dice, paths)
 
 
 def known_fields() -> Mapping[str, list[str]]:
     """By route: the fields that vLLM knows, from its own classes."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
 
-    return {
-        "/v1/completions": sorted(CompletionRequest.model_fields),
-        "/v1/chat/completions": sorted(ChatCompletionRequest.model_fields),
+    classes: dict[str, list[Any]] = {
+        "/v1/completions": [CompletionRequest],
+        "/v1/chat/completions": [ChatCompletionRequest],
+        "/v1/chat/completions/batch": [BatchChatCompletionRequest],
+        "/v1/responses": [ResponsesRequest],
+        "/v1/messages": [AnthropicMessagesRequest],
+        "/v1/messages/count_tokens": [AnthropicCountTokensRequest],
+        "/tokenize": [TokenizeChatRequest, TokenizeCompletionRequest],
+        "/detokenize": [DetokenizeRequest],
     }
+    return {path: sorted({name for one in those for name in one.model_fields}) for path, those in classes.items()}
 
 
 def _head(method: str, path: str, body: bytes, *others: str) -> bytes:
@@ -121,6 +141,8 @@ def _head(method: str, path: str, body: bytes, *others: str) -> bytes:
     names = {line.partition(":")[0].lower() for line in others}
     if not names & {"content-length", "transfer-encoding"}:
         given.append(f"Content-Length: {len(body)}")
+    if "connection" not in names:
+        given.append("Connection: close")
     if "content-type" not in names:
         given.append("Content-Type: application/json")
     return f"{method} {path} HTTP/1.1\r\n{chr(10).join(f'{line}{chr(13)}' for line in given)}\n\r\n".encode(
@@ -139,8 +161,8 @@ def dumped(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _wrong_field(dice: random.Random) -> HostileRequest:
-    path = dice.choice(list(WHOLE))
+def _wrong_field(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
+    path = dice.choice(paths)
     fields = dict(WHOLE[path])
     for name in dice.sample(known_fields()[path], dice.choice([1, 1, 2])):
         fields[name] = dice.choice(VALUES)
@@ -148,12 +170,13 @@ def _wrong_field(dice: random.Random) -> HostileRequest:
     return HostileRequest(kind="wrong field", head=_head("POST", path, body), body=body)
 
 
-def _broken_body(dice: random.Random) -> HostileRequest:
+def _broken_body(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
     body = dice.choice(BROKEN)
-    return HostileRequest(kind="broken body", head=_head("POST", dice.choice(list(WHOLE)), body), body=body)
+    return HostileRequest(kind="broken body", head=_head("POST", dice.choice(paths), body), body=body)
 
 
-def _odd_path(dice: random.Random) -> HostileRequest:
+def _odd_path(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
+    del paths
     path = "/" + "/".join(dice.choices(SEGMENTS, k=dice.randint(1, 6)))
     if dice.random() < 0.3:
         path = "/v1/" + quote(dice.randbytes(dice.choice([8, 3000, 30_000])))
@@ -163,16 +186,17 @@ def _odd_path(dice: random.Random) -> HostileRequest:
     return HostileRequest(kind="odd path", head=head, body=b"", is_whole=False)
 
 
-def _odd_head(dice: random.Random) -> HostileRequest:
-    path = dice.choice(list(WHOLE))
-    body = dumped(WHOLE[path])
+def _odd_head(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
+    path = dice.choice(paths)
+    body = dumped({**WHOLE[path], "seed": dice.choice([7, 10**400])})
     return HostileRequest(
         kind="odd head", head=_head("POST", path, body, dice.choice(HEADERS)), body=body, is_whole=False
     )
 
 
-def _departure(dice: random.Random) -> HostileRequest:
-    path = dice.choice(list(WHOLE))
+def _departure(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
+    path = dice.choice(_SAMPLING)
+    del paths
     body = dumped({**WHOLE[path], "max_tokens": 400, "ignore_eos": True, "stream": dice.random() < 0.5})
     head = _head("POST", path, body)
     if dice.random() < 0.5:
@@ -182,8 +206,9 @@ def _departure(dice: random.Random) -> HostileRequest:
     return HostileRequest(kind="leaves", head=head, body=body, leaves_after_received=received)
 
 
-def _wrong_control(dice: random.Random) -> HostileRequest:
+def _wrong_control(dice: random.Random, paths: Sequence[str]) -> HostileRequest:
     """Of the routes that change nothing where they succeed by chance."""
+    del paths
     name = dice.choice(
         ["generate", "score", "cancel", "abort", "load_adapter", "prepare_weights", "update_weights", "wake", "health"]
     )
@@ -207,12 +232,12 @@ def _wrong_control(dice: random.Random) -> HostileRequest:
     return HostileRequest(kind="wrong control", head=_head("POST", f"/rl/{name}", body), body=body)
 
 
-async def sent(request: HostileRequest, host: str, port: int) -> int | None:
-    """The status of the answer, None where none need come and none came.
+async def sent(request: HostileRequest, host: str, port: int) -> tuple[int, bytes] | None:
+    """Status and body of the answer, read to its end; None where none need come and none came.
 
     Raises:
-        TimeoutError: an answer was due.
-        ConnectionError: the connection ended instead.
+        TimeoutError: the whole answer was due.
+        ConnectionError: the connection ended before.
     """
     reader, writer = await asyncio.open_connection(host, port)
     everything = request.head + request.body
@@ -237,6 +262,17 @@ async def sent(request: HostileRequest, host: str, port: int) -> int | None:
             if request.is_whole:
                 raise ConnectionError(f"{line!r} instead of an answer")
             return None
-        return int(line.split()[1])
+        return int(line.split()[1]), await asyncio.wait_for(_body(reader), _ANSWER_S) if request.is_whole else b""
     finally:
         writer.close()
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    """Of an answer after which the connection ends. Raises ConnectionError where it is not whole."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    body = await reader.read()
+    headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n") if b": " in line)
+    is_chunked = headers.get(b"transfer-encoding") == b"chunked"
+    if not (body.endswith(b"0\r\n\r\n") if is_chunked else len(body) == int(headers[b"content-length"])):
+        raise ConnectionError(f"{head!r}, and only {len(body)} bytes came")
+    return body

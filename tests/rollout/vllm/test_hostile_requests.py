@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 import pytest_asyncio
+import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import open_session
 from rl_rollout.vllm.launch import client_settings, supervised_client
+from rl_rollout.vllm.routes import STATUS_NOT_COMPUTED, CheckBody
 from rl_rollout.vllm.supervisor import ExternalServer
-from tests.rollout.vllm.hostile import hostile_request, sent
+from tests.rollout.vllm.hostile import HostileRequest, hostile_request, sent
 from tests.rollout.vllm.servers import TOKENS, RunningServer, make_spec, request
 
 pytestmark = pytest.mark.slow
 NUM_TARGETS = 2
+AT_ONCE = 5
 
 
 @pytest_asyncio.fixture
@@ -41,26 +48,95 @@ async def require_serving(client: RemoteInferenceClient, name: str) -> None:
 
 
 async def send_all(client: RemoteInferenceClient, server: RunningServer, seeds: range) -> None:
-    assert client.router_url is not None
-    for seed in seeds:
+    """Some at a time."""
+
+    async def send(seed: int) -> None:
         to_router = seed % NUM_TARGETS == 0
         hostile = hostile_request(seed, to_router=to_router)
         url = urlsplit(client.router_url if to_router else server.url)
         assert url.hostname is not None
         assert url.port is not None
         try:
-            status = await sent(hostile, url.hostname, url.port)
-        except (TimeoutError, ConnectionError) as error:
+            answer = await sent(hostile, url.hostname, url.port)
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
             raise AssertionError(f"seed {seed}, {hostile}: {type(error).__name__}: {error}") from error
-        assert status is None or status < 500 or status == 501, f"seed {seed}, {hostile}: status {status}"
-        if seed % 10 == 9:
-            await require_serving(client, f"after-{seed}")
+        assert answer is None or answer[0] < 500 or answer[0] == 501, f"seed {seed}, {hostile}: {answer}"
+
+    for first in seeds[::AT_ONCE]:
+        await asyncio.gather(*map(send, range(first, min(first + AT_ONCE, seeds.stop))))
+        await require_serving(client, f"after-{first}")
 
 
 async def test_thirty_hostile_requests_leave_router_and_server_serving(
     client: RemoteInferenceClient, dense_server: RunningServer
 ):
     await send_all(client, dense_server, range(30))
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+JSON_OBJECT = {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "1", "response_format": JSON_OBJECT}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "response_format": JSON_OBJECT}),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES], "response_format": JSON_OBJECT}),
+        ("/v1/responses", {"input": "1", "store": False, "text": {"format": JSON_OBJECT}}),
+    ],
+)
+async def test_json_of_a_model_that_has_no_braces_is_refused(dense_server: RunningServer, path: str, fields: object):
+    assert isinstance(fields, dict)
+    asked = {"model": "policy", **fields}
+    async with open_session(TOKENS.access) as session, session.post(dense_server.url + path, json=asked) as answer:
+        assert (answer.status, "could not compute" in await answer.text()) == (STATUS_NOT_COMPUTED, True)
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON", "application/json\r\nContent-Type: text/plain"])
+async def test_a_body_is_checked_however_its_type_is_written(
+    client: RemoteInferenceClient, dense_server: RunningServer, kind: str
+):
+    """vLLM keeps a request with such a number for ever."""
+    body = b'{"model": "policy", "prompt": "1", "seed": ' + b"9" * 400 + b"}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    head += f"Authorization: Bearer {TOKENS.access}\r\nConnection: close\r\n\r\n"
+    url = urlsplit(dense_server.url)
+    assert url.hostname is not None
+    assert url.port is not None
+    answer = await sent(HostileRequest(kind="number", head=head.encode(), body=body), url.hostname, url.port)
+    assert answer is not None
+    assert (answer[0], b"more than 64 bits" in answer[1]) == (400, True)
+    await require_serving(client, "after-a-number")
+
+
+async def test_a_websocket_passes_no_check_and_is_refused(dense_server: RunningServer):
+    async with open_session(TOKENS.control) as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+            await session.ws_connect(f"{dense_server.url}/v1/realtime")
+        assert refusal.value.status == 403
+
+
+async def test_a_body_that_does_not_come_in_time_is_refused():
+    """And the connection ends."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the routes saw half a request")
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(CheckBody(app, timeout_s=0.3), log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    try:
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"did not come within 0.3 s" in answer
+    finally:
+        writer.close()
+        server.should_exit = True
+        await serving
 
 
 @pytest.mark.soak

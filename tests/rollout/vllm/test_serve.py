@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ class Served:
     """A server, and what the engine of a run that uses it is told."""
 
     process: subprocess.Popen[bytes]
+    metrics: str
+    """What it said at `/metrics` before anybody had asked it for anything."""
     token_file: Path
     split: Split
     model_path: Path
@@ -79,8 +83,19 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
     try:
-        spec = make_spec(model_path, directory, **split.engine, external_server_urls=[_address(process, log)])
-        yield Served(process=process, token_file=token_file, split=split, model_path=model_path, spec=spec)
+        url = _address(process, log)
+        shown = {"Authorization": f"Bearer {ACCESS_TOKEN}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/metrics", headers=shown), timeout=60) as answer:
+            metrics = answer.read().decode()
+        spec = make_spec(model_path, directory, **split.engine, external_server_urls=[url])
+        yield Served(
+            process=process,
+            metrics=metrics,
+            token_file=token_file,
+            split=split,
+            model_path=model_path,
+            spec=spec,
+        )
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -91,10 +106,25 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     while True:
         said = [line for line in log.read_text().splitlines() if line.startswith("serving at ")]
         if said:
-            return said[0].removeprefix("serving at ")
+            return said[0].removeprefix("serving at ").partition(",")[0]
         assert process.poll() is None, log.read_text()[-5000:]
         assert time.monotonic() < deadline, log.read_text()[-5000:]
         time.sleep(0.2)
+
+
+def test_a_server_that_says_it_is_ready_has_computed_with_every_engine(served):
+    """Scored a prompt and sampled from it: what is compiled at its first use belongs to the start."""
+    computed = {
+        (name, engine): float(value)
+        for name, engine, value in re.findall(
+            r'^vllm:(prompt|generation)_tokens_total\{engine="(\d+)".*\} (\S+)$', served.metrics, re.MULTILINE
+        )
+    }
+    engines = [str(rank) for rank in range(served.split.engine.get("data_parallel_size", 1))]
+    assert sorted({engine for _, engine in computed}) == engines
+    for engine in engines:
+        assert computed["prompt", engine] >= 2 * 4
+        assert computed["generation", engine] >= 1 + 2
 
 
 @pytest.mark.parametrize("transport", ["files", "shared_memory", "broadcast"])
@@ -147,11 +177,12 @@ def test_nothing_of_a_server_that_is_killed_is_left_and_it_said_what_it_was_doin
     _, alive = psutil.wait_procs(others, timeout=30)
     assert not alive
     said = (served.model_path.parent / "server.log").read_text().splitlines()
-    assert [line.split()[0] for line in said if line.startswith(("loading /", "warming up", "serving at "))] == [
-        "loading",
-        "warming",
-        "serving",
-    ]
+    states = [line for line in said if line.startswith(("loading /", "warming up", "serving at "))]
+    assert [line.split()[0] for line in states] == ["loading", "warming", "serving"]
+    after = [re.fullmatch(r".+, (\d+) s after its start", line) for line in states]
+    seconds = [int(match[1]) for match in after if match]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 3
 
 
 async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeypatch):

@@ -4,15 +4,18 @@ model."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from rl_core.errors import GenerationError
+from rl_core.errors import DeadlineError, GenerationError
 from rl_rollout.vllm import server_group
 from rl_rollout.vllm.placement import reserve_places
 from rl_rollout.vllm.server import ServerAddress, ServerSettings, StartFailure, log_excerpt
@@ -23,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 class Dying:
-    """Dies while it loads until its file has `deaths` lines, or says that its engine died."""
+    """Dies or hangs while it loads until its file has `deaths` lines, or says that its engine died."""
 
     def __init__(self, log_path: str, shared: object) -> None:
         self._log_path = Path(log_path)
@@ -37,6 +40,8 @@ class Dying:
             return None
         if kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "hangs":
+            time.sleep(3600)
         return StartFailure(summary=kind, log_lines="a line", is_death=kind == "engine died")
 
     def start(self) -> ServerAddress:
@@ -44,7 +49,9 @@ class Dying:
         return ServerAddress(url="http://127.0.0.1:8000", pid=os.getpid())
 
 
-def started(directory: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> int:
+def started(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, start_timeout_s: float = 60.0, **arguments: Any
+) -> int:
     """How often it was started, whether it came up or not."""
     remote: Any = ray.remote
     monkeypatch.setattr(server_group, "_ACTOR", remote(max_restarts=0)(Dying))
@@ -55,7 +62,7 @@ def started(directory: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) 
         settings = ServerSettings(
             engine_args={"model": "none", **arguments}, host="127.0.0.1", tokens=TOKENS, log_path=str(log)
         )
-        server = Server(index=0, place=place, settings=settings, environment={}, start_timeout_s=60)
+        server = Server(index=0, place=place, settings=settings, environment={}, start_timeout_s=start_timeout_s)
         try:
             await server.start()
         finally:
@@ -65,7 +72,7 @@ def started(directory: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) 
     try:
         asyncio.run(start())
     finally:
-        count = len(log.read_text().splitlines())
+        count = len(log.read_text().splitlines()) if log.exists() else 0
     return count
 
 
@@ -81,6 +88,17 @@ def test_a_second_death_is_an_error(ray_for_servers: None, tmp_path: Path, monke
     with pytest.raises(GenerationError, match="died while it started"):
         started(tmp_path, monkeypatch, kind="killed", deaths=2)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_a_server_that_is_not_ready_in_time_is_given_up(
+    ray_for_servers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"waited 5 s .*start_timeout_s.* from its log"):
+        started(tmp_path, monkeypatch, start_timeout_s=5.0, kind="hangs", deaths=1)
+    assert time.monotonic() - began < 20
+    assert re.search(r"vLLM server 0: loading none, \d+ s after its start", caplog.text)
 
 
 def test_an_engine_that_refuses_its_arguments_is_not_started_again(

@@ -270,6 +270,35 @@ async def test_changes_that_break_off_are_healed_by_whole_weights(dense_server, 
     await client.close()
 
 
+async def test_agents_requests_at_a_server_that_is_quarantined_end_at_once(dense_server):
+    """Not when a good update comes: an answer is refused, as the router then asks another server; a stream says so."""
+    client = await connect(dense_server)
+    fields = {"model": "policy", "prompt": "1+1=", "max_tokens": 450, "ignore_eos": True, "n": 8}
+    async with policy_of(dense_server.model_path) as policy, open_session(TOKENS.access) as session:
+        trainer = trained(client, policy, "broadcast")
+        await trainer.publish()
+
+        async def answer(stream: bool) -> tuple[int, str]:
+            asked = {**fields, "stream": stream}
+            async with session.post(f"{dense_server.url}/v1/completions", json=asked) as answer:
+                return answer.status, await answer.text()
+
+        asking = [asyncio.ensure_future(answer(stream)) for stream in (False, True)]
+        while (await client.health()).num_running < 2 * fields["n"]:
+            assert not any(one.done() for one in asking)
+            await asyncio.sleep(0.01)
+        trainer.send_only(cut_off)
+        with pytest.raises(WeightSyncError):
+            await trainer.publish()
+        whole, stream = await asyncio.wait_for(asyncio.gather(*asking), 10)
+        assert (whole[0], "lacks complete weights" in whole[1]) == (502, True)
+        *events, last, end = stream[1].split("\n\n")
+        assert (stream[0], events != [], "lacks complete weights" in last, end) == (200, True, True, "")
+        trainer.send_only(None)
+        await trainer.publish()
+    await client.close()
+
+
 # --- in an engine of their own: five syncs over every transport, and negative controls ------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -20,16 +21,19 @@ from rl_rollout.vllm import bodies, wire
 from rl_rollout.vllm.agent_bodies import require_sound
 from rl_rollout.vllm.calls import Calls
 from rl_rollout.vllm.error_texts import without_other_paths
-from rl_rollout.vllm.served_engine import ServedEngine, Unavailable
+from rl_rollout.vllm.served_engine import Lost, ServedEngine, Unavailable
 from rl_rollout.vllm.tokens import Tokens, is_for_agents
 
 _EMPTY = wire.encode({})
 STATUS_REFUSED = 400
+STATUS_TOO_SLOW = 408
 STATUS_BAD_WEIGHTS = 409
 STATUS_NOT_COMPUTED = 422
 STATUS_FAULT = 500
 STATUS_LOST = 502
 STATUS_UNAVAILABLE = 503
+_BODY_S = 120.0
+"""Until a request's body is there."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIAp
     # vLLM's own would end the HTTP server with its engine: here the supervisor starts both again.
     for kind in (EngineDeadError, EngineGenerateError, VLLMGenerationError):
         app.add_exception_handler(kind, _generation_failed)
-    return _RequireToken(_CheckBody(_OnlyWhileServing(app, engine)), tokens)
+    return _RequireToken(CheckBody(_OnlyWhileServing(app, engine)), tokens)
 
 
 class Handlers:
@@ -149,10 +153,10 @@ def _failed(error: Exception, body: bytes) -> Response:
     """What the client's `connection` turns into an exception again; `body` is that of the request."""
     if isinstance(error, WeightSyncError):
         status = STATUS_BAD_WEIGHTS
+    elif isinstance(error, EngineDeadError | EngineGenerateError | Lost):
+        status = STATUS_LOST
     elif isinstance(error, Unavailable):
         status = STATUS_UNAVAILABLE
-    elif isinstance(error, EngineDeadError | EngineGenerateError):
-        status = STATUS_LOST
     elif isinstance(error, RLError | ValueError | RecursionError):
         # vLLM refuses a request with a ValueError that says why; msgspec one that is nested too deeply.
         status = STATUS_REFUSED
@@ -168,7 +172,11 @@ def _failed(error: Exception, body: bytes) -> Response:
 
 class _OnlyWhileServing:
     """Answers of the OpenAI routes for agents while the engine has complete weights and lives; else a refusal, which
-    the router takes to another server. A stream that has begun ends with an event of an error."""
+    the router takes to another server. A stream that has begun ends with an event of an error.
+
+    Where vLLM answers 500 and the engine lives, it could not compute this request, and no other server could: with
+    vllm 0.30 `response_format={"type": "json_object"}`, of a model without tokens for braces.
+    """
 
     def __init__(self, app: ASGIApp, engine: ServedEngine) -> None:
         self._app = app
@@ -195,6 +203,11 @@ class _OnlyWhileServing:
                     await send({"type": "http.response.body", "body": event, "more_body": False})
                 state = "over"
                 return
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                logger.error("vLLM could not answer a request of %s", scope["path"])
+                await _refusal("the engine could not compute this request", STATUS_NOT_COMPUTED)(scope, receive, send)
+                state = "over"
+                return
             if message["type"] == "http.response.start":
                 is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
                 state = "streaming" if is_stream else "passing on"
@@ -219,34 +232,37 @@ def _error_record(message: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": "server", "code": status}}
 
 
-class _CheckBody:
-    """Reads a request's body, no more of it than any request needs, and looks at it before the routes do."""
+class CheckBody:
+    """Reads a request's body, no more of it than any request needs, and looks at it before the routes do. Refuses
+    websockets, whose messages nobody would look at: vLLM's one is for audio, which no policy here takes."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, timeout_s: float = _BODY_S) -> None:
         self._app = app
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        too_large = Response(f"the body is larger than {wire.MAX_BODY_BYTES} bytes", 413)
-        if int(headers.get(b"content-length", b"0")) > wire.MAX_BODY_BYTES:
-            await too_large(scope, receive, send)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await _whole_body(scope, receive)
+        except TimeoutError:
+            await _closing(f"the whole body did not come within {self._timeout_s:g} s", STATUS_TOO_SLOW)(
+                scope, receive, send
+            )
             return
-        parts, num_bytes, has_more = [], 0, True
-        while has_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            has_more = message.get("more_body", False)
-            if num_bytes > wire.MAX_BODY_BYTES:
-                await too_large(scope, receive, send)
-                return
-        body = b"".join(parts)
-        if body and not scope["path"].startswith("/rl/") and b"json" in headers.get(b"content-type", b""):
+        except _TooLarge:
+            await _closing(f"the body is larger than {wire.MAX_BODY_BYTES} bytes", 413)(scope, receive, send)
+            return
+        except _Disconnected:
+            return
+        # Of several headers of a name each reader has its own choice.
+        is_json = any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"])
+        if body and not scope["path"].startswith("/rl/") and is_json:
             try:
                 require_sound(body)
             except ValueError as error:
@@ -262,6 +278,37 @@ class _CheckBody:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, receive_again, send)
+
+
+class _TooLarge(Exception):
+    """A body has more bytes than any request needs."""
+
+
+class _Disconnected(Exception):
+    """Whoever asked has left."""
+
+
+async def _whole_body(scope: Scope, receive: Receive) -> bytes:
+    """Raises _TooLarge before more than the limit is held, or _Disconnected."""
+    lengths = [int(value) for name, value in scope["headers"] if name == b"content-length"]
+    if any(length > wire.MAX_BODY_BYTES for length in lengths):
+        raise _TooLarge
+    parts, num_bytes, has_more = [], 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Disconnected
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        has_more = message.get("more_body", False)
+        if num_bytes > wire.MAX_BODY_BYTES:
+            raise _TooLarge
+    return b"".join(parts)
+
+
+def _closing(text: str, status: int) -> Response:
+    """The connection ends with it: there is more of the body on the way."""
+    return Response(text, status, headers={"connection": "close"})
 
 
 class _RequireToken:

@@ -14,6 +14,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from rl_core.config import engine_spec, load
@@ -66,13 +67,17 @@ async def _serve(settings: ServerSettings) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    server = HTTPServer(settings)
+    server, began = HTTPServer(settings), time.monotonic()
+
+    def say(state: str) -> None:
+        print(f"{state}, {time.monotonic() - began:.0f} s after its start", flush=True)
+
     try:
-        print(f"loading {settings.engine_args['model']}", flush=True)
+        say(f"loading {settings.engine_args['model']}")
         await server.load()
-        print("warming up", flush=True)
+        say("warming up")
         address = await server.start()
-        print(f"serving at {address.url}", flush=True)
+        say(f"serving at {address.url}")
         await stopped.wait()
     finally:
         await server.stop()

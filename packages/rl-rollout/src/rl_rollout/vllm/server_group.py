@@ -81,7 +81,8 @@ class Server:
         environment = _ENVIRONMENT | self.environment | self.place.environment()
         options = _ACTOR.options(runtime_env={"env_vars": environment}, **self.place.actor_options())
         self.actor = options.remote(self.settings.log_path, self.place.shared)
-        logger.info("%s: loading %s", self, self.settings.engine_args["model"])
+        model = self.settings.engine_args["model"]
+        logger.info("%s: loading %s, %.0f s after its start", self, model, time.monotonic() - began)
         try:
             answer = await self.actor.load.remote(self.settings)
             if answer is None:
