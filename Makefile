@@ -105,7 +105,7 @@ quickstart-picture: quickstart  ## run the quick start and draw the README's pic
 parity: $(READY)  ## measure every backend and mesh against plain transformers again: docs/parity.md
 	rm -rf .parity
 	RL_PARITY_DIR=.parity $(RUN)python -m pytest $(SIDE_BY_SIDE) -m "not gpu" tests/fsdp/test_conformance.py tests/deepspeed/test_conformance.py \
-	  tests/megatron/test_conformance.py
+	  tests/megatron/test_conformance.py tests/supervised/test_pairs.py
 	RL_PARITY_DIR=.parity $(RUN)python -m pytest -m "not gpu" tests/real_model/test_backends.py tests/real_model/test_bfloat16.py \
 	  tests/rollout/vllm/test_real_model.py tests/rollout/vllm/test_router_replay.py
 	$(RUN)python -m rl_core.testing.parity .parity > docs/parity.md

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from rl_core.errors import ConfigError
@@ -24,6 +25,16 @@ async def sandbox_by(mechanism: Any) -> Sandbox:
         return await shared_sandbox(mechanism, slots=SLOTS)
     except ConfigError as error:
         pytest.skip(f"this machine has no sandbox by {mechanism}: {error}")
+
+
+async def sandbox_without_mounts(directory: Path) -> Sandbox:
+    """Landlock as in most containers: root, without the right to mount, so without a directory to write in."""
+    sandbox = await sandbox_by("landlock")
+    python = directory / "python"
+    rights = "-sys_admin,-sys_ptrace"
+    python.write_text(f'#!/bin/sh\nexec setpriv --bounding-set {rights} --inh-caps {rights} {sandbox.python} "$@"\n')
+    python.chmod(0o755)
+    return attrs.evolve(sandbox, python=str(python), has_disk=False)
 
 
 async def outcome_of(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, **test: Any) -> Outcome:

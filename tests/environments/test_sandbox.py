@@ -15,6 +15,7 @@ import pytest
 import rl_environments
 from rl_core.errors import ConfigError, DeadlineError
 from rl_environments.sandbox import Limits, Sandbox, SandboxError, Test, escapes, probe_sandbox
+from rl_environments.sandbox.bubblewrap import bubblewrap_command
 from rl_environments.sandbox.slots import locked_slot
 from tests.environments.boxes import LIMITS, MECHANISMS, SLOTS, answer_of, outcome_of, sandbox_by
 
@@ -227,6 +228,17 @@ print(asyncio.run(escapes(sandbox)))
     if "PermissionError" in run.stderr and str(Path(rl_environments.__file__).parent) in run.stderr:
         pytest.skip("another user may not read this project's files")
     assert run.stdout == "([], True)\n", run.stderr
+
+
+def test_bubblewrap_is_started_from_where_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The PATH of programs is shorter than that of who looks for it."""
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    command = bubblewrap_command(["true"], uid=60578, disk_bytes=1 << 20, readable=[], files={})
+    assert str(program) in command
+    assert "bwrap" not in command
 
 
 async def test_a_supervisor_that_cannot_start_says_why():

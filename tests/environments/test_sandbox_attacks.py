@@ -1,6 +1,7 @@
 """Programs that try to get out of the sandbox, take what is not theirs, or stay. Each mechanism holds against each.
 
-`test_without_a_sandbox_the_attacks_succeed` is the negative control: an attack that fails everywhere proves nothing.
+What does no harm to the machine is tried without a sandbox as well, where it succeeds: an attack that fails everywhere
+proves nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ from tests.environments.boxes import (
     outcome_of,
     processes_named,
     sandbox_by,
+    sandbox_without_mounts,
     wait_until_gone,
 )
 
@@ -46,9 +49,19 @@ def sleeper(marker):
 """
 
 
-@pytest.fixture(params=MECHANISMS)
-async def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+WITHOUT_MOUNTS = "landlock without mounts"
+
+
+@pytest.fixture(params=[*MECHANISMS, WITHOUT_MOUNTS])
+async def sandbox(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    if request.param == WITHOUT_MOUNTS:
+        return await sandbox_without_mounts(tmp_path_factory.mktemp("python"))
     return await sandbox_by(request.param)
+
+
+@pytest.fixture
+async def no_sandbox() -> Sandbox:
+    return await shared_sandbox("none", slots=SLOTS)
 
 
 @pytest.fixture
@@ -259,7 +272,16 @@ async def test_nothing_outside_can_be_written(sandbox, tmp_path):
         "/run",
         str(Path.home()),
     ]
-    program = """
+    assert await answer_of(sandbox, _WRITES, places) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_without_a_sandbox_what_is_outside_can_be_written(no_sandbox, tmp_path):
+    written = [f"{tmp_path}/written_by_a_test", f"{tmp_path}/null"]
+    assert await answer_of(no_sandbox, _WRITES, [str(tmp_path)]) == written
+
+
+_WRITES = """
 def attack(places):
     written = []
     for place in places:
@@ -271,8 +293,6 @@ def attack(places):
                 pass
     return written
 """
-    assert await answer_of(sandbox, program, places) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_files_of_the_run_cannot_be_read_or_listed(sandbox, tmp_path):
@@ -287,6 +307,12 @@ async def test_files_of_the_run_cannot_be_read_or_listed(sandbox, tmp_path):
         str(tmp_path),
     ]
     assert await answer_of(sandbox, _READ, paths) == []
+
+
+async def test_without_a_sandbox_files_can_be_read_and_listed(no_sandbox, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    paths = [str(tmp_path / "secret"), str(tmp_path), "/etc/passwd"]
+    assert await answer_of(no_sandbox, _READ, paths) == paths
 
 
 _READ = """
@@ -305,12 +331,29 @@ def attack(paths):
 
 async def test_other_processes_and_the_secrets_of_the_environment_cannot_be_read(sandbox, monkeypatch):
     monkeypatch.setenv("API_KEY", "the-secret-key")
-    program = """
+    found = await answer_of(sandbox, _READS_PROCESSES, [os.getpid(), os.getppid()], True)
+    assert "the-secret-key" not in json.dumps(found)
+    assert set(found) & {"API_KEY", f"{os.getpid()}/environ", f"{os.getpid()}/mem", "1/mem", "1/maps"} == set()
+    assert {name for name in found if "/" not in name} <= {
+        "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONHASHSEED", "HOME", "TMPDIR", "LC_CTYPE", "PWD",
+    }  # fmt: skip
+
+
+async def test_without_a_sandbox_the_secrets_of_another_process_can_be_read(no_sandbox):
+    with subprocess.Popen(["sleep", "600"], env={"API_KEY": "the-secret-key"}) as bystander:
+        try:
+            found = await answer_of(no_sandbox, _READS_PROCESSES, [bystander.pid], False)
+        finally:
+            bystander.kill()
+    assert "the-secret-key" in found[f"{bystander.pid}/environ"]
+
+
+_READS_PROCESSES = """
 import os
-def attack(pids):
+def attack(pids, and_all):
     found = dict(os.environ)
     try:
-        pids += [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        pids += [int(name) for name in os.listdir("/proc") if name.isdigit() and and_all]
     except OSError:
         pass
     for pid in [*pids, "self", 1, os.getppid()]:
@@ -322,12 +365,6 @@ def attack(pids):
                 pass
     return found
 """
-    found = await answer_of(sandbox, program, [os.getpid(), os.getppid()])
-    assert "the-secret-key" not in json.dumps(found)
-    assert set(found) & {"API_KEY", f"{os.getpid()}/environ", f"{os.getpid()}/mem", "1/mem", "1/maps"} == set()
-    assert {name for name in found if "/" not in name} <= {
-        "PATH", "LANG", "OMP_NUM_THREADS", "PYTHONHASHSEED", "HOME", "TMPDIR", "LC_CTYPE", "PWD",
-    }  # fmt: skip
 
 
 async def test_open_files_of_the_supervisor_are_not_inherited(sandbox):
@@ -346,7 +383,16 @@ def _is_open(fd):
 
 
 async def test_no_kind_of_socket_can_be_made_but_pairs(sandbox):
-    program = """
+    assert await answer_of(sandbox, _SOCKETS) == [[], "through the pair"]
+
+
+async def test_without_a_sandbox_sockets_can_be_made(no_sandbox):
+    made, _ = await answer_of(no_sandbox, _SOCKETS)
+    assert [socket.AF_UNIX, socket.SOCK_STREAM] in made
+    assert [socket.AF_INET, socket.SOCK_DGRAM] in made
+
+
+_SOCKETS = """
 import socket
 def attack():
     made = []
@@ -361,7 +407,6 @@ def attack():
     left.send(b"through the pair")
     return made, right.recv(100).decode()
 """
-    assert await answer_of(sandbox, program) == [[], "through the pair"]
 
 
 async def test_a_symlink_leads_nowhere_and_is_removed_itself(sandbox, tmp_path):
@@ -369,25 +414,43 @@ async def test_a_symlink_leads_nowhere_and_is_removed_itself(sandbox, tmp_path):
         pytest.skip("no directory to write in")
     tmp_path.chmod(0o777)
     (tmp_path / "kept").write_text("kept")
-    program = f"""
+    outcomes = await sandbox.run(_follows_links(tmp_path), [Test(), Test()], limits=LIMITS)
+    assert [outcome.stdout for outcome in outcomes] == ["refused\nrefused\n"] * 2
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+async def test_without_a_sandbox_a_symlink_leads_out_and_what_it_leads_to_is_kept(no_sandbox, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    outcomes = await no_sandbox.run(_follows_links(tmp_path), [Test(), Test()], limits=LIMITS)
+    assert [outcome.stdout for outcome in outcomes] == ["kept\nkept\n"] * 2
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+def _follows_links(directory: Path) -> str:
+    return f"""
 import os
-os.symlink({str(tmp_path)!r}, "directory")
-os.symlink({str(tmp_path / "kept")!r}, "file")
+os.symlink({str(directory)!r}, "directory")
+os.symlink({str(directory / "kept")!r}, "file")
 for path in ("directory/kept", "file"):
     try:
         print(open(path).read())
     except OSError:
         print("refused")
 """
-    outcomes = await sandbox.run(program, [Test(), Test()], limits=LIMITS)
-    assert [outcome.stdout for outcome in outcomes] == ["refused\nrefused\n"] * 2
-    assert (tmp_path / "kept").read_text() == "kept"
 
 
 async def test_dangerous_system_calls_are_refused(sandbox):
-    program = """
+    assert await answer_of(sandbox, _CALLS, None) == []
+
+
+async def test_without_a_sandbox_system_calls_are_answered(no_sandbox):
+    """Those that concern the program alone."""
+    assert await answer_of(no_sandbox, _CALLS, ["memfd", "hide"]) == ["memfd", "hide"]
+
+
+_CALLS = """
 import ctypes, os
-def attack():
+def attack(names):
     libc = ctypes.CDLL(None, use_errno=True)
     attempts = {
         "ptrace": lambda: libc.ptrace(16, os.getppid(), 0, 0),
@@ -400,26 +463,17 @@ def attack():
         "limits of another": lambda: libc.prlimit(os.getppid(), 7, None, ctypes.create_string_buffer(16)),
         "io_uring": lambda: libc.syscall(425, 8, ctypes.create_string_buffer(120)),
     }
-    return [name for name, attempt in attempts.items() if attempt() != -1]
+    return [name for name in names or attempts if attempts[name]() != -1]
 """
-    assert await answer_of(sandbox, program) == []
 
 
 async def test_signals_reach_no_other_process(sandbox):
     with subprocess.Popen(["sleep", "600"]) as bystander:
-        program = """
-import os, signal
+        program = f"""{_SIGNALS}
+import signal
 def attack(pids):
-    for number in range(1, 65):
-        for pid in [*pids, os.getppid(), 1]:
-            try:
-                os.kill(pid, number)
-            except OSError:
-                pass
-    try:
-        os.kill(-1, signal.SIGKILL)
-    except OSError:
-        pass
+    signals([*pids, os.getppid(), 1], range(1, 65))
+    signals([-1], [signal.SIGKILL])
     return "alive"
 """
         try:
@@ -427,6 +481,24 @@ def attack(pids):
             assert bystander.poll() is None
         finally:
             bystander.kill()
+
+
+async def test_without_a_sandbox_a_signal_reaches_another_process(no_sandbox):
+    with subprocess.Popen(["sleep", "600"]) as bystander:
+        await answer_of(no_sandbox, f"{_SIGNALS}\nattack = signals", [bystander.pid], [signal.SIGTERM])
+        assert bystander.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+_SIGNALS = """
+import os
+def signals(pids, numbers):
+    for number in numbers:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except OSError:
+                pass
+"""
 
 
 # --- what stays -------------------------------------------------------------------------------------------------------
@@ -494,20 +566,16 @@ asyncio.run(sandbox.run(program, [Test(stdin={marker!r})], limits=Limits(wall_s=
     wait_until_gone(f"600.{marker}")
 
 
-async def test_without_a_sandbox_the_attacks_succeed(tmp_path):
-    sandbox = await shared_sandbox("none", slots=SLOTS)
-    found, _ = await escapes(sandbox)
+async def test_the_attacks_by_which_a_mechanism_is_chosen_succeed_without_a_sandbox(no_sandbox):
+    found, _ = await escapes(no_sandbox)
     assert len(found) == 5
-    (tmp_path / "secret").write_text("secret")
-    assert await answer_of(sandbox, _READ, [str(tmp_path / "secret")]) == [str(tmp_path / "secret")]
 
 
-async def test_without_a_sandbox_processes_end_with_their_test_all_the_same(marker):
-    sandbox = await shared_sandbox("none", slots=SLOTS)
-    outcome = await outcome_of(sandbox, f"{_SLEEPER}\nsleeper(input())\nprint('left')", stdin=marker)
+async def test_without_a_sandbox_processes_end_with_their_test_all_the_same(no_sandbox, marker):
+    outcome = await outcome_of(no_sandbox, f"{_SLEEPER}\nsleeper(input())\nprint('left')", stdin=marker)
     assert outcome.stdout == "left\n"
     assert processes_named(f"600.{marker}") == []
-    assert (await outcome_of(sandbox, "while True: pass", limits=Limits(cpu_s=1, wall_s=60.0))).end == "cpu_limit"
+    assert (await outcome_of(no_sandbox, "while True: pass", limits=Limits(cpu_s=1, wall_s=60.0))).end == "cpu_limit"
 
 
 async def _seen(word: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
 from rl_core.interfaces import Action, StepResult
 from rl_environments.trying import try_environment
+from rl_examples.arithmetic import write_rows
+from rl_examples.guess import numbers, write_model
 
 ROW = json.dumps({"prompt": "?", "number": 3})
 HERE = Path(__file__).parents[2]
@@ -50,7 +53,26 @@ class Odd:
         print("closed")
 
 
+class TwoTurns:
+    """Whatever is said: a hint, and then the end."""
+
+    def __init__(self, row: Any, options: Any) -> None:
+        self._number, self._is_first = row["number"], True
+
+    async def reset(self) -> Any:
+        return [{"role": "user", "content": "?"}]
+
+    async def step(self, action: Action) -> StepResult:
+        if self._is_first:
+            self._is_first = False
+            return StepResult(reward=0.5, done=False, observation=[{"role": "user", "content": "<"}])
+        return StepResult(reward=float(self._number), done=True)
+
+    async def close(self) -> None: ...
+
+
 ODD = "tests.environments.test_trying:Odd"
+TWO_TURNS = "tests.environments.test_trying:TwoTurns"
 
 
 def rl(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
@@ -107,6 +129,37 @@ def test_ctrl_c_ends_the_game_without_a_traceback():
     assert "closed" in out
     assert "Traceback" not in err
     assert "interrupted" in err
+
+
+@pytest.fixture(scope="module")
+def of_a_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the recipe `guess` is told to play four rows with a model that has learned nothing."""
+    directory = tmp_path_factory.mktemp("guess")
+    write_rows(directory / "rows.parquet", numbers()[4:8])
+    write_model(directory / "model", seed=0)
+    data = [f"data.{which}_data=[{directory / 'rows.parquet'}]" for which in ("train", "val")]
+    return ["--with", "guess", *data, f"trainer.policy.model.path={directory / 'model'}"]
+
+
+def test_a_model_plays_the_first_three_rows_and_its_episodes_are_printed(
+    of_a_tiny_model: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert try_environment.main([TWO_TURNS, *of_a_tiny_model], standalone_mode=False) == 0
+    printed = capsys.readouterr().out
+    for row, number in enumerate((4, 5, 6)):
+        assert f"prompt {row}, sample 0: reward {number + 0.5:g}, 2 turns\n  prompt        ?=\n  policy" in printed
+    assert printed.count("  environment   <\n") == 3
+    assert "prompt 3" not in printed
+
+
+def test_a_models_single_turns_are_printed_with_their_rewards(
+    of_a_tiny_model: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert try_environment.main([ODD, *of_a_tiny_model], standalone_mode=False) == 0
+    printed = capsys.readouterr().out
+    played = re.findall(r"prompt (\d), sample 0: reward (\d+)\n(.*)\n", printed)
+    assert [int(row) for row, _, _ in played] == [0, 1, 2]
+    assert all(len(response) == int(reward) for _, reward, response in played)
 
 
 def test_a_mistake_is_one_message_and_an_exit_code():

@@ -180,31 +180,46 @@ def test_settings_out_of_range_are_refused_before_a_run(settings: dict[str, Any]
 # --- on ranks ---------------------------------------------------------------------------------------------------------
 
 
-def backend_of(name: str) -> tuple[Any, type]:
-    if name == "fsdp":
-        from rl_fsdp import FsdpOptions, fsdp
+def backend_of(name: str) -> tuple[Any, Callable[..., Any]]:
+    if name.startswith("fsdp"):
+        import rl_fsdp
 
-        return fsdp, FsdpOptions
+        return getattr(rl_fsdp, name), rl_fsdp.FsdpOptions
     if name == "deepspeed":
-        from rl_deepspeed import DeepSpeedOptions, deepspeed
+        from rl_deepspeed import DeepSpeedOptions, ZeroOptimization, deepspeed
 
-        return deepspeed, DeepSpeedOptions
+        return deepspeed, lambda stage=3: DeepSpeedOptions(zero_optimization=ZeroOptimization(stage=stage))
     from rl_megatron import MegatronOptions, megatron
 
     return megatron, MegatronOptions
 
 
-ARRANGEMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "FSDP, 1 rank": ("fsdp", 1, {}),
-    "FSDP, 2 ranks": ("fsdp", 2, {}),
-    "FSDP, Ulysses": ("fsdp", 2, {"sequence_parallel_size": 2}),
-    "ZeRO-3, 2 ranks": ("deepspeed", 2, {}),
-    "Megatron, TP 2": ("megatron", 2, {"tensor_model_parallel_size": 2}),
-    "Megatron, PP 2": ("megatron", 2, {"pipeline_model_parallel_size": 2}),
-    "Megatron, CP 2": ("megatron", 2, {"context_parallel_size": 2}),
-    "Megatron, TP 2, 4 ranks": ("megatron", 4, {"tensor_model_parallel_size": 2}),
+@attrs.frozen
+class Arrangement:
+    """Ranks of a backend, and the model that they train."""
+
+    backend: str
+    world_size: int
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    family: str = "qwen3"
+    trains_values: bool = True
+
+
+ARRANGEMENTS = {
+    "FSDP, 1 rank": Arrangement("fsdp", 1),
+    "FSDP, 2 ranks": Arrangement("fsdp", 2),
+    "FSDP, Ulysses": Arrangement("fsdp", 2, {"sequence_parallel_size": 2}),
+    "FSDP, experts": Arrangement("fsdp", 2, family="qwen3_moe"),
+    "FSDP1, 2 ranks": Arrangement("fsdp1", 2, trains_values=False),
+    "ZeRO-2, 2 ranks": Arrangement("deepspeed", 2, {"stage": 2}),
+    "ZeRO-3, 2 ranks": Arrangement("deepspeed", 2),
+    "Megatron, TP 2": Arrangement("megatron", 2, {"tensor_model_parallel_size": 2}),
+    "Megatron, PP 2": Arrangement("megatron", 2, {"pipeline_model_parallel_size": 2}),
+    "Megatron, CP 2": Arrangement("megatron", 2, {"context_parallel_size": 2}),
+    "Megatron, EP 2": Arrangement("megatron", 2, {"expert_model_parallel_size": 2}, family="qwen3_moe"),
+    "Megatron, TP 2, 4 ranks": Arrangement("megatron", 4, {"tensor_model_parallel_size": 2}),
 }
-MORE = ("FSDP, Ulysses", "Megatron, CP 2", "Megatron, TP 2, 4 ranks")
+IN_MAKE_TEST = ("FSDP, 1 rank", "FSDP, 2 ranks", "ZeRO-3, 2 ranks", "Megatron, TP 2", "Megatron, PP 2")
 
 
 @attrs.frozen
@@ -226,24 +241,26 @@ LOSSES = {
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.parity if name in MORE else ()) for name in ARRANGEMENTS],
+    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.parity) for name in ARRANGEMENTS],
     scope="module",
 )
 def arranged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], tuple[Case, RankGroup]]]:
     """Starts the ranks of a role; model and batch are the same for all roles."""
-    name, world_size, fields = ARRANGEMENTS[request.param]
-    backend, options = backend_of(name)
-    variant = Variant(checkpoint={"tie_word_embeddings": False})
+    arrangement = ARRANGEMENTS[request.param]
+    backend, options = backend_of(arrangement.backend)
+    variant = Variant(checkpoint={"tie_word_embeddings": False, "family": arrangement.family})
     with open_case(backend, options(), variant, tmp_path_factory.mktemp("case"), timeout_s=120) as case:
         with_head = Path(case.spec.model.path or "")
         weight = 0.3 * torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
         write_head({"value_head.weight": weight, "value_head.bias": torch.tensor([0.2])}, with_head)
 
         def start(role: Any) -> tuple[Case, RankGroup]:
-            spec = attrs.evolve(case.spec, role=role, options=options(**fields))
-            group = RankGroup(backend, spec, world_size, directory=case.directory, timeout_s=120)
+            if role == "critic" and not arrangement.trains_values:
+                pytest.skip(f"{request.param} trains no model with a value head")
+            spec = attrs.evolve(case.spec, role=role, options=options(**arrangement.options))
+            group = RankGroup(backend, spec, arrangement.world_size, directory=case.directory, timeout_s=120)
             case.started.append(group)
             return case, group
 

@@ -76,6 +76,46 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("reference"), tie_word_embeddings=False, seed=2)
 
 
+CHAT = """\
+{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}
+{%- for m in messages %}
+    {{- '\\n' + m.role }}.
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+        {{- m.content or '' }}
+        {%- for call in m.tool_calls or [] %}*{{ call.function.name }} {{ call.function.arguments.of }}*{% endfor %}
+        {{- eos_token }}
+        {%- endgeneration %}
+    {%- else %}{{ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n' }}assistant.{% endif %}"""
+"""Of characters that the tokenizer knows. Nothing stands behind the end of a turn: TRL's DPO would train on it."""
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "double")]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint(tmp_path_factory.mktemp("chat"), tie_word_embeddings=False, seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    """A question, a call with its answer in every second row, and an answer in which some rows are wrong."""
+    rows = []
+    for number, row in enumerate(sums(count)):
+        asked = [{"role": "system", "content": "add."}, {"role": "user", "content": row["prompt"]}]
+        call = {"type": "function", "function": {"name": "add", "arguments": {"of": row["prompt"]}}}
+        if number % 2:
+            asked += [{"role": "assistant", "content": "wait, ", "tool_calls": [call]}]
+            asked += [{"role": "tool", "content": row["completion"]}]
+        answers = ({"role": "assistant", "content": row[name]} for name in ("completion", "wrong"))
+        rows.append({"prompt": asked, **dict(zip(("right", "wrong"), answers, strict=True))})
+    return rows
+
+
 def loaded(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
@@ -92,6 +132,29 @@ def test_supervised_fine_tuning(model: Path, tmp_path: Path):
     require_equal(found, gradient_of_trl(trainer))
 
 
+def of_chat(chat_model: Path, directory: Path, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Rows for us, and the same ones for TRL."""
+    trainer = SFTTrainer(
+        loaded(chat_model),
+        SFTConfig(**training_arguments(directory / "trl", len(theirs)), assistant_only_loss=True),
+        train_dataset=Dataset.from_list(theirs),
+        processing_class=AutoTokenizer.from_pretrained(chat_model),
+    )
+    require_equal(gradient(config_of(directory, chat_model, ours), directory), gradient_of_trl(trainer))
+
+
+def test_supervised_fine_tuning_on_conversations_with_tools(chat_model: Path, tmp_path: Path):
+    rows = [{"messages": [*row["prompt"], row["right"]], "tools": TOOLS} for row in conversations(7)]
+    of_chat(chat_model, tmp_path, rows, rows)
+
+
+def test_schemas_that_the_model_is_not_shown_are_seen(chat_model: Path, tmp_path: Path):
+    rows = [{"messages": [*row["prompt"], row["right"]], "tools": TOOLS} for row in conversations(7)]
+    without = [{"messages": row["messages"]} for row in rows]
+    with pytest.raises(AssertionError):
+        of_chat(chat_model, tmp_path, without, rows)
+
+
 def test_one_token_more_is_seen(model: Path, tmp_path: Path):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in sums(7)]
     right = gradient(config_of(tmp_path / "right", model, rows), tmp_path / "right")
@@ -101,13 +164,14 @@ def test_one_token_more_is_seen(model: Path, tmp_path: Path):
         require_equal(wrong, right)
 
 
-@pytest.mark.parametrize("dpo_type", ["sigmoid", "ipo"])
-def test_direct_preference_optimisation(dpo_type: str, model: Path, reference: Path, tmp_path: Path):
-    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
+def of_pairs(
+    model: Path, reference: Path, directory: Path, rows: list[dict[str, Any]], theirs: Mapping[str, Any], **ours: Any
+) -> None:
+    """DPO with settings of TRL's and of ours."""
     trainer = DPOTrainer(
         loaded(model),
         loaded(reference).eval(),
-        DPOConfig(**training_arguments(tmp_path / "trl", len(rows)), beta=0.3, loss_type=dpo_type),
+        DPOConfig(**training_arguments(directory / "trl", len(rows)), beta=0.3, **theirs),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
@@ -115,9 +179,33 @@ def test_direct_preference_optimisation(dpo_type: str, model: Path, reference: P
         **PAIRS,
         "trainer.ref.model.path": str(reference),
         "trainer.algorithm.policy_loss_type": "dpo",
-        "trainer.algorithm.policy_loss_params": {"dpo_type": dpo_type, "dpo_beta": 0.3},
+        "trainer.algorithm.policy_loss_params": {"dpo_beta": 0.3, **ours},
     }
-    require_equal(gradient(config_of(tmp_path, model, rows, **keys), tmp_path), gradient_of_trl(trainer))
+    require_equal(gradient(config_of(directory, model, rows, **keys), directory), gradient_of_trl(trainer))
+
+
+@pytest.mark.parametrize("dpo_type", ["sigmoid", "ipo"])
+def test_direct_preference_optimisation(dpo_type: str, model: Path, reference: Path, tmp_path: Path):
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]} for row in sums(6)]
+    of_pairs(model, reference, tmp_path, rows, {"loss_type": dpo_type}, dpo_type=dpo_type)
+
+
+def test_direct_preference_optimisation_on_conversations(chat_model: Path, reference: Path, tmp_path: Path):
+    rows = [
+        {"prompt": row["prompt"], "chosen": [row["right"]], "rejected": [row["wrong"]], "tools": TOOLS}
+        for row in conversations(6)
+    ]
+    of_pairs(chat_model, reference, tmp_path, rows, {"loss_type": "sigmoid"})
+
+
+def test_label_smoothing(model: Path, reference: Path, tmp_path: Path):
+    """TRL's `sigmoid` does not read it; its `aot` does, which sorts pairs, and one pair is sorted."""
+    (row,) = sums(1)
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["wrong"]}]
+    theirs = {"loss_type": "aot", "label_smoothing": 0.2}
+    of_pairs(model, reference, tmp_path, rows, theirs, label_smoothing=0.2)
+    with pytest.raises(AssertionError):
+        of_pairs(model, reference, tmp_path / "wrong", rows, theirs, label_smoothing=0.1)
 
 
 def test_a_reward_model(model: Path, tmp_path: Path):

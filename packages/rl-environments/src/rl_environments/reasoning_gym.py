@@ -27,7 +27,9 @@ from rl_environments.options import own_options
 
 FAULTY_TASKS = {
     "boxnet": "its check raises an error for answers that are JSON of another kind",
+    "coin_flip": "its check raises an error for numbers that are infinite",
     "composite": "it is a mixture that needs a list of tasks; name one of them",
+    "game_of_life": "its check raises an error for answers that are JSON of another kind",
     "game_of_life_halting": "its check gives every wrong answer the score 1",
     "list_functions": "it makes another puzzle when it is asked for the same one again",
     "prime_factorization": "its check raises an error for answers that are no numbers",
@@ -36,6 +38,9 @@ FAULTY_TASKS = {
 """Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each, and fails once one is gone."""
 ASK_FOR_MARKS = "Think first if you need to, then give the answer alone between <answer> and </answer>."
 _SIZE = 2**31 - 1
+_SIZES = {"acre": 2_000, "gsm_symbolic": 100_000, "word_ladder": 20_000}
+"""Of tasks that list all their puzzles before the first one, or take no more; a row's `difficulty` may have another
+`size`."""
 _one_at_a_time = threading.Lock()
 
 
@@ -101,6 +106,11 @@ def rows_of(
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
     dataset = _dataset(task, seed, settings)
     made = {"task": task, "seed": seed, "difficulty": settings, "env_class": "reasoning_gym"}
+    if count > len(dataset):
+        raise DataError(
+            f"reasoning-gym's task {task!r} has {len(dataset)} puzzles of one seed, got a count of {count}; make the "
+            "others with another seed"
+        )
     asked = (f"{dataset[index]['question']}\n\n{ASK_FOR_MARKS}" for index in range(count))
     return [{"prompt": [{"role": "user", "content": text}], "index": index, **made} for index, text in enumerate(asked)]
 
@@ -122,7 +132,7 @@ def _made(task: str, seed: int, difficulty: str) -> Any:
         raise DataError(f"reasoning-gym has no task {task!r}.{nearest(task, DATASETS)}")
     settings = json.loads(difficulty)
     try:
-        return reasoning_gym.create_dataset(task, **{"size": _SIZE, **settings, "seed": seed})
+        return reasoning_gym.create_dataset(task, **{"size": _SIZES.get(task, _SIZE), **settings, "seed": seed})
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym's task {task!r} does not take {settings}: {error}") from error
 

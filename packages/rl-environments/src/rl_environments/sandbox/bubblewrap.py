@@ -20,6 +20,11 @@ def missing_programs() -> list[str]:
     return [name for name in needed if shutil.which(name) is None]
 
 
+def _found(name: str) -> str:
+    """Where this process finds a program: it is started with a shorter PATH."""
+    return shutil.which(name) or name
+
+
 def bubblewrap_command(
     command: Sequence[str], *, uid: int, disk_bytes: int, readable: Sequence[str], files: Mapping[str, int]
 ) -> list[str]:
@@ -33,7 +38,7 @@ def bubblewrap_command(
     """
     return [
         *(_as_user(uid) if os.getuid() == 0 else []),
-        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
+        *(_found("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
         *("--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox"),
         *("--ro-bind", "/usr", "/usr", *_system_directories()),
         *("--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
@@ -50,7 +55,7 @@ def bubblewrap_command(
 
 def _as_user(uid: int) -> list[str]:
     # A program, and not an argument of `Popen`: with that Python forks, and copies the page tables of a whole trainer.
-    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+    return [_found("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 
 def _system_directories() -> list[str]:
