@@ -15,6 +15,7 @@
     route_checks       whether a batch's routes fit the model that is to follow them
     expert_choices     the experts that a transformers model's routers choose, read or given
     scoring            a package: a whole rank of a Hugging Face model, over whatever shards its parameters
+    device_copies      copies of a batch to the device that computes
     row_moves          rows of a tensor to distinct places and back, without sums in the gradient
     perturbation       noise on the parameters for a moment
     model_proof        whether a backend with model code of its own computes a model as transformers does
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.rank_kit.background_writer import BackgroundWriter
+    from rl_core.rank_kit.device_copies import on_device
     from rl_core.rank_kit.expert_choices import ExpertChoices, no_progress_bars
     from rl_core.rank_kit.learning_rates import learning_rate, require_schedule
     from rl_core.rank_kit.model_files import (
@@ -159,6 +161,7 @@ _MODULES = {
     "require_routes": "route_checks",
     "ExpertChoices": "expert_choices",
     "no_progress_bars": "expert_choices",
+    "on_device": "device_copies",
     "scatter_rows": "row_moves",
     "gather_rows": "row_moves",
     "Perturbation": "perturbation",
@@ -233,6 +236,7 @@ __all__ = [
     "ExpertChoices",
     "no_progress_bars",
     "scatter_rows",
+    "on_device",
     "gather_rows",
     "Perturbation",
     "Piece",

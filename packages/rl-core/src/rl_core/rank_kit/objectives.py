@@ -13,6 +13,7 @@ from rl_core.batch import Batch
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LossSpec, Metrics
 from rl_core.plugins import load_function
+from rl_core.rank_kit.device_copies import on_device
 
 _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
 """A score of the current model → the parameter under which a loss reads it."""
@@ -56,8 +57,8 @@ def batch_loss(
         device: where the scores are.
     """
     return objective(
-        {name: batch[name].to(device) for name in objective.call_columns},
-        sequence_T=batch.sequence_index.to(device),
+        {name: on_device(batch[name], device) for name in objective.call_columns},
+        sequence_T=on_device(batch.sequence_index, device),
         **{_CURRENT[name]: values_T for name, values_T in scores.items()},
     )
 

@@ -14,6 +14,7 @@ from rl_core.batch import Batch
 from rl_core.interfaces import Plan
 from rl_core.layout.mesh import Mesh
 from rl_core.layout.slices import Layout, context_positions, packed_layout, padded_layout
+from rl_core.rank_kit.device_copies import on_device
 from rl_megatron.model.attention import Segments
 from rl_megatron.rank.start import Place
 
@@ -70,8 +71,8 @@ def micro_batches(batch: Batch, plan: Plan, place: Place, *, use_sample_packing:
             MicroBatch(
                 batch=part,
                 sequences=tuple(sequences),
-                tokens_BS=_tokens(part, index_BS).to(place.device),
-                positions_BS=position_BS.to(place.device),
+                tokens_BS=on_device(_tokens(part, index_BS), place.device),
+                positions_BS=on_device(position_BS, place.device),
                 segments=Segments.of(layout.boundaries, place.device) if use_sample_packing else None,
                 index_P=index_BS.flatten(),
                 target_index_P=target_index_BS.flatten(),

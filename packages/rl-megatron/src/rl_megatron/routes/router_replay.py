@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from rl_core.layout.balancing import IntArray
+from rl_core.rank_kit.device_copies import on_device
 from rl_megatron.rank.micro_batch import MicroBatch
 from rl_megatron.rank.schedule import Around
 from rl_megatron.rank.start import Place
@@ -210,11 +211,11 @@ class RoutedChunks(Around):
         batch = micro_batch.batch
         if batch is not None and "routed_experts" in batch:
             at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
-            known_S = (batch["routed"][at_S] & torch.from_numpy(~is_padding_S)).to(self._device)
+            known_S = on_device(batch["routed"][at_S] & torch.from_numpy(~is_padding_S), self._device)
             # What moves to the device is what its routers read: their tokens and their layers.
-            experts_SMK = batch["routed_experts"][at_S][:, self.layers].to(self._device)
+            experts_SMK = on_device(batch["routed_experts"][at_S][:, self.layers], self._device)
         return TokenRoutes(
-            padding_S=torch.from_numpy(is_padding_S).to(self._device),
+            padding_S=on_device(torch.from_numpy(is_padding_S), self._device),
             padding_experts_SK=self._padding_experts(is_padding_S),
             known_S=known_S,
             experts_SMK=experts_SMK,
@@ -232,7 +233,7 @@ class RoutedChunks(Around):
             expert_ranks=mesh.expert,
             experts_per_token=self._experts_per_token,
         )
-        return torch.from_numpy(experts_SK).to(self._device)
+        return on_device(torch.from_numpy(experts_SK), self._device)
 
 
 def _replica_groups() -> list[Any]:

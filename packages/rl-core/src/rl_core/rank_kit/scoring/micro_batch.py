@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from rl_core.batch import Batch, read_of_tokens
 from rl_core.layout.prefixes import input_cells, prefix_forest, separate_sequences
 from rl_core.layout.slices import even_slice, inverse_index, padded_layout
+from rl_core.rank_kit.device_copies import on_device
 from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 from rl_core.rank_kit.scoring.packed_sequences import PackedSequences
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
@@ -127,18 +128,18 @@ def model_input(
         row_S, column_S = source_S // index_BL.shape[1], source_S % index_BL.shape[1]
         own_S = ((column_S >= columns.start) & (column_S < columns.stop)).nonzero().squeeze(1)
         source_S = (row_S * (columns.stop - columns.start) + column_S - columns.start)[own_S]
-        slice_ = UlyssesSlice(own_S.to(device), len(index_S), ulysses)
+        slice_ = UlyssesSlice(on_device(own_S, device), len(index_S), ulysses)
         index_BL, target_S = index_BL[:, columns], target_S[own_S]
         tokens_BL, positions_BL = tokens_BL[:, columns], positions_BL[:, columns]
     return ModelInput(
-        tokens_BL=tokens_BL.to(device),
-        positions_BL=None if packed is None else positions_BL.to(device),
+        tokens_BL=on_device(tokens_BL, device),
+        positions_BL=None if packed is None else on_device(positions_BL, device),
         packed=packed,
-        source_S=source_S.to(device),
-        target_S=target_S.to(device),
+        source_S=on_device(source_S, device),
+        target_S=on_device(target_S, device),
         routes=_routes(batch, index_BL.flatten(), device) if "routed_experts" in batch else None,
         slice=slice_,
-        score_S=None if score_S is None else score_S.to(device),
+        score_S=None if score_S is None else on_device(score_S, device),
     )
 
 
@@ -169,4 +170,4 @@ def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autoca
 def _routes(batch: Batch, index_C: Tensor, device: torch.device) -> Routes:
     token_C = index_C.clamp(min=0)
     is_known_C = batch["routed"][token_C] & (index_C >= 0)
-    return Routes(batch["routed_experts"][token_C].to(device), is_known_C.to(device))
+    return Routes(on_device(batch["routed_experts"][token_C], device), on_device(is_known_C, device))

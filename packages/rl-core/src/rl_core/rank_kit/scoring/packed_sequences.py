@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_core.layout.balancing import IntArray
 from rl_core.layout.prefixes import InputCells, prefix_blocks
 from rl_core.layout.rectangles import rectangle_cells, rectangle_rows
+from rl_core.rank_kit.device_copies import on_device
 from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
 
 
@@ -43,7 +44,7 @@ class PackedSequences:
             max_length=int(lengths_N.max()),
             rectangles=rectangles,
             num_cells=num_cells,
-            cell_T=None if is_identity else torch.from_numpy(cell_T).to(device),
+            cell_T=None if is_identity else on_device(torch.from_numpy(cell_T), device),
             ulysses=ulysses,
         )
 
@@ -88,11 +89,11 @@ class SharedPrefixes:
         return cls(
             own=AttentionBlocks.of(cells.length_M, cells.length_M, device, pads_keys=True),
             before=AttentionBlocks.of(blocks.query_length_B, blocks.key_length_B, device),
-            query_Q=torch.from_numpy(blocks.query_Q).to(device),
-            key_K=torch.from_numpy(blocks.key_K).to(device),
+            query_Q=on_device(torch.from_numpy(blocks.query_Q), device),
+            key_K=on_device(torch.from_numpy(blocks.key_K), device),
             sequences=PackedSequences.of_lengths(lengths[lengths > 0], device),
-            row_T=torch.from_numpy(row_T).to(device),
-            token_C=torch.from_numpy(token_C).to(device),
+            row_T=on_device(torch.from_numpy(row_T), device),
+            token_C=on_device(torch.from_numpy(token_C), device),
         )
 
 
@@ -132,10 +133,10 @@ class AttentionBlocks:
             most_queries=int(query_length_B.max()),
             most_keys=int(key_length_B.max()),
             rectangles=tuple((n, q, k) for (n, q), (_, k) in zip(query_shapes, key_shapes, strict=True)),
-            query_slot_Q=torch.from_numpy(query_slot_Q).to(device),
-            key_slot_K=torch.from_numpy(key_slot_K).to(device),
+            query_slot_Q=on_device(torch.from_numpy(query_slot_Q), device),
+            key_slot_K=on_device(torch.from_numpy(key_slot_K), device),
         )
 
 
 def _offsets(lengths: IntArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return on_device(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)

@@ -25,6 +25,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
+from rl_core.rank_kit.device_copies import on_device
 from rl_core.rank_kit.learning_rates import learning_rate
 from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
 from rl_core.rank_kit.objectives import (
@@ -121,7 +122,7 @@ class ScoringWorker:
         for sequences, micro_batch in self._micro_batches(batch, plan):
             trained_S = predicted_tokens(micro_batch, among=micro_batch["loss_mask"])
             scores_S = self._score(micro_batch, trained_S, temperature, with_entropy=with_entropy)
-            index_S, num_tokens = trained_S.to(self.device), micro_batch.num_tokens
+            index_S, num_tokens = on_device(trained_S, self.device), micro_batch.num_tokens
             scores = {name: scatter_rows(values_S, index_S, num_tokens) for name, values_S in scores_S.items()}
             weighted_sum, metrics = batch_loss(objective, micro_batch, scores, self.device)
             self.shards.backward(weighted_sum)
