@@ -81,7 +81,7 @@ FRAGMENTS = (
         says=(
             "generator.num_inference_engines: is called generator.inference_engine.num_engines here",
             "generator.weight_sync_backend: is called",
-            "generator.batched: has no effect and can be removed: each prompt is a request of its own",
+            "generator.batched: has no effect and can be removed: each prompt is a separate request",
             "generator.async_engine: has no effect",
         ),
     ),
@@ -245,7 +245,7 @@ FRAGMENTS = (
             "trainer.policy.model.lora.alpha=32",
             "trainer.policy.model.lora.lora_sync_path=$DATA/lora",
         ),
-        says=("lora_sync_path: has no effect and can be removed: an adapter needs no folder",),
+        says=("lora_sync_path: has no effect and can be removed: adapters need no folder",),
     ),
     Fragment(name="a KL term", keys=("trainer.algorithm.use_kl_loss=True",)),
 )

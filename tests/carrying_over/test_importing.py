@@ -126,7 +126,7 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, monkeypatch:
     assert config.generator.n_samples_per_prompt == 8
     assert config.generator.inference_engine.num_engines == 4
     left = "\n".join(translation.left)
-    assert "repetition_penalty=1.05: no key here" in left
+    assert "repetition_penalty=1.05: no equivalent key" in left
     assert "reward: verl chooses a function by data_source" in left
     changed = "\n".join(translation.changed)
     assert "fsdp_config.param_offload: has no effect here" in changed

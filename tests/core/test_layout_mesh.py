@@ -177,15 +177,15 @@ def test_every_split_that_exists_is_found():
 
 
 def test_a_split_that_cannot_be_says_what_would_fit():
-    with pytest.raises(ConfigError, match=r"27 layers .* on 2 stages.*num_first=13 would fit"):
+    with pytest.raises(ConfigError, match=r"27 layers .* over 2 stages.*Set num_first=13"):
         pipeline_chunks(27, 2)
-    with pytest.raises(ConfigError, match="num_last=6 would fit"):
+    with pytest.raises(ConfigError, match="Set num_last=6"):
         pipeline_chunks(28, 4, num_first=6)
-    with pytest.raises(ConfigError, match="stage 0 has 4 layers, no multiple of its 3 chunks"):
+    with pytest.raises(ConfigError, match="stage 0 has 4 layers; expected a multiple of its 3 chunks"):
         pipeline_chunks(8, 2, virtual_pipeline=3)
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="expected only one of the two"):
         pipeline_chunks(8, 2, num_first=4, count_loss=True)
-    with pytest.raises(ConfigError, match="one stage holds all layers"):
+    with pytest.raises(ConfigError, match="got 1 stage with virtual stages"):
         pipeline_chunks(8, 1, num_first=4)
 
 

@@ -103,10 +103,10 @@ def test_nothing_changed_is_nothing_sent():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"count": 3}, "8 bytes are not 3 changes of 4 bytes"),
-        ({"width": 4}, "are not 1 changes"),
-        ({"data": torch.tensor([200, 0, 0, 0, 0], dtype=torch.uint8), "count": 1, "width": 1}, "reach element 199"),
-        ({"data": torch.zeros(5, dtype=torch.uint8), "count": 1, "width": 1}, "reach element -1"),
+        ({"count": 3}, "got 8 bytes; expected 3 changes of 4-byte"),
+        ({"width": 4}, "expected 1 changes"),
+        ({"data": torch.tensor([200, 0, 0, 0, 0], dtype=torch.uint8), "count": 1, "width": 1}, "at element 199"),
+        ({"data": torch.zeros(5, dtype=torch.uint8), "count": 1, "width": 1}, "at element -1"),
     ],
 )
 def test_changes_of_another_tensor_are_refused(wrong, message):

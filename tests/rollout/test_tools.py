@@ -205,7 +205,7 @@ async def test_the_model_is_shown_the_tools_calls_and_results():
 async def test_tools_that_move_with_the_conversation_need_steps():
     rng = random.Random(0)
     row = random_row("tools_last", rng, 3) | {"observations": [[{"role": "user", "content": "again"}]] * 2}
-    with pytest.raises(ConfigError, match=r"writes earlier turns in another way.*step_wise_trajectories=true"):
+    with pytest.raises(ConfigError, match=r"renders earlier turns differently.*step_wise_trajectories=true"):
         await play("tools_last", row, rng)
     trajectory, exchanges = await play("tools_last", row, rng, step_wise=True)
     assert len(trajectory.steps) == 3

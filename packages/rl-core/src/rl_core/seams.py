@@ -43,9 +43,9 @@ class Seam:
     """A place where a run chooses an object by name."""
 
     plural: str = ""
-    """For lists; empty where none shows it."""
+    """Plural for lists; empty if no list shows it."""
     singular: str
-    """With its article."""
+    """Singular with its article."""
     expected: str
     """What stands there, for messages."""
     problem: Callable[[Any, int | None], str | None]
@@ -53,7 +53,7 @@ class Seam:
 
 
 def _of_object(group: str, contract: type, found: Any, version: int | None) -> str | None:
-    """Of a seam at which an object stands."""
+    """The problem of an object as a plug-in; None if there is none."""
     if inspect.isclass(found):
         return f"it is the class {found.__name__} and not an object of it"
     expected, with_optional = _expected(group, contract, version)
@@ -79,7 +79,7 @@ def _of_factory(group: str, call: type, made: type, found: Any, version: int | N
 
 
 def _of_generator(found: Any, version: int | None) -> str | None:
-    """Of version 1, a callable that makes one; later, an object."""
+    """The problem of a generator: in version 1 a callable that creates one, later an object."""
     if version == 1:
         return _of_factory("rl_core.generators", GeneratorFactory, Generator, found, version)
     return _of_object("rl_core.generators", GeneratorPlugin, found, version)
@@ -121,7 +121,7 @@ def _of_estimator(found: Any, version: int | None) -> str | None:
 
 
 def _of_function(found: Any) -> str | None:
-    """Of a function whose positional parameters are what it reads."""
+    """The problem of a function whose positional parameters name what it reads."""
     if inspect.isclass(found) or not callable(found):
         return f"it is {_described(found)}"
     if not _can_be_read(found):
@@ -229,7 +229,7 @@ SEAMS: Mapping[str, Seam] = {
         problem=_of_directory,
     ),
 }
-"""By entry-point group."""
+"""Entry-point group → extension point."""
 PREPARATION = Seam(
     singular="a function that prepares a recipe",
     expected="a function that is called with the configuration",
@@ -304,7 +304,7 @@ def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str
 
 
 def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool) -> str | None:
-    """Of one member of an object."""
+    """The problem of one member of an object."""
     actual = getattr(found, name)
     if isinstance(expected, property):
         declared = inspect.signature(expected.fget).return_annotation if expected.fget else ""
@@ -380,6 +380,6 @@ def _described(found: Any) -> str:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Without annotations."""
+    """The signature as text, without annotations."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))

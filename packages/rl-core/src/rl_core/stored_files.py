@@ -47,7 +47,7 @@ class FileRecord:
         return cls(entry, None) if isinstance(entry, int) else cls(int(entry["bytes"]), int(entry["crc32"]))
 
     def as_json(self) -> dict[str, int | None]:
-        """As a list of files has it."""
+        """The entry in a list of files."""
         return {"bytes": self.num_bytes, "crc32": self.crc32}
 
 
@@ -90,7 +90,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """With the ones above it, whose entries are on disk when this returns."""
+    """Creates the directory and its parents; all entries are on disk when this returns."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:

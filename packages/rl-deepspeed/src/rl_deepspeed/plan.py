@@ -86,7 +86,7 @@ class _Zero:
 
     @property
     def compute_size(self) -> int:
-        """Bytes of an element that is computed with."""
+        """Bytes per element in computations."""
         return 2 if self.spec.bf16 else 4
 
     @property

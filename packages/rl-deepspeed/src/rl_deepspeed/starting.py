@@ -1,4 +1,4 @@
-"""From rank 0's model to a DeepSpeed engine on every rank."""
+"""Turns rank 0's model into a DeepSpeed engine on every rank."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class CodeEnvironment:
         pass
 
     async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
-        """Of the tests in their order; all of them where each counts."""
+        """Outcomes in the order of the tests; of all tests if each one counts."""
         outcomes: list[Outcome] = []
         async with sandbox.opened(program, limits=self._options.limits, wait_s=self._options.wait_s) as session:
             for expected in self._tests:

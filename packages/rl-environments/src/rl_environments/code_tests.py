@@ -89,7 +89,7 @@ def _listed(given: Any) -> Sequence[Any]:
         return () if given is None else list(given)
     inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
     if len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
+        raise ValueError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected as many outputs")
     return [{"function": name, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
@@ -97,7 +97,7 @@ def _expected_test(item: Any) -> ExpectedTest:
     if isinstance(item, str):
         return ExpectedTest(test=Test(check=item))
     if not isinstance(item, Mapping):
-        raise TypeError(f"a test of type {type(item).__name__}")
+        raise TypeError(f"got a test of type {type(item).__name__}; expected a mapping or text")
     check = item.get("check")
     if check is not None:
         return ExpectedTest(test=Test(check=_text(check)))
@@ -108,12 +108,12 @@ def _expected_test(item: Any) -> ExpectedTest:
     if isinstance(item["input"], str):
         output = _decoded(output)
     if isinstance(arguments, Mapping) or not isinstance(arguments, Sequence):
-        raise TypeError(f"arguments of type {type(arguments).__name__}")
+        raise TypeError(f"got arguments of type {type(arguments).__name__}; expected a list")
     json.dumps(arguments)
     return ExpectedTest(test=Test(function=_text(item["function"]), arguments=list(arguments)), output=output)
 
 
 def _text(given: Any) -> str:
     if not isinstance(given, str):
-        raise TypeError(f"expected text, got {given!r:.50}")
+        raise TypeError(f"got {given!r:.50}; expected text")
     return given

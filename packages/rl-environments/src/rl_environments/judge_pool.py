@@ -182,7 +182,7 @@ class _Judge:
         self._process.wait(_END_S)
 
     def end(self) -> None:
-        """The same, when nobody waits for its answers any more."""
+        """Ends the process when nothing waits for its answers any more."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -92,7 +92,7 @@ class CapitalsEnvironment:
 
 
 def words(text: str) -> list[str]:
-    """In lower case, without punctuation."""
+    """The words of the text, in lower case and without punctuation."""
     return re.findall(r"[^\W_]+", text.lower())
 
 

@@ -37,7 +37,7 @@ class WarmStart:
     target_accuracy: float
     """Accuracy on training problems at which it ends."""
     temperature: float = 0.0
-    """Of the answers whose accuracy counts; 0: greedy."""
+    """Temperature of the answers whose accuracy is measured; 0: greedy."""
     lr: float = 3e-3
     batch_size: int = 128
     max_updates: int = 1500

@@ -60,7 +60,7 @@ class FsdpBackend:
         return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:
-        """One rank patches nothing and shares the controller's process."""
+        """Always False: one rank patches nothing and can share the controller's process."""
         return False
 
     def plan(

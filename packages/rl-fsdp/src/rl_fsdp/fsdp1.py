@@ -40,11 +40,11 @@ from rl_fsdp.shards import (
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
-"""In front of a parameter's own name, in the scorer."""
+"""Prefix of a parameter's own name in the scorer."""
 
 
 def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> Fsdp1Shards:
-    """As `sharding.shard`."""
+    """Like `sharding.shard`."""
     require_same_structure(scorer)
     device_mesh = shard_mesh(ranks, options)
     is_hybrid = device_mesh.ndim > 1
@@ -129,11 +129,11 @@ class Fsdp1Shards:
         return self.exported()
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """There are none: they are refused."""
+        """Yields nothing: adapters are refused."""
         return iter(())
 
     def head(self) -> dict[str, Tensor]:
-        """There is none: critics are refused."""
+        """Returns nothing: critics are refused."""
         return {}
 
     def gradients(self) -> dict[str, Tensor]:

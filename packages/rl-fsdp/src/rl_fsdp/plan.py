@@ -49,12 +49,12 @@ def plan_flat_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) ->
 
 @attrs.frozen
 class _Held:
-    """By one shard."""
+    """Bytes held by one shard."""
 
     num_parameters: int
     parameter_bytes: int
     trained_bytes: int
-    """Of the parameters that have gradients."""
+    """Bytes of the parameters that have gradients."""
 
 
 _Split = Callable[[Scorer, int, int], _Held]
@@ -136,7 +136,7 @@ def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
 
 @attrs.frozen
 class _Moment:
-    """Bytes on a rank besides what it holds."""
+    """Bytes on a rank in addition to what it holds."""
 
     activations: float
     gathered: float

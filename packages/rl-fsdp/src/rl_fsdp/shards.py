@@ -66,11 +66,11 @@ class TensorShards:
         self.optimizer.zero_grad()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time."""
+        """Yields one tensor at a time."""
         return self.scorer.exported_weights()
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time."""
+        """Yields one tensor at a time."""
         return exported_weights(self.scorer.model, self.scorer.compute_dtype)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class TensorShards:
         return gradients
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """One at a time."""
+        """Yields one tensor at a time."""
         return adapter_tensors(self.scorer.model, dtype)
 
     def head(self) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class TensorShards:
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
-        """Only the number of steps is left to do."""
+        """Sets the number of steps; tensors were read in place."""
         if with_optimizer:
             set_steps(self.optimizer, steps_done)
 
@@ -110,7 +110,7 @@ class TensorShards:
         return list(trained_pieces(self.state(with_optimizer=False)))
 
     def take_pieces(self) -> None:
-        """They are the parameters themselves."""
+        """Does nothing: the pieces are the parameters themselves."""
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
         """See `Shards`."""

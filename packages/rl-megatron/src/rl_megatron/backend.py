@@ -107,7 +107,7 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """On rank 0, whose machine has the model."""
+    """Runs the check on rank 0, whose machine has the model."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(f"{SECTIONS[spec.role]}.model.path: Megatron's way to compute it is not proved: {reason}")
 

@@ -19,7 +19,7 @@ _BYTES_OF_LOGITS = 3 * 4
 def plan_ranks(
     spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
 ) -> tuple[RankPlan, ...]:
-    """One entry per rank, as `rl_core.interfaces.Planner` has it."""
+    """One entry per rank, as `rl_core.interfaces.Planner` requires."""
     setup = setup_of(spec, world_size)
     refuse_setup(setup)
     section = SECTIONS[spec.role]

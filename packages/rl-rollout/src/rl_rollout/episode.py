@@ -60,7 +60,7 @@ class Episode:
     """An episode that was played to its end."""
 
     turns: tuple[PlayedTurn, ...]
-    """At least one."""
+    """The turns; at least one."""
     end: TrajectoryEnd
 
     @property

@@ -83,7 +83,7 @@ class TurnTokens:
         roles = (_roles(opening), _roles(observation))
         if roles not in self._changes:
             if not self._keeps(opening, observation, _SAID):
-                self._changes[roles] = "writes earlier turns in another way than it opened them"
+                self._changes[roles] = "renders earlier turns differently from how it started them"
             elif not self._keeps(opening, observation, _WITH_THOUGHT):
                 self._changes[roles] = "drops the thinking of earlier turns"
             else:
@@ -103,7 +103,7 @@ class TurnTokens:
         text = self.codec.render(messages, add_generation_prompt=add_generation_prompt)
         head, said, tail = text.partition(_SAID)
         if not said:
-            raise DataError("the chat template does not show what the assistant said; it cannot be used for turns")
+            raise DataError("the chat template does not render assistant messages, so it cannot be used for turns")
         return head + said, tail
 
     def _encode_behind(self, head: str, tail: str) -> tuple[int, ...]:

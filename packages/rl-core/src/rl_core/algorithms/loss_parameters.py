@@ -47,7 +47,7 @@ def column_of(parameter: str) -> str:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """For messages."""
+    """The function's name, for messages."""
     return getattr(function, "__name__", repr(function))
 
 

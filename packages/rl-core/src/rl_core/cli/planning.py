@@ -68,7 +68,7 @@ def show_plan(
 
 @attrs.frozen(kw_only=True)
 class _Limits:
-    """Bytes that there are; None: not told."""
+    """Available bytes; None: not given."""
 
     device: int | None
     host: int | None
@@ -109,7 +109,7 @@ class _Plan:
 
 
 def _contexts(longest: int, asked: int | None) -> list[int]:
-    """From the configured length by doubling to the one that is asked for."""
+    """Context lengths from the configured one, doubling up to the requested one."""
     if asked is None:
         return [longest]
     if asked < longest:

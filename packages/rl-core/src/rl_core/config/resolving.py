@@ -92,7 +92,7 @@ RULES = (
         lambda c: "shared_memory" if _are_on_one_host(c) else "files",
     ),
 )
-"""In an order in which each rule needs only what stands above it."""
+"""Ordered so that each rule needs only the results of earlier ones."""
 
 PATHS = (
     "trainer.run_name",

@@ -46,21 +46,23 @@ def pipeline_chunks(
     """
     if (num_first is not None or num_last is not None) and (count_embedding or count_loss):
         raise ConfigError(
-            "pipeline: set the first and last stage's layers, or count embedding and loss as layers, not both"
+            "pipeline: got layer counts for the first or last stage and embedding or loss counted as layers; "
+            "expected only one of the two"
         )
     for name, value in (("num_layers", num_layers), ("pipeline", pipeline), ("virtual_pipeline", virtual_pipeline)):
         if value < 1:
-            raise ConfigError(f"pipeline: {name} is {value}, expected at least 1")
+            raise ConfigError(f"pipeline: got {name}={value}; expected at least 1")
     if pipeline == 1 and (virtual_pipeline > 1 or num_first is not None or num_last is not None):
         raise ConfigError(
-            "pipeline: one stage holds all layers; virtual stages and first or last counts need two or more"
+            "pipeline: got 1 stage with virtual stages or first or last counts; these need at least 2 stages"
         )
     slots = num_layers + count_embedding + count_loss
     per_stage = _slots_of_stages(slots, pipeline, num_first, num_last)
     wrong = [stage for stage, count in enumerate(per_stage) if count % virtual_pipeline]
     if wrong:
         raise ConfigError(
-            f"pipeline: stage {wrong[0]} has {per_stage[wrong[0]]} layers, no multiple of its {virtual_pipeline} chunks"
+            f"pipeline: stage {wrong[0]} has {per_stage[wrong[0]]} layers; expected a "
+            f"multiple of its {virtual_pipeline} chunks"
         )
     counts = [count // virtual_pipeline for count in per_stage] * virtual_pipeline
     counts[0] -= count_embedding
@@ -78,8 +80,9 @@ def _slots_of_stages(slots: int, pipeline: int, num_first: int | None, num_last:
     rest, middle = slots - sum(ends), pipeline - len(ends)
     if rest < 0 or (rest > 0 if middle == 0 else rest % middle):
         raise ConfigError(
-            f"pipeline: {slots} layers (embedding and loss included where they count) on {pipeline} stages: after "
-            f"{sum(ends)} on the {len(ends)} stages with a count of their own, {rest} are left for {middle} stages. "
+            f"pipeline: cannot divide {slots} layers (including embedding and loss if counted) over {pipeline} stages: "
+            f"{len(ends)} stages with set counts take {sum(ends)}, and the remaining {rest} do not divide over "
+            f"{middle} stages. "
             f"{_counts_that_fit(slots, pipeline, num_first, num_last)}"
         )
     counts = [rest // middle if middle else 0] * pipeline
@@ -96,9 +99,9 @@ def _counts_that_fit(slots: int, pipeline: int, num_first: int | None, num_last:
     rest, middle = slots - (other or 0), pipeline - 1 - (other is not None)
     fitting = [n for n in range(rest + 1) if (rest - n == 0 if middle == 0 else (rest - n) % middle == 0)]
     if not fitting:
-        return f"{slots} layers leave nothing for the other stages."
+        return f"{slots} layers are too few for the other stages."
     best = min(fitting, key=lambda n: abs(n - slots / pipeline))
-    return f"{name}={best} would fit."
+    return f"Set {name}={best}."
 
 
 def moe_layers(num_layers: int, *, num_dense_first: int = 0, frequency: int = 1) -> IntArray:

@@ -38,7 +38,7 @@ CACHE_VARIABLE = "RL_CACHE_DIR"
 """Environment variable: the directory in which proofs are kept; `~/.cache/rl` without it."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
-"""By this process, also where it could not be noted."""
+"""Results of this process, including those that could not be written to the cache."""
 _LIBRARIES = ("torch", "transformers", "rl-core")
 REMEDY = "Set trainer.strategy=fsdp, which trains transformers' own model"
 
@@ -117,7 +117,7 @@ def config_at_hand(path: str, where: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings about fields."""
+    """Suppresses transformers' warnings about fields."""
     from transformers import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -132,13 +132,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _basis(backend: ModelProving, spec: WorkerSpec) -> Any:
-    """All that a proof depends on beside the model."""
+    """Everything that a result depends on, except the model."""
     versions = {name: version_of(name) for name in _LIBRARIES}
     return [versions, _code_digest(Path(__file__).parent), backend.proof_basis(spec)]
 
 
 def version_of(distribution: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -216,6 +216,6 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
 
 
 def _environment() -> dict[str, str]:
-    """One rank alone, whatever started this process."""
+    """Environment of a single rank, independent of how this process was started."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}

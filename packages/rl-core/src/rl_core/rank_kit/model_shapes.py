@@ -28,7 +28,7 @@ class LatentAttention:
     """Rank of the query projection; None: it is one whole matrix."""
     kv_rank: int
     qk_head_dim: int
-    """Without its rotary part."""
+    """Head size of queries and keys, without the rotary part."""
     qk_rope_head_dim: int
     v_head_dim: int
 
@@ -42,7 +42,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """Of the dense layers."""
+    """Feed-forward size of the dense layers."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -58,7 +58,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
-    """Of all shared experts together."""
+    """Total feed-forward size of all shared experts."""
     has_expert_bias: bool = False
     """A bias per expert in the choice of experts, kept as a buffer."""
 
@@ -85,7 +85,7 @@ class ModelShape:
         return -(-self.vocab_size // tensor) * self.hidden_size
 
     def num_parameters(self) -> int:
-        """Of the whole model, a shared embedding once."""
+        """Number of parameters of the whole model; a shared embedding counts once."""
         layers = sum(sum(self.layer_parameters(layer)) for layer in range(self.num_layers))
         return layers + self.hidden_size + self.vocabulary_parameters() * (1 if self.is_tied else 2)
 

@@ -12,7 +12,7 @@ from rl_core.interfaces import OptimizerConfig, OptimizerUpdate
 
 @attrs.frozen(kw_only=True)
 class StepSettings:
-    """As in `OptimizerUpdate`, all of them known."""
+    """The settings of `OptimizerUpdate`, all of them set."""
 
     learning_rate: float
     adam_betas: tuple[float, float]

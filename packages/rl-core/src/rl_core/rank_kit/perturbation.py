@@ -31,15 +31,15 @@ class Piece:
     tensor: Tensor
     """Has elements and at least one axis; changed in place."""
     name: str
-    """Of the parameter in the whole model."""
+    """Name of the parameter in the whole model."""
     offset: tuple[int, ...]
-    """Of the piece in the parameter."""
+    """Offset of the piece in the parameter."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
-        """The same on ranks that hold the same."""
+        """A key that is equal on ranks that hold the same piece."""
         return self.name, self.offset
 
 
@@ -79,7 +79,7 @@ class Perturbation:
 
 
 def _mean_squares(pieces: Sequence[Piece]) -> dict[str, float]:
-    """Of whole parameters, by name. Collective."""
+    """Mean squares of whole parameters, by name. Collective."""
     own = {
         piece.place: (
             float(torch.linalg.vector_norm(piece.tensor, dtype=torch.float64)) ** 2,

@@ -37,7 +37,7 @@ ACCELERATOR_LOGPROB_LIMIT, ACCELERATOR_GRADIENT_LIMIT = 1e-2, 0.2
 to other experts. No accelerator was at hand to measure its rounding; the weakest of the faults in
 tests/megatron/test_model_proof.py has a mean of 0.04 (and, on a CPU, a largest difference of 0.39)."""
 _MOST_CHARACTERS = 500
-"""Of an error that is passed on."""
+"""Maximum length of an error that is passed on."""
 _LENGTHS = (MANY_TOKENS, 23, 1500)
 """Sequences; the last one is scored alone: positions at which slow rotary frequencies show."""
 
@@ -48,7 +48,7 @@ class ProofJob:
 
     backend: ModelProving
     spec: WorkerSpec
-    """Of the run; the proof takes its own model and one rank."""
+    """The run's spec; the comparison uses its own model and one rank."""
     config: Mapping[str, Any]
     """All fields of transformers' configuration."""
     where: str

@@ -23,7 +23,7 @@ class RouteShape:
     num_layers: int
     """L: all transformer layers of the model, wherever they are computed."""
     layers: tuple[int, ...]
-    """Of those, the ones with experts that follow routes here."""
+    """The layers among these whose experts follow routes on this rank."""
     num_experts: int
     experts_per_token: int
     """K"""

@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.rank_kit.model_shapes import EXPERT_COUNTS
 
 MANY_TOKENS = 97
-"""Of a sequence that is longer than every window of a small model."""
+"""Length of a sequence that exceeds every window of a small model."""
 _SIZES = {
     "vocab_size": 61,
     "intermediate_size": 48,

@@ -73,11 +73,13 @@ def apply_changes(tensor: Tensor, changes: Changes) -> None:
     words, data = words_of(tensor), changes.data.numpy()
     middle = changes.count * changes.width
     if changes.width not in (1, 2) or len(data) != middle + changes.count * words.itemsize:
-        raise WeightSyncError(f"{len(data)} bytes are not {changes.count} changes of {words.itemsize} bytes each")
+        raise WeightSyncError(
+            f"got {len(data)} bytes; expected {changes.count} changes of {words.itemsize}-byte elements"
+        )
     steps = np.frombuffer(data[:middle].tobytes(), _WORDS[changes.width])
     positions = np.cumsum(steps, dtype=np.int64) - 1
     if changes.count and not 0 <= positions[0] <= positions[-1] < len(words):
-        raise WeightSyncError(f"changes reach element {positions[-1]} of a tensor of {len(words)}")
+        raise WeightSyncError(f"got a change at element {positions[-1]}; expected below {len(words)}")
     words[positions] = np.frombuffer(data[middle:].tobytes(), words.dtype)
 
 

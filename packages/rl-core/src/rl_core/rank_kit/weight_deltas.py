@@ -28,7 +28,7 @@ from rl_core.rank_kit.weight_changes import Changes, apply_changes, take_changes
 
 _TABLE = "delta/table/"
 _WHOLE = -1
-"""In a row's place of `Changes.width`: the tensor follows as it is."""
+"""Value of `Changes.width` in a row whose tensor is sent whole."""
 
 
 @attrs.define(eq=False)
@@ -36,9 +36,9 @@ class HeldWeights:
     """What one side has of the last sync: the base of the next. One sync at a time uses it."""
 
     id: str | None = None
-    """Of that sync; None: nothing that could be a base."""
+    """Id of the sync that sent the weights; None: they cannot be a base."""
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
-    """By name, contiguous, on the host."""
+    """Tensors by name, contiguous, on the host."""
 
     def drop(self) -> None:
         """Lets everything go: the next sync has to bring whole weights."""
@@ -101,7 +101,7 @@ class DeltaSender:
             yield bucket
 
     def _changed(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
-        """One for each of these, with the changes alone."""
+        """Yields one bucket for each of `buckets`, with only the changes."""
         for i, bucket in enumerate(buckets):
             rows, sent = [], []
             for name, tensor in unpack_bucket(bucket):
@@ -219,13 +219,13 @@ def _made(row: _Row, before: Tensor | None, sent: dict[str, Tensor]) -> Tensor:
 
 @attrs.frozen
 class _Row:
-    """Of a bucket's table."""
+    """A row of a bucket's table."""
 
     name: str
     shape: list[int]
     dtype: str
     checksum: int
-    """Of the new tensor."""
+    """Checksum of the new tensor."""
     count: int
     width: int
     """Both as in `Changes`; `_WHOLE`."""
@@ -241,6 +241,6 @@ def _row(name: str, record: TensorRecord, changes: Changes | None) -> list[Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """On the host, in memory of its own."""
+    """A copy of the tensor in newly allocated host memory."""
     copy = fresh_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor.detach())

@@ -12,7 +12,7 @@ T = TypeVar("T")
 SECTIONS: dict[Role, str] = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
 """Where each role's configuration stands."""
 LORA_INIT_METHODS = ("kaiming", "gaussian")
-"""Those that leave the model's own weights as they are."""
+"""Initialisations that do not change the model's own weights."""
 
 
 def require_model_path(spec: WorkerSpec) -> str:

@@ -33,7 +33,7 @@ class Series:
 
     label: str
     points: Sequence[Point]
-    """By rising step; not empty."""
+    """Points in ascending order of steps; not empty."""
     color: int
     """Class `s<color>` of the page's style."""
     is_sparse: bool = False

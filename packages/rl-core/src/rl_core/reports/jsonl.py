@@ -65,7 +65,7 @@ class StepLog:
             logger.error("disk full: the last %d rows of %s are lost", self._waiting.count(b"\n"), self._path)
 
     def _write_waiting(self) -> None:
-        """All of it or nothing."""
+        """Writes all waiting rows, or none of them."""
         descriptor = self._file.fileno()
         num_bytes = os.fstat(descriptor).st_size
         try:

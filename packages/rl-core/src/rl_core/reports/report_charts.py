@@ -123,7 +123,7 @@ def percent(value: float) -> str:
 
 
 def is_fraction(values: Sequence[float]) -> bool:
-    """All between 0 and 1: can be shown in per cent."""
+    """Whether all values are between 0 and 1, so that they can be shown in per cent."""
     return all(0 <= value <= 1 for value in values)
 
 

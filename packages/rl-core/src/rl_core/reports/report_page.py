@@ -137,7 +137,7 @@ class _ShownSamples:
     failures: Sequence[Mapping[str, Any]] = ()
     """The first ones."""
     num_failures: int = 0
-    """Of all logged samples."""
+    """Number of failures among all logged samples."""
 
 
 def _shown_samples(run_dir: Path) -> _ShownSamples:
@@ -243,7 +243,7 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def _shortened(text: str) -> str:
-    """At most so many characters, control characters made visible."""
+    """The text with limited length and visible control characters."""
     left_out = len(text) - _MAX_TEXT
     text = text[:_MAX_TEXT].translate(_VISIBLE)
     return f"{text}\n… {left_out:,} more characters" if left_out > 0 else text

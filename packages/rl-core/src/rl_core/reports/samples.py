@@ -29,12 +29,12 @@ class Sample:
     sample: int
     """Index within the group."""
     prompt: str
-    """As the policy saw it, chat template included."""
+    """The prompt as the policy saw it, including the chat template."""
     response: str
     reward: float | None
     """None for a failed rollout: it received no reward, which is not a reward of zero."""
     stop_reason: str | None
-    """Of the last turn; None for a failed rollout."""
+    """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"
     """What ended the episode: `done`, or a limit (`max_turns`, `context`)."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)

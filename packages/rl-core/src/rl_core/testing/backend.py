@@ -230,7 +230,7 @@ class BackendConformance:
 
     def test_a_small_copy_of_the_model_is_computed_as_by_transformers(self, case: Case) -> None:
         if not isinstance(self.backend, ModelProving):
-            pytest.skip("the backend is not ModelProving, which is an ability that a backend may have or not")
+            pytest.skip("the backend does not implement the optional Protocol ModelProving")
         assert (reason := require_proof(self.backend, case.spec)) is None, f"the proof cannot run here: {reason}"
 
     # --- what only looks; the ranks are kept from one to the next ---
@@ -503,7 +503,7 @@ class BackendConformance:
     def test_offloading_between_all_phases_changes_nothing(self, case: Case) -> None:
         group = case.start()
         if not group.ranks.abilities.offload:
-            pytest.skip("the worker is not Offloadable, which is an ability that a backend may have or not")
+            pytest.skip("the worker does not implement the optional Protocol Offloadable")
         self.check_offloading(case, group, num_steps=3)
 
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
@@ -526,7 +526,7 @@ class BackendConformance:
     def test_noise_changes_every_trained_weight_and_goes_bit_for_bit(self, case: Case) -> None:
         group = case.start()
         if not all(group.call(RankHost.is_perturbable)):
-            pytest.skip("the worker is not Perturbable, which is an ability that a backend may have or not")
+            pytest.skip("the worker does not implement the optional Protocol Perturbable")
         before = group.weights()
         group.call(Perturbable.perturb, 1, 1.0)
         noisy = group.weights()
@@ -620,7 +620,7 @@ class BackendConformance:
     def test_a_state_saved_in_the_background_is_that_of_its_start(self, case: Case) -> None:
         first, second = case.start(), case.start()
         if not first.ranks.abilities.save_in_background:
-            pytest.skip("the worker is not a BackgroundSaver, which is an ability that a backend may have or not")
+            pytest.skip("the worker does not implement the optional Protocol BackgroundSaver")
         for directory in (case.directory / "state-1", case.directory / "state-2"):
             train_step(first, case)
             saved = first.weights()
@@ -800,7 +800,7 @@ def other_routes(case: Case) -> list[Batch]:
 
 
 def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tensor]:
-    """Of the whole batch."""
+    """Scores of the whole batch."""
     return reference.forward(batch, [range(batch.num_sequences)], temperature=TEMPERATURE)
 
 
@@ -866,7 +866,7 @@ def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 _baselines: dict[str, Baseline] = {}
-"""By checkpoint and routes: computed once per session."""
+"""Baselines by checkpoint and routes; computed once per session."""
 _checkpoints: dict[tuple[Path, str], Path] = {}
 
 

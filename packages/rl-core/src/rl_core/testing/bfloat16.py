@@ -52,7 +52,7 @@ class Bfloat16Worker(ReferenceWorker):
             computing.register_post_accumulate_grad_hook(partial(_add_to, trained))
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Of the float32 weights, which are rounded into those that compute."""
+        """Steps the float32 weights, then rounds them into the weights used for computation."""
         step = super().optim_step(update)
         with torch.no_grad():
             for trained, computing in self._pairs():
@@ -75,16 +75,16 @@ class Course:
     """What a worker computes of some batches, and of three optimizer steps."""
 
     logprobs_T: Tensor
-    """Of all batches' scored tokens."""
+    """Log-probs of all scored tokens of all batches."""
     gradients: Mapping[str, Tensor]
-    """Of all batches together."""
+    """Gradients summed over all batches."""
     weights: Mapping[str, Tensor]
     """After a step by these gradients, and one by each of two of the batches."""
 
 
 @attrs.frozen(kw_only=True)
 class Errors:
-    """Of a course, against that in float32."""
+    """Differences between a course and the course in float32."""
 
     logprobs: float
     """Mean |difference| in nats."""
@@ -134,9 +134,9 @@ class Baseline:
     before: Mapping[str, Tensor]
     """The weights that courses start from."""
     exact: Course
-    """In float32."""
+    """The course in float32."""
     plain: Course
-    """Of plain transformers in bfloat16; its weights are float32."""
+    """The course of plain transformers in bfloat16, with float32 weights."""
 
     @classmethod
     def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:

@@ -39,7 +39,7 @@ class Variant:
 
     world_size: int = 1
     options: Any = None
-    """Of the backend; None: those of the suite."""
+    """Options of the backend; None: those of the suite."""
     spec: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of `WorkerSpec` that differ, e.g. `{"use_sample_packing": False}`."""
     checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
@@ -90,7 +90,7 @@ VARIANTS = (
     Variant(spec={"gradient_checkpointing": True}),
     Variant(checkpoint={"tie_word_embeddings": False}),
 )
-"""On one rank."""
+"""Variants on one rank."""
 
 
 class KeptRanks:
@@ -101,7 +101,7 @@ class KeptRanks:
         self._kept: RankGroup | None = None
 
     def take(self, spec: WorkerSpec, world_size: int) -> RankGroup | None:
-        """Those that are kept, if they are of this kind; others are ended."""
+        """Returns the kept ranks if they match; otherwise ends them."""
         kept, self._kept = self._kept, None
         if kept is not None and (kept.spec, kept.mesh.world_size) != (spec, world_size):
             kept.close()
@@ -109,7 +109,7 @@ class KeptRanks:
         return kept
 
     def keep(self, group: RankGroup) -> None:
-        """In the place of others, which are ended."""
+        """Keeps `group`; ends any ranks that were kept before."""
         self.close()
         self._kept = group
 

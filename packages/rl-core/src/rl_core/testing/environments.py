@@ -194,7 +194,7 @@ class EnvironmentConformance:
     def test_an_episode_goes_on_from_a_snapshot(self) -> None:
         environment = self._make()
         if not isinstance(environment, Snapshotable):
-            pytest.skip("the environment is not Snapshotable, which is an ability that one may have or not")
+            pytest.skip("the environment does not implement the optional Protocol Snapshotable")
         _run(environment.close())
         for response in self.rewards:
             whole = _run(self._play(response))

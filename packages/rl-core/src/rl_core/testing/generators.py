@@ -124,7 +124,7 @@ class GeneratorConformance:
         return int(self._tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]
 
     def _script(self) -> Callable[[GenerateRequest], Sequence[int]]:
-        """The same for the same request, whatever comes before it."""
+        """A script that gives the same response for the same request, whatever came before."""
         others = [token for token in range(len(self._tokenizer)) if token != self._eos]
 
         def script(request: GenerateRequest) -> list[int]:

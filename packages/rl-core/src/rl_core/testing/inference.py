@@ -151,7 +151,9 @@ class InferenceClientConformance:
     async def create_client(self, model_path: str) -> InferenceClient:
         """Creates an engine that serves the checkpoint in the directory `model_path` in float32."""
         # Not an abstract method: pytest silently skips abstract classes with all their tests.
-        raise NotImplementedError(f"{type(self).__name__} has neither create_client nor a fixture `bench`")
+        raise NotImplementedError(
+            f"{type(self).__name__}: got neither `create_client` nor a fixture `bench`; implement one"
+        )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -411,7 +413,7 @@ class InferenceClientConformance:
     def test_an_engine_that_slept_serves_what_it_is_given_when_it_wakes(self, bench: Bench) -> None:
         client = bench.client
         if not isinstance(client, Sleepable):
-            pytest.skip("the client is not Sleepable, which is an ability that an engine may have or not")
+            pytest.skip("the client does not implement the optional Protocol Sleepable")
         for call in (client.sleep, client.sleep, client.wake, client.wake):
             bench.run(call())
         self.test_new_weights_are_served_and_named(bench)
@@ -421,7 +423,7 @@ class InferenceClientConformance:
         lived = []
         while len(lived) < _TRIES and not (lived and all(lived[-1])):
             lived.append(self._lives_through_an_update(bench))
-        assert all(lived[-1]), f"which of two long requests got tokens after an update, in each try: {lived}"
+        assert all(lived[-1]), f"expected both requests to get tokens after the update; got, per try: {lived}"
 
     def _lives_through_an_update(self, bench: Bench) -> list[bool]:
         """Updates weights during two requests; returns for each whether it got tokens under the new weights."""

@@ -35,7 +35,7 @@ class SuiteHost(RankHost):
         return getattr(self._worker, name)(*args, **kwargs)
 
     def ask_on_part(self, batch: Batch, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
-        """As `ask`, of a method that takes this rank's part of a batch."""
+        """Like `ask`, for a method that takes this rank's part of a batch."""
         return self.ask(name, batch, plan, *args, **kwargs)
 
     def fulfilled(self) -> set[str]:

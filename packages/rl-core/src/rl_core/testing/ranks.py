@@ -65,7 +65,7 @@ class SuiteRanks(Protocol):
 
     abilities: Abilities
     last_results: Sequence[Any]
-    """Of the latest call, by rank."""
+    """Results of the latest call, by rank."""
 
     @property
     def has_ended(self) -> bool:

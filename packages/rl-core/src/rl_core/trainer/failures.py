@@ -31,7 +31,7 @@ class FailureAccount:
         self._num_expected = num_expected
         self._warned: set[str] = set()
         self._num_ended: Counter[int] = Counter()
-        """Of each group."""
+        """Number of ended samples, by group."""
         self._failed: list[Trajectory] = []
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:

@@ -70,7 +70,7 @@ def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[Data
 
 
 def with_prompts(run: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
-    """With the number of rows whose prompts are short enough to be played."""
+    """Adds the number of rows whose prompts are short enough."""
     return {**run, "data": {**run["data"], "num_prompts": num_prompts}}
 
 

@@ -60,7 +60,7 @@ class Selection:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """As `trainer.algorithm` and `generator` say."""
+        """Creates it from `trainer.algorithm` and `generator`."""
         algorithm = config.trainer.algorithm
         dynamic = algorithm.dynamic_sampling
         return cls(

@@ -42,7 +42,7 @@ class Peak:
     parts: Mapping[str, int]
     """Bytes of the device by what they are of."""
     host_bytes: int
-    """Of one machine's memory, for all ranks on it."""
+    """Bytes of host memory, for all ranks of one machine."""
 
     @property
     def device_bytes(self) -> int:
@@ -192,7 +192,7 @@ def _of_devices(
 
 
 def _of_engine(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> list[Peak]:
-    """Of devices that an engine has for itself."""
+    """Peaks of devices that only the engine uses."""
     processes = {} if device_bytes is None else {"processes": PROCESS_BYTES}
     serves = _served_parts(engine, config, context, device_bytes)
     bucket = {"buckets": 2 * config.generator.inference_engine.weight_bucket_bytes}
@@ -214,7 +214,7 @@ def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes
 
 @attrs.frozen(kw_only=True)
 class _Away:
-    """Of one model, in the host's memory while others have the devices."""
+    """Bytes of one model in host memory while others use the devices."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -232,7 +232,7 @@ def _away(model: ModelOnRanks) -> _Away:
 
 
 def _on_host(model: ModelOnRanks) -> int:
-    """In the host's memory in all phases."""
+    """Bytes that are in host memory in all phases."""
     return _node_sum(model, lambda rank: sum(_bytes(rank, kind) for kind in rank.on_host))
 
 
@@ -266,7 +266,7 @@ def _device_bytes(rank: RankPlan, kind: HeldKind) -> int:
 
 
 def _node_sum(model: ModelOnRanks, of_rank: Callable[[RankPlan], int]) -> int:
-    """Of the machine whose ranks have most."""
+    """The sum over the ranks of a machine, for the machine with the largest sum."""
     size = model.ranks_per_node
     nodes = [model.ranks[first : first + size] for first in range(0, len(model.ranks), size)]
     return max(sum(map(of_rank, ranks)) for ranks in nodes)

@@ -67,7 +67,7 @@ class ModelUpdate:
         self._keeps_first = keeps_first
         self._added: list[Metrics] = []
         self._divisor = 0.0
-        """Of the reduction, over the parts that were added."""
+        """Divisor of the reduction, over the parts that were added."""
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:

@@ -29,7 +29,7 @@ class RehearsedModel:
     num_micro_batches: int
     """That were rehearsed; `phases` have the operations of all of them."""
     micro_batch_tokens: int
-    """Of each, before ranks split it."""
+    """Tokens of each micro-batch, before ranks split it."""
 
 
 def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> RehearsedModel:

@@ -51,7 +51,7 @@ class RunSummary:
     """Held-out accuracy (mean reward where the environment names no accuracy) before training; None without
     evaluation."""
     accuracy_after: float | None
-    """The same, of the last evaluation."""
+    """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
     """Time of the loop: all steps and evaluations."""
     total_seconds: float

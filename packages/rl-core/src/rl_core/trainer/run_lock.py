@@ -243,7 +243,7 @@ def _touched_at(path: Path) -> int | None:
 
 @contextmanager
 def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
-    """Inside, the files are touched every few seconds."""
+    """Within the context, updates the files' timestamps every few seconds."""
     ends, held = threading.Event(), list(descriptors)
 
     def touch() -> None:

@@ -40,7 +40,7 @@ class TrainedStep:
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Of all groups; `trajectory_id` in the batch is the index here."""
+        """Trajectories of all groups; `trajectory_id` in the batch is the index in this tuple."""
         return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
 
 

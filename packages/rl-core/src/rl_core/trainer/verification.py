@@ -68,10 +68,10 @@ class VerificationSettings:
     limit: float
     """Largest mean |difference| of log-probs in nats."""
     limit_grows: bool = False
-    """With the mean log-prob below -5, in proportion."""
+    """Whether the limit grows in proportion if the mean log-prob is below -5."""
     seed: int
     limits: MicroBatchLimits
-    """Of the trainer's forward passes."""
+    """Limits of the trainer's forward passes."""
 
 
 class WeightVerification:

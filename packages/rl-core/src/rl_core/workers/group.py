@@ -67,7 +67,7 @@ class WorkerGroup:
         share_prefixes: bool = False,
     ):
         self.adapter = adapter
-        """Of a model whose adapter is sent alone: see `Rendezvous.adapter`."""
+        """Set for a model that sends only its adapter: see `Rendezvous.adapter`."""
         self._backend = backend
         self._share_prefixes = share_prefixes
         self._ranks = ranks

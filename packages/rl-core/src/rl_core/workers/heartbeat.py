@@ -20,7 +20,7 @@ _BUSY = 0.05
 _BYTES_PER_S = 100_000
 """More than Ray's own messages."""
 _TICKS_PER_S = 100.0
-"""Of /proc/*/stat, on every Linux that Python runs on."""
+"""Unit of times in /proc/*/stat, on every Linux that Python supports."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +30,7 @@ class Pulse:
     at_s: float
     """The reader's clock."""
     cpu_s: float
-    """Of all its threads."""
+    """CPU time of all its threads."""
     num_bytes: int = 0
     """Read and written."""
     waits_for_disk: bool = False

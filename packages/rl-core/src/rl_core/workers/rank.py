@@ -58,7 +58,7 @@ class Ranks(Protocol):
     """All ranks of a group, wherever they run: what `WorkerGroup` calls."""
 
     abilities: Abilities
-    """The same of every worker."""
+    """Abilities, which are the same for every worker."""
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Calls `method`, of the worker or of `RankHost`, on every rank with the same arguments; results by rank.
@@ -96,7 +96,7 @@ class RankHost:
 
     @property
     def abilities(self) -> Abilities:
-        """Of the worker."""
+        """Abilities of the worker."""
         return Abilities(
             offload=isinstance(self._worker, Offloadable),
             save_in_background=isinstance(self._worker, BackgroundSaver),

@@ -91,7 +91,7 @@ class RaySession:
                 ray.shutdown()
                 if is_last_try:
                     raise WorkerError(
-                        "Ray did not start on this machine within two tries of 30 s. It may be short of CPU time or "
+                        "Ray did not start on this machine in two attempts of 30 s. It may be short of CPU time or "
                         "memory; Ray's own logs are in the `logs` folder of its newest session"
                     ) from error
 

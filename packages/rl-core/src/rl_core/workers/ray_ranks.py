@@ -183,7 +183,7 @@ class RayRanks:
         self.abilities = (await self._all("start", starts))[0]
 
     async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
-        """All ranks' answers, or one error."""
+        """Returns all ranks' answers, or raises one error."""
         self._unanswered_calls += 1
         answers, dead = await self._answers(refs)  # a cancelled call stays unanswered
         self._unanswered_calls -= 1

@@ -30,20 +30,20 @@ class Limits:
     wall_s: float = attrs.field(default=20.0, validator=above(0))
     """Time on the clock. Well above `cpu_s`, so that a busy machine fails no test of a program that computes."""
     address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=at_least(64 * MEBIBYTE))
-    """Of each process; more is a MemoryError."""
+    """Limit per process; exceeding it raises a MemoryError."""
     memory_bytes: int = attrs.field(default=768 * MEBIBYTE, validator=at_least(32 * MEBIBYTE))
     """Of all processes together, shared pages counted once. Looked at every 20 ms, so a fast allocation gets above it
     for a moment; more ends the test."""
     processes: int = attrs.field(default=16, validator=at_least(1))
-    """At a time, threads included."""
+    """Maximum number at a time, including threads."""
     file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=at_least(0))
-    """Of one file; more is an OSError (EFBIG)."""
+    """Maximum size of one file; exceeding it raises an OSError (EFBIG)."""
     disk_bytes: int = attrs.field(default=64 * MEBIBYTE, validator=at_least(4096))
     """Of all files together; they lie in memory, and more is an OSError (ENOSPC)."""
     files: int = attrs.field(default=1000, validator=at_least(1))
     """Files and directories that a test may make; more ends it, or is an OSError (ENOSPC)."""
     open_files: int = attrs.field(default=64, validator=at_least(16))
-    """Of each process."""
+    """Limit per process."""
     output_bytes: int = attrs.field(default=256 * 1024, validator=at_least(0))
     """Of stdout, and of stderr; more ends the test, and what came before is kept."""
 
@@ -81,7 +81,7 @@ class Outcome:
     value: Any = None
     """What the function returned, as JSON has it: a tuple is a list."""
     cpu_s: float
-    """Of the first process and those it waited for."""
+    """CPU time of the first process and of the processes that it waited for."""
     wall_s: float
 
     @property

@@ -156,7 +156,7 @@ def _python(python: str, root: str) -> list[str]:
 
 
 class Session:
-    """One program in its sandbox, which is tested as often as one likes."""
+    """One program in its sandbox, which can be tested any number of times."""
 
     def __init__(self, process: asyncio.subprocess.Process, program: str, limits: Limits, *, who: str) -> None:
         self.process, self._program, self._limits, self._who = process, program, limits, who

@@ -37,7 +37,7 @@ class BrokenCall:
     """A call that was begun and cannot be read."""
 
     problem: str
-    """For the policy."""
+    """Description of the problem, for the policy."""
 
 
 class CallFormat(Protocol):

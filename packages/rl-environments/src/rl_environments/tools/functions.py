@@ -46,7 +46,7 @@ class ToolFunction:
     arguments: type[BaseModel]
     """Checks the arguments; its fields' aliases are the parameters' names."""
     schema: ToolSchema
-    """As a chat template takes it."""
+    """The schema for a chat template."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ToolFunction:
@@ -151,7 +151,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSche
 
 
 def _problem(error: Any) -> str:
-    """One of pydantic's errors in the words of whoever made the call."""
+    """One of pydantic's errors, described for the caller."""
     path = ".".join(map(str, error["loc"])) or "arguments"
     if error["type"] == "missing":
         return f"argument {path!r} is missing"

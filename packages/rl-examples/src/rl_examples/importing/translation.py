@@ -77,11 +77,11 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
             except (ValueError, TypeError) as error:
                 left.append(f"{key}={value}: {error}")
         elif key == _CLIP:
-            continue  # where the two bounds are not given
+            continue  # handled below: the default of both bounds
         elif key in NO_EFFECT:
             changed.append(f"{key}: has no effect here: {NO_EFFECT[key]}")
         else:
-            left.append(f"{key}={value}: no key here is known to mean the same; rl config RECIPE shows all")
+            left.append(f"{key}={value}: no equivalent key is known; rl config RECIPE lists all keys")
     if _CLIP in given:
         for bound in ("low", "high"):
             values.setdefault(f"trainer.algorithm.eps_clip_{bound}", given[_CLIP])
@@ -118,7 +118,7 @@ def _loadable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
         if mistaken:
             refused.append(_plain(str(error)))
         else:
-            changed.append(f"to be mended: {_plain(str(error))}")
+            changed.append(f"to be fixed: {_plain(str(error))}")
     return found, changed, refused
 
 

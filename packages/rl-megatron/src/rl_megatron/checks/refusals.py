@@ -38,7 +38,7 @@ SIZES = {
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """One model on its ranks, as it would be run."""
+    """One model on its ranks, as a run would use it."""
 
     fields: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
@@ -128,7 +128,7 @@ def refuse(spec: WorkerSpec, world_size: int, model: Any = None) -> None:
 
 
 def refuse_setup(setup: Setup) -> None:
-    """As `refuse`."""
+    """Like `refuse`."""
     if (complaint := _sizes_are_positive(setup)) is not None:
         raise ConfigError(complaint)
     if (complaint := _first(_MESH_CHECKS, setup)) is not None:

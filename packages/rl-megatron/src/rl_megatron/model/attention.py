@@ -87,7 +87,7 @@ class Segments(PackedSeqParams):
 
     @classmethod
     def of(cls, boundaries: np.ndarray, device: torch.device) -> Segments:
-        """Of padded sequences, laid end to end."""
+        """Creates the segments of padded, concatenated sequences."""
         cumulative = torch.from_numpy(boundaries).to(device=device, dtype=torch.int32)
         longest = int(np.diff(boundaries).max())
         return cls(

@@ -30,7 +30,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of the same shape."""
+        """Returns a tensor of the same shape."""
         return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 

@@ -80,7 +80,7 @@ def fix_expert_mappings() -> None:
 
 
 def apply() -> None:
-    """All of them, once per process."""
+    """Applies all fixes; call once per process."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     AutoMapping.register_module_type("ReplicatedLinear", "replicated")  # no fault: a layer of ours

@@ -114,7 +114,7 @@ def _replace_cuda_functions() -> None:
 
 
 def _replace_random_states() -> None:
-    """One generator, the CPU's, in the place of a device's."""
+    """Replaces the generators of devices with the CPU's."""
 
     def get_state(*_args: Any, **_kwargs: Any) -> Tensor:
         return torch.get_rng_state()

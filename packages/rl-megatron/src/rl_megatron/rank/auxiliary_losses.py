@@ -26,7 +26,7 @@ from rl_megatron.rank.start import Place
 
 
 class AuxiliaryLosses:
-    """Those of one model's routers, around one call of `forward_backward`."""
+    """The auxiliary losses of one model's routers, during one call of `forward_backward`."""
 
     def __init__(self, config: Any, place: Place):
         self._place = place
@@ -75,7 +75,7 @@ class AuxiliaryLosses:
 
 
 def _layers_with_experts(config: Any) -> list[int]:
-    """Of the whole model, from 0."""
+    """Indices in the whole model, from 0, of the layers with experts."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return list(range(0, config.num_layers, frequency))

@@ -23,7 +23,7 @@ class Place:
 
     @property
     def coordinates(self) -> Coordinates:
-        """On each axis."""
+        """The rank's coordinate on each axis."""
         return self.mesh.coordinates(self.rank)
 
     @property

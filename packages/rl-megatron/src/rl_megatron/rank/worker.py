@@ -195,7 +195,7 @@ class MegatronWorker:
         write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def start_saving(self, directory: Path) -> None:
-        """As `save_state`, from a copy in CPU memory."""
+        """Like `save_state`, but saves from a copy in CPU memory."""
         self._background = self._background or BackgroundWriter(is_alone=False)
         start_writing(self._background, directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
@@ -315,7 +315,7 @@ class MegatronWorker:
         *,
         with_entropy: bool,
     ) -> dict[str, Tensor]:
-        """Of the micro-batch's stream, on every context rank."""
+        """Scores of the micro-batch's stream, on every context rank."""
         assert self.scorer is not None
         place_S = micro_batch.scored_places(mask_T)
         index_S = micro_batch.target_index_P[place_S].to(self.place.device)

@@ -232,7 +232,7 @@ class LocalEngine:
             )
         if params.stop and self._tokenizer is None:
             raise GenerationError(
-                f"request {request.sample_id!r}: stop strings need a tokenizer, the model directory has none"
+                f"request {request.sample_id!r}: stop strings need a tokenizer, but the model directory has none"
             )
 
     def _submit_new_calls(self) -> None:
@@ -405,6 +405,6 @@ def _fail(waiters: Sequence[asyncio.Future[Any]], error: Exception) -> None:
 
 
 def _engine_failed(cause: BaseException) -> GenerationError:
-    error = GenerationError(f"the local engine failed and serves nothing any more: {type(cause).__name__}: {cause}")
+    error = GenerationError(f"the local engine failed and no longer serves requests: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

@@ -53,7 +53,7 @@ class LocalEnginePlugin:
             )
         if spec.lora.is_sent_alone:
             raise ConfigError(
-                "trainer.policy.model.lora.merge_lora: got false, and the local engine takes whole weights only; "
+                "trainer.policy.model.lora.merge_lora: got false, but the local engine accepts only whole weights; "
                 f"set it to true, or choose {_SECTION}.backend=vllm"
             )
         _require_known(spec)

@@ -47,7 +47,7 @@ class FilesTransport:
     receiver: str = f"{__name__}:FilesReceiver"
 
     def of_run(self, run: str) -> Self:
-        """With the run's name in those of its folders."""
+        """A copy whose folders have the run's name."""
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:

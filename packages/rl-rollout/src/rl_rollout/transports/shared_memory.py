@@ -54,7 +54,7 @@ class SharedMemoryTransport:
     receiver: str = f"{__name__}:SharedMemoryReceiver"
 
     def of_run(self, run: str) -> Self:
-        """With the run's name in that of its folder."""
+        """A copy whose folder has the run's name."""
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 from rl_core.interfaces import GenerateRequest, Rendezvous, SamplingParams
 
 MAX_SAMPLES = 4096
-"""Of one request."""
+"""Maximum number of samples of one request."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -53,7 +53,7 @@ class GenerateBody(Body):
     session_id: Name | None
 
     def request(self) -> GenerateRequest:
-        """As the engine takes it. Raises ValueError: bytes that are no int32."""
+        """The engine's request. Raises ValueError if bytes are not int32 values."""
         params = msgspec.structs.asdict(self.params)
         tuples = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
         return GenerateRequest(
@@ -87,7 +87,7 @@ class SamplesBody(Body):
 
 
 class AbortBody(Body):
-    """As `SamplesBody`; None: all."""
+    """Like `SamplesBody`; None: all requests."""
 
     sample_ids: list[Name] | None
 

@@ -56,7 +56,7 @@ class Connection:
         return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
 
     async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """As `call`, with bodies as bytes."""
+        """Like `call`, with bodies as bytes."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
         status, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
         if status == 200:
@@ -83,7 +83,7 @@ class Connection:
         raise GenerationError(f"{message} (HTTP status {status}); its log says more")
 
     async def call_json(self, path: str, arguments: Any, *, timeout_s: float) -> Any:
-        """One of vLLM's own routes."""
+        """Calls one of vLLM's own routes."""
         import json
 
         status, answer = await self._post(path, timeout_s, json=arguments)

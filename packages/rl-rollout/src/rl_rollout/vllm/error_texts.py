@@ -31,7 +31,7 @@ def without_other_paths(text: str, body: bytes) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All in plain data."""
+    """All strings in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -13,7 +13,7 @@ _SECTION = "generator.inference_engine"
 _GRAPH_BYTES = 3 << 29
 """Of CUDA graphs, an estimate: 1.5 GiB. They stay while the engine sleeps."""
 _LEFT_ASLEEP_BYTES = 1 << 29
-"""Of buffers that sleeping does not give back, an estimate."""
+"""Estimate of the buffers that sleeping does not release."""
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:

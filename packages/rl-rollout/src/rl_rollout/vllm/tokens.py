@@ -38,7 +38,7 @@ _CONTROL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 @attrs.frozen(kw_only=True)
 class Tokens:
-    """Of one server."""
+    """The tokens of one server."""
 
     control: str = attrs.field(repr=False)
     """Opens every route."""
@@ -150,7 +150,7 @@ def _token_in(path: Path, *, makes_file: bool) -> str:
 
 
 def _write_new(path: Path) -> None:
-    """Of servers that start together one is first."""
+    """Writes a new token; of servers that start at the same time, only the first one writes."""
     unfinished = _written(new_token(), path)
     try:
         with contextlib.suppress(FileExistsError):

@@ -43,7 +43,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
         self.flops = 0
-        """Of matrix products and attention; a product and a sum are two."""
+        """Operations of matrix products and attention; a multiplication and an addition count as two."""
         self._fake_mode = fake_mode
         self._alive: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._changes: list[tuple[_Storage, int]] = []
@@ -61,7 +61,7 @@ class MemoryTracker(TorchDispatchMode):
         return len(self._changes)
 
     def fullest(self, start: int = 0) -> dict[str, int]:
-        """Bytes by kind, at the fullest moment since `start`."""
+        """Bytes by kind at the peak since `start`."""
         total = most = moment = 0
         for index, (_, change) in enumerate(self._changes):
             total += change

@@ -39,7 +39,7 @@ class ActivationBytes:
 
     @classmethod
     def of(cls, spec: WorkerSpec, shape: ModelShape, tokens: float) -> ActivationBytes:
-        """Of `tokens` tokens on this rank."""
+        """Activation bytes of `tokens` tokens on this rank."""
         size = 2 if spec.bf16 else 4
         layers = range(shape.num_layers)
         hidden = tokens * shape.hidden_size * size
@@ -58,22 +58,22 @@ class ActivationBytes:
 
     @property
     def scoring_output(self) -> float:
-        """Without gradients, at the output layer."""
+        """Bytes at the output layer, without gradients."""
         return 6 * self.hidden + self.logits
 
     @property
     def at_output(self) -> float:
-        """At the output layer's backward."""
+        """Bytes during the output layer's backward."""
         return self.num_layers * self.inputs + self.after_layers + self.logits
 
     @property
     def in_layer(self) -> float:
-        """In the backward of the last layer, the first to be computed again."""
+        """Bytes during the backward of the last layer, which is recomputed first."""
         return self.inputs * (self.num_layers - 1) + self.in_last_layer
 
     @property
     def in_last_layer(self) -> float:
-        """In the backward of the first layer, when all others are done."""
+        """Bytes during the backward of the first layer, when all others are done."""
         return self.kept + self.passing + self.hidden
 
 

@@ -122,7 +122,7 @@ def _shards(
 
 
 def _replace_tensors(scorer: Scorer, fake_mode: FakeTensorMode) -> None:
-    """By fake ones on the rank's device, tied ones by one."""
+    """Replaces the scorer's tensors with fake ones on the rank's device; tied tensors share one."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     for module in scorer.modules():
         for tensors in (module._parameters, module._buffers):

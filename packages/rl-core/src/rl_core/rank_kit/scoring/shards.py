@@ -43,7 +43,7 @@ class Shards(Protocol):
         ...
 
     def clear_gradients(self) -> None:
-        """There are none after it."""
+        """Clears all gradients."""
         ...
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +51,7 @@ class Shards(Protocol):
         ...
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `exported`, without a critic's head."""
+        """Like `exported`, but without a critic's head."""
         ...
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +59,7 @@ class Shards(Protocol):
         ...
 
     def head(self) -> dict[str, Tensor]:
-        """Of a critic, whole, by the names in a model's files."""
+        """A critic's whole head, by the names in a model's files."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class TokenScorer(nn.Module):
         self.compute_dtype = compute_dtype
         self.hidden_scale = _hidden_scale(model.config)
         self.choices: ExpertChoices | None = None
-        """Of a model whose routers follow a batch's routes."""
+        """Set for a model whose routers follow a batch's routes."""
 
     def forward(self, inputs: ModelInput, *, temperature: float, with_entropy: bool = True) -> tuple[Tensor, ...]:
         """Scores every token that has a token before it.

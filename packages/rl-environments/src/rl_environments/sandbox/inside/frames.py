@@ -11,7 +11,7 @@ LENGTH = struct.Struct("!I")
 
 
 def packed(message: dict[str, Any]) -> bytes:
-    """One message as it is sent."""
+    """Encodes one message for sending."""
     data = json.dumps(message).encode()
     return LENGTH.pack(len(data)) + data
 

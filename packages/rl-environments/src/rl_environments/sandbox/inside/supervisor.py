@@ -78,7 +78,7 @@ def _outcome(box: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
 
 
 class _TestRun:
-    """One test: its process, its pipes, and what is left of its limits."""
+    """One test: its process, its pipes and the rest of its limits."""
 
     def __init__(self, box: dict[str, Any], test: dict[str, Any]) -> None:
         self._box, self._limits = box, box["limits"]

@@ -59,5 +59,5 @@ class Preparation:
 
 
 def described(error: BaseException) -> str:
-    """For whoever reads the server's answer."""
+    """The error as text for the server's response."""
     return str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
