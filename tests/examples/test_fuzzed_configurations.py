@@ -24,6 +24,11 @@ from rl_core.interfaces import Action, Prompt, StepResult
 from rl_core.trainer.callbacks import Callback, Control
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
+from rl_deepspeed.options import DeepSpeedOptions
+from rl_fsdp.options import FsdpOptions
+from rl_megatron.options import MegatronOptions
+from rl_rollout.generator_options import EnvironmentGeneratorOptions
+from rl_rollout.vllm.options import VLLMOptions
 
 BuildConfig = Callable[..., Config]
 LIMIT_S = 90.0
@@ -70,7 +75,7 @@ class StopsAfterTwo(Callback):
 
 
 def keys(cls: type = Config, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the core with its type."""
+    """Every key of the core, or of a plug-in's options, with its type."""
     for name in own_keys(cls):
         hint = hints(cls)[name]
         if attrs.has(hint):
@@ -80,13 +85,14 @@ def keys(cls: type = Config, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 PLUGIN_KEYS = [
-    ("trainer.policy.fsdp_config.fsdp_size", int),
-    ("trainer.policy.fsdp_config.sequence_parallel_size", int),
-    ("trainer.policy.fsdp_config.cpu_offload", bool),
+    *keys(FsdpOptions, "trainer.policy.fsdp_config."),
+    *keys(MegatronOptions, "trainer.policy.megatron_config."),
+    *keys(DeepSpeedOptions, "trainer.policy.deepspeed_config."),
+    *keys(VLLMOptions, "generator.inference_engine."),
+    *keys(EnvironmentGeneratorOptions, "generator."),
     ("trainer.policy.fsdp_config.no_such_key", int),
-    ("generator.max_concurrency", int),
-    ("generator.zero_reward_on_non_stop", bool),
 ]
+"""Those of a plug-in that is not chosen are checked too."""
 
 
 def drawn(rng: random.Random, key: str, hint: Any) -> Any:
@@ -194,6 +200,7 @@ def sweep(tmp_path: Path, start: Path, *, seed: int, count: int) -> dict[str, in
             counted[found] += 1
         else:
             failures.append(f"{number}: {given}\n     {found}")
+            print(failures[-1], flush=True)
     assert not failures, f"{len(failures)} of {count} (seed {seed}):\n" + "\n".join(failures)
     return counted
 
