@@ -50,7 +50,7 @@ class GeneratorConformance:
     def create_generator(self, client: Sampler, tokenizer: PreTrainedTokenizerBase) -> Generator:
         """A generator that plays `row` against `client`."""
         # Not an abstract method: pytest passes over abstract classes in silence, with all their tests.
-        raise NotImplementedError(f"{type(self).__name__} has no create_generator")
+        raise NotImplementedError(f"{type(self).__name__}: got no `create_generator`; implement it")
 
     def test_the_length_of_a_prompt_is_that_of_the_first_request(self) -> None:
         client = self._client()
