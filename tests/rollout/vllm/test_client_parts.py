@@ -534,7 +534,7 @@ def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts
 
 def test_the_local_engine_refuses_adapters_alone(tmp_path: Path):
     spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
-    with pytest.raises(ConfigError, match="merge_lora: got false, and the local engine accepts only whole weights"):
+    with pytest.raises(ConfigError, match="merge_lora: got false, but the local engine accepts only whole weights"):
         local.validate(spec)
 
 
