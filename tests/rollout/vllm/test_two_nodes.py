@@ -38,8 +38,7 @@ def test_after_a_lost_node_the_same_command_goes_on(cluster: Any, tmp_path: Path
         code = run.wait(WITHIN_S)
     said = (tmp_path / "printed").read_text()
     assert code == 1, said
-    # Where the server was on that node too, either loss may be noticed first.
-    assert re.search(r"error: .*(policy rank \d of 2|vLLM server 0 at http)", said), said
+    assert re.search(r"policy rank \d of 2", said), said
     lost_after = max(row["step"] for row in read_rows(metrics))
     cluster.add_node(**NODE)
     with start(cluster, tmp_path, steps=lost_after + 1) as run:

@@ -56,7 +56,7 @@ def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
     """What a safetensors file holds, by name; only its header is read."""
     tensors: dict[str, StoredTensor] = {}
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - an open file has keys and cannot be iterated
             part = file.get_slice(name)
             dtype = str(part.get_dtype())
             tensors[name] = StoredTensor(tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
