@@ -136,8 +136,12 @@ def test_a_reference_with_another_vocabulary_is_refused(vocabulary: object, mess
             {"trainer.ref.inference_backend": "local", "generator.sampling_params.temperature": 0.7},
             r"trainer\.algorithm\.temperature: got 0\.7 .* at temperature 1 only",
         ),
+        (
+            {"trainer.ref.inference_options": {"external_server_urls": ["http://127.0.0.1:8000"]}},
+            r"trainer\.ref\.inference_options: got external_server_urls without an engine",
+        ),
     ],
-    ids=["engine", "option", "temperature"],
+    ids=["engine", "option", "temperature", "options without an engine"],
 )
 def test_an_engine_that_cannot_score_for_this_run_is_refused_before_it(
     values: dict[str, object], message: str, tmp_path: Path

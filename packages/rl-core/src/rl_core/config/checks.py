@@ -118,7 +118,15 @@ def _gather_reference(config: Config, mistakes: Mistakes) -> None:
     """Notes what keeps the reference from computing log-probs, on ranks or in an engine."""
     if not mistakes.about("trainer.placement"):
         mistakes.add(*reference_apart(config))
-    if config.trainer.ref.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
+    reference = config.trainer.ref
+    if reference.inference_backend is None and reference.inference_options:
+        mistakes.add(
+            ConfigError(
+                f"trainer.ref.inference_options: got {', '.join(reference.inference_options)} without an engine; set "
+                "trainer.ref.inference_backend, or leave the options out: then ranks compute the reference's log-probs"
+            )
+        )
+    if reference.inference_backend is not None and not mistakes.about("trainer.ref", *_ENGINE_READS):
         mistakes.passes(_validate_reference_engine, config)
 
 
