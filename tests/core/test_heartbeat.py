@@ -57,7 +57,17 @@ def test_ranks_are_alive_while_one_works_whether_it_answers_or_not_and_the_other
 def test_a_rank_that_neither_answers_nor_works_is_frozen_while_others_work(frozen):
     heartbeats = watched(9, [computes, frozen], answers=[True, False])
     assert not heartbeats.dead(9.5)
-    assert list(watched(10, [computes, frozen], answers=[True, False]).dead(10.0)) == [1]
+    assert list(watched(11, [computes, frozen], answers=[True, False]).dead(11.0)) == [1], "the first pulse came at 1"
+
+
+def test_a_first_pulse_that_takes_longer_than_the_silence_is_no_sign_of_a_frozen_rank():
+    heartbeats = Heartbeats(1, silence_s=4.0, now_s=0.0)
+    heartbeats.note(0, computes(6), has_answered=False, now_s=6.0)
+    assert not heartbeats.dead(6.0), "nothing to compare it with"
+    heartbeats.note(0, computes(9), has_answered=False, now_s=9.0)
+    assert not heartbeats.dead(12.5)
+    heartbeats.note(0, computes(9), has_answered=False, now_s=13.0)
+    assert list(heartbeats.dead(13.0)) == [0]
 
 
 def test_ranks_that_all_wait_are_a_deadlock_although_all_answer():

@@ -77,7 +77,8 @@ class Heartbeats:
     """Which ranks of a call are dead, judged from pulse after pulse.
 
     A rank is frozen that neither answers nor works for `silence_s`. One that answers may wait for others, so ranks that
-    answer are dead only where none of the call has worked for so long: a deadlock.
+    answer are dead only where none of the call has worked for so long: a deadlock. Work shows only between two pulses,
+    so the time before a rank's first one does not count: a busy machine may take longer than `silence_s` to read it.
     """
 
     def __init__(self, num_ranks: int, silence_s: float, now_s: float) -> None:
@@ -89,7 +90,7 @@ class Heartbeats:
     def note(self, rank: int, pulse: Pulse | None, *, has_answered: bool, now_s: float) -> None:
         """What was seen of a rank at `now_s`; None: nobody can say."""
         last = self._last.get(rank)
-        works = pulse is not None and last is not None and pulse.shows_work_since(last)
+        works = pulse is not None and (last is None or pulse.shows_work_since(last))
         if pulse is not None:
             self._last[rank] = pulse
         if works or has_answered:
