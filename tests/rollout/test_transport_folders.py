@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.held_folders import make_folder, remove_folder
 from rl_core.interfaces import Rendezvous
 from rl_rollout.transports.files import FilesTransport, files
-from rl_rollout.transports.folders import make_folder, remove_folder
 from rl_rollout.transports.shared_memory import shared_memory
 
 
@@ -56,6 +56,13 @@ def test_what_a_killed_run_left_is_named_after_it_and_goes_with_the_next_sync(tr
     transport.close(rendezvous)
     assert not [path for path in left if path.exists()]
     assert not list(temporary.iterdir())
+
+
+def test_what_a_killed_run_left_in_memory_goes_with_a_sync_by_another_transport(temporary: Path):
+    pid = in_killed_process(lambda: files.of_run("run").open(num_ranks=1, num_engines=1))
+    assert list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
+    shared_memory.close(shared_memory.open(num_ranks=1, num_engines=1))
+    assert not list(Path("/dev/shm").glob(f"rl-weights-run-{pid}-*"))
 
 
 def test_the_files_of_a_run_that_lives_stay(temporary: Path):

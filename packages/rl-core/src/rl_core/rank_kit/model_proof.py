@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
+from rl_core.held_folders import held_folder
 from rl_core.interfaces import Backend, ModelProving, WorkerSpec
 from rl_core.rank_kit.model_shapes import read_config
 from rl_core.rank_kit.shrunken_models import shrunken
@@ -191,13 +192,19 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
     from rl_core.rank_kit.proof_process import Differences, ProofJob
 
     job = ProofJob(backend=backend, spec=spec, config=config, where=where)
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, result_file = Path(folder, "job"), Path(folder, "result")
+    with held_folder(backend.name, "proof") as folder, _lifeline() as stdin:
+        job_file, result_file = folder / "job", folder / "result"
         job_file.write_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
         command = [sys.executable, "-m", "rl_core.rank_kit.proof_process", str(job_file), str(result_file)]
         try:
             run = subprocess.run(
-                command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False, env=_environment()
+                command,
+                stdin=stdin,
+                capture_output=True,
+                text=True,
+                timeout=_DEADLINE_S,
+                check=False,
+                env=_environment(),
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{where}: a small copy of the model took over {_DEADLINE_S:g} s. {REMEDY}") from error
@@ -213,6 +220,17 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
         copied = f"{spec.model.path} ({config.get('model_type')})"
         raise ConfigError(f"{where}: {backend.name} cannot run a small copy of {copied}: {error}. {REMEDY}")
     return Differences(**result["differences"])
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """A pipe's end to read from, which ends when this process does: the child ends with it, however that is."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def _environment() -> dict[str, str]:

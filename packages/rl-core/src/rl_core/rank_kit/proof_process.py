@@ -3,7 +3,8 @@
     python -m rl_core.rank_kit.proof_process JOB RESULT
 
 A process of its own: a backend may make process groups or change its libraries, and whatever happens to it there leaves
-nothing behind. `compare` alone serves who has such a process already.
+nothing behind. It ends when its stdin does, so also when the process that started it is killed. Code that already runs
+in a process of its own calls `compare`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import pickle
 import sys
-import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError, RLError
+from rl_core.held_folders import held_folder
 from rl_core.interfaces import Inspectable, LossSpec, ModelConfig, ModelProving, OptimizerConfig, Worker, WorkerSpec
 from rl_core.rank_kit.reference_models import one_thread, random_model, reference_scores, write_model
 from rl_core.rank_kit.shrunken_models import MANY_TOKENS, shrunken
@@ -90,14 +92,14 @@ def compare(job: ProofJob) -> Differences:
         Exception: the backend cannot; whatever it raised.
     """
     config = shrunken(job.config, job.where)
-    with one_thread(), tempfile.TemporaryDirectory() as folder:
+    with one_thread(), held_folder(job.backend.name, "proof") as folder:
         model = random_model(config, job.where)
-        write_model(model, config, Path(folder))
+        write_model(model, config, folder)
         batch = _batch(model.config.vocab_size, min(_LENGTHS[-1], model.config.max_position_embeddings))
         offsets = batch.offsets.tolist()
         sequences = [batch["tokens"][a:b] for a, b in itertools.pairwise(offsets)]
         expected = reference_scores(model, sequences, batch["loss_weights"])
-        worker = job.backend.proof_worker(_small_spec(job.spec, folder))
+        worker = job.backend.proof_worker(_small_spec(job.spec, str(folder)))
         try:
             logprobs_T, gradients = _scores(worker, batch)
         finally:
@@ -185,5 +187,12 @@ def main(job_file: str, result_file: str) -> None:
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
 
 
+def _end_with_parent() -> None:
+    """Ends this process when stdin ends; what it leaves is reclaimed (`held_folders`)."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     main(*sys.argv[1:])

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 
 from rl_core.errors import ConfigError, DeadlineError, WeightSyncError
+from rl_core.held_folders import make_folder, remove_folder
 from rl_core.interfaces import Manifest, Rendezvous, TensorRecord, WeightBucket
-from rl_rollout.transports.folders import make_folder, remove_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from rl_rollout.transports.folders import make_folder, remove_folder
+from rl_core.held_folders import make_folder, remove_folder
 from rl_rollout.vllm import orphans
 from rl_rollout.vllm.placement import SharedGpus
 from rl_rollout.vllm.tokens import Tokens

@@ -1,10 +1,10 @@
-"""Folders of one sync, in memory or among temporary files: named by run and process, and reclaimed when that is gone.
+"""Temporary folders, in memory or on disk, named by purpose, run and process, and reclaimed once that process is gone.
 
-A folder's name has the run and the process's id, for people; whether its process lives is asked of a lock that the
+A folder's name has the run and the process's id, for people. Whether its process lives is asked of a lock that the
 kernel lifts with it (flock(2) on a file inside), which also serves where containers share a folder and no process ids.
-Whoever makes a folder first removes those beside it that nobody holds any more, so what a killed run left goes at the
-next start. While it makes one, it shares a lock of the place itself: where nobody does, a folder that was never locked,
-or whose lock is gone, is no folder in the making.
+Making a folder first removes those that no process holds any more: beside it, among temporary files, and in memory. So
+what a killed run left goes at the next start, whichever transport that one uses. While a process makes a folder, it
+shares a lock of the place itself: if nobody holds that, a folder without a lock is not one that is just being made.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "rl-weights-"
+_KINDS = ("weights", "proof")
+_MEMORY = Path("/dev/shm")
 _HELD = ".held"
 _YOUNG_S = 60.0
 """A folder without a lock file is younger than this while its maker is still making it, where places have no locks."""
@@ -32,18 +34,20 @@ _held: dict[str, int] = {}
 """This process's folders, each with the descriptor of its lock. A child that is forked gives them up."""
 
 
-def make_folder(parent: str | Path | None, run: str) -> str:
+def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "proof"] = "weights") -> str:
     """A new folder that this user alone can read, held until `remove_folder` or the end of this process.
 
     Args:
         parent: where; None: the temporary folder.
         run: whose it is, for its name.
+        kind: what it is for, for its name.
     """
     place = Path(parent or tempfile.gettempdir())
-    reclaim_folders(place)
+    for other in {place, Path(tempfile.gettempdir()), _MEMORY}:
+        reclaim_folders(other)
     name = re.sub(r"[^\w.]+", "_", run)[:40] or "run"
     with _locked(place, fcntl.LOCK_SH, timeout_s=_LOCK_S):
-        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-{os.getpid()}-", dir=place)
+        folder = tempfile.mkdtemp(prefix=f"rl-{kind}-{name}-{os.getpid()}-", dir=place)
         descriptor = os.open(Path(folder, _HELD), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: its folders are never reclaimed
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -60,9 +64,19 @@ def remove_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
+    """One among temporary files, for the length of a block."""
+    folder = make_folder(None, run, kind)
+    try:
+        yield Path(folder)
+    finally:
+        remove_folder(folder)
+
+
 def reclaim_folders(place: Path) -> None:
     """Removes this user's folders there that nobody holds."""
-    for folder in place.glob(f"{_PREFIX}*"):
+    for folder in (found for kind in _KINDS for found in place.glob(f"rl-{kind}-*")):
         with contextlib.suppress(OSError):  # another one removes it just now, or it is another user's
             if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                 shutil.rmtree(folder)

@@ -1,0 +1,50 @@
+"""A program that proves a model with a backend that never comes back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rl_core.interfaces import ModelConfig, OptimizerConfig, Worker, WorkerSpec
+from rl_core.rank_kit.model_proof import _compare_in_process, config_at_hand
+
+
+@attrs.frozen(kw_only=True)
+class HangingBackend:
+    """Writes its process's id into a file, and hangs."""
+
+    file: Path
+    name: str = "hanging"
+
+    def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
+        return {}
+
+    def proof_obstacle(self) -> str | None:
+        return None
+
+    def proof_worker(self, spec: WorkerSpec) -> Worker:
+        self.file.write_text(str(os.getpid()))
+        time.sleep(600)
+        raise AssertionError("nobody ended it")
+
+
+def main(model: str, file: str) -> None:
+    """Hangs for ten minutes in the proof of a model; `file` gets the process that does."""
+    spec = WorkerSpec(
+        role="policy",
+        model=ModelConfig(path=model),
+        optimizer=OptimizerConfig(),
+        options=None,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_sample_packing=True,
+        logprobs_chunk_size=64,
+        total_optimizer_steps=None,
+        seed=0,
+    )
+    _compare_in_process(HangingBackend(file=Path(file)), spec, config_at_hand(model, "model").to_dict(), "model")

@@ -1,0 +1,58 @@
+"""A run that is killed while it proves a model leaves neither the proof's process nor its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_core.held_folders import make_folder, remove_folder
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_proof_leaves_no_process_and_its_folders_go_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, file, temporary = tmp_path / "model", tmp_path / "pid", tmp_path / "temporary"
+    model.mkdir()
+    temporary.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN2))
+    program = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.core.hanging_proof import main; main({str(model)!r}, {str(file)!r})"],
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    try:
+        wait_until(lambda: file.is_file() and file.read_text())
+        proof = psutil.Process(int(file.read_text()))
+        assert len(list(temporary.glob("rl-proof-hanging-*"))) == 2, "the job's, and the small model's"
+    finally:
+        program.kill()
+        program.wait()
+    wait_until(lambda: not proof.is_running() or proof.status() == psutil.STATUS_ZOMBIE)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    remove_folder(make_folder(tmp_path, "next"))
+    assert not list(temporary.glob("rl-*"))
