@@ -6,9 +6,11 @@ the gradient is the sum of `loss_weights · tokens` over all ranks; a step subtr
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,7 +55,8 @@ class GlooOptions:
     rank: int = 0
     """The rank that fails; -1: all of them."""
     fault: str = ""
-    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, compute (10 s in which Python has no thread that answers)."""
+    """kill (SIGKILL), stop (SIGSTOP), raise, hang, exit, system_exit, cancelled, compute (10 s in which Python has no
+    thread that answers)."""
     children: str = ""
     """Each rank starts `sleep` for so many seconds: a child process with an argument that tests find again."""
     delay_s: float = 0.0
@@ -229,6 +232,10 @@ class GlooWorker:
                 sum(range(30_000_000))  # one call in C, between whose steps no other thread gets the interpreter
         elif options.fault == "exit":
             os._exit(3)
+        elif options.fault == "system_exit":
+            sys.exit(0)
+        elif options.fault == "cancelled":
+            raise asyncio.CancelledError
 
 
 class NothingTransport:

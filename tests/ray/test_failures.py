@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.errors import CheckpointError, DeadlineError, WorkerError
+from rl_core.errors import CheckpointError, DeadlineError, ForeignCodeError, WorkerError
 from rl_core.interfaces import LossSpec
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 from tests.ray.conftest import SLEEP_S, children_running, ranks_running, use
@@ -73,6 +74,14 @@ async def test_a_rank_that_raises_is_named_with_its_traceback_while_the_others_w
     assert "failed in forward_backward: ValueError: told to fail in backward" in message
     assert 'self._fail_in("backward")' in message, "the traceback is the rank's own"
     assert "Other ranks: policy rank 0 of 2" in message
+    assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("fault", "raises"), [("system_exit", "SystemExit(0)"), ("cancelled", "CancelledError()")])
+async def test_a_rank_whose_code_means_to_end_the_run_is_an_error_that_names_it(tmp_path, fault, raises):
+    told = rf"^policy rank 1 in optim_step raised {re.escape(raises)} \(gloo_backend\.py:"
+    with pytest.raises(ForeignCodeError, match=told) as raised:
+        await step(tmp_path, phase="optim_step", rank=1, fault=fault)
     assert raised.value.seconds < 10  # pyright: ignore[reportAttributeAccessIssue]
 
 

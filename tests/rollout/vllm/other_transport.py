@@ -30,7 +30,7 @@ class OtherTransport:
     name: str = f"{__name__}:other"
     is_staged: bool = True
     fault: Fault | None = None
-    """What goes wrong in the second tensor parallel rank, and in all ranks of the second data parallel engine."""
+    """What goes wrong in the last worker: the second tensor-parallel rank, of the second data-parallel engine."""
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
         opened = _files.open(num_ranks=num_ranks, num_engines=num_engines)
@@ -49,7 +49,7 @@ class OtherReceiver(FilesReceiver):
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous)
-        self._fault: Fault | None = rendezvous.data["fault"] if _is_second() else None
+        self._fault: Fault | None = rendezvous.data["fault"] if _is_last() else None
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         fixes.repack_tied_heads_on_cpu = _repack_tied_heads_on_cpu
@@ -63,13 +63,14 @@ class OtherReceiver(FilesReceiver):
             yield bucket
 
 
-def _is_second() -> bool:
-    """In a worker: its tensor parallel rank, or the data parallel rank of the engine that started it, is 1."""
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _is_last() -> bool:
+    """This worker has the last tensor-parallel rank, and its engine, which started it, the last data-parallel one."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     engine = psutil.Process().parent()
     assert engine is not None
-    return get_tensor_model_parallel_rank() == 1 or "EngineCore_DP1" in " ".join(engine.cmdline())
+    is_last_rank = get_tensor_model_parallel_rank() == get_tensor_model_parallel_world_size() - 1
+    return is_last_rank and "EngineCore_DP0" not in " ".join(engine.cmdline())
 
 
 def leave_a_trace(rendezvous: Rendezvous) -> Any:

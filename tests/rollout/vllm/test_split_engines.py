@@ -1,13 +1,15 @@
-"""Engines of two workers, started as a run starts them: they compute what one computes, and each answers for itself."""
+"""Engines of several workers, started as a run starts them: they compute what one does, and each answers for itself."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+import attrs
 import psutil
 import pytest
 import pytest_asyncio
@@ -42,32 +44,67 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LIMIT = 1e-4
 """In float32; measured 1e-5."""
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0]]
-ENGINES = {
-    "tensor": {"vLLM server 0"},
-    "data": {"vLLM server 0, data-parallel engine 0", "vLLM server 0, data-parallel engine 1"},
+TWO_ENGINES = {"vLLM server 0, data-parallel engine 0", "vLLM server 0, data-parallel engine 1"}
+
+
+@attrs.frozen(kw_only=True)
+class Split:
+    """How a server's engines are split."""
+
+    engine: Mapping[str, int]
+    scoring: set[str]
+    """Those that score."""
+    first: str
+    last: str
+    """Workers."""
+
+
+SPLITS = {
+    "tensor": Split(engine={"tensor_parallel_size": 2}, scoring={"vLLM server 0"}, first="rank 0", last="rank 1"),
+    "data": Split(
+        engine={"data_parallel_size": 2},
+        scoring=TWO_ENGINES,
+        first="rank 0 of data-parallel engine 0",
+        last="rank 0 of data-parallel engine 1",
+    ),
+    "both": Split(
+        engine={"tensor_parallel_size": 2, "data_parallel_size": 2},
+        scoring=TWO_ENGINES,
+        first="rank 0 of data-parallel engine 0",
+        last="rank 1 of data-parallel engine 1",
+    ),
 }
-"""By how they are split: those that score."""
+IN_EVERY_RUN_OF_THE_TESTS = ("tensor", "both")
 _versions = itertools.count(1, 10)
 """No version comes twice."""
 
 
 @pytest.fixture(scope="module")
-def servers(ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningServer]]:
-    """Both start at the same time, with the same tiny Qwen3 in float32."""
+def servers(
+    request: pytest.FixtureRequest, ray_for_servers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RunningServer]]:
+    """Those that the chosen tests need start at the same time, with the same tiny Qwen3 in float32."""
     directory = tmp_path_factory.mktemp("split")
     model_path = write_model(directory / "model")
     transport = OtherTransport().name
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    wanted = {"both", *(item.callspec.params["split"] for item in here if "split" in item.fixturenames)}
+    names = [name for name in SPLITS if name in wanted]
     running = start_servers(
         *(
-            make_spec(model_path, directory / name, weight_sync_backend=transport, **{f"{name}_parallel_size": 2})
-            for name in ENGINES
+            make_spec(model_path, directory / name, weight_sync_backend=transport, **SPLITS[name].engine)
+            for name in names
         )
     )
-    yield dict(zip(ENGINES, running, strict=True))
+    yield dict(zip(names, running, strict=True))
     stop_servers(running)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(
+    params=[
+        name if name in IN_EVERY_RUN_OF_THE_TESTS else pytest.param(name, marks=pytest.mark.soak) for name in SPLITS
+    ]
+)
 def split(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -110,7 +147,7 @@ class Model:
     async def require_served(self, client: RemoteInferenceClient, split: str, version: int) -> None:
         """Every engine scores, and requests are answered, with the model's weights and the version's number."""
         scores = await client.score(SEQUENCES)
-        assert scores.keys() == ENGINES[split]
+        assert scores.keys() == SPLITS[split].scoring
         for found in scores.values():
             for of_engine, tokens in zip(found, SEQUENCES, strict=True):
                 assert list(of_engine) == pytest.approx(self.logprobs(tokens), abs=LIMIT)
@@ -128,27 +165,23 @@ async def tokens_by_engine(server: RunningServer) -> list[float]:
         return [float(count) for _, count in sorted(re.findall(counted, await answer.text(), re.MULTILINE))]
 
 
-async def test_an_engine_of_two_workers_computes_what_one_computes(
+async def test_an_engine_of_several_workers_computes_what_one_computes(
     servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str
 ):
     model = Model(servers[split].model_path)
-    assert client.num_weight_receivers() == 2
+    assert client.num_weight_receivers() == math.prod(SPLITS[split].engine.values())
     for transport in (FilesTransport(), SharedMemoryTransport(), BroadcastTransport(timeout_s=120.0)):
         version = await model.sync(client, transport)
         await model.require_served(client, split, version)
     counts = await tokens_by_engine(servers[split])
-    assert len(counts) == len(ENGINES[split])
+    assert len(counts) == len(SPLITS[split].scoring)
     assert min(counts) > 0
 
 
-FAULTS = [
-    ("raises", r"rank 1: RuntimeError: this worker", r"rank 0 of data-parallel engine 1: RuntimeError: this worker"),
-    (
-        "takes other weights",
-        r"rank 1 received other weights than rank 0",
-        r"rank 0 of data-parallel engine 1 received other weights than rank 0 of data-parallel engine 0",
-    ),
-]
+FAULTS: dict[Fault, str] = {
+    "raises": "{last}: RuntimeError: this worker",
+    "takes other weights": "{last} received other weights than {first}",
+}
 
 
 def test_a_worker_that_does_not_answer_leaves_nothing_that_could_be_served():
@@ -162,18 +195,14 @@ def test_a_worker_that_does_not_answer_leaves_nothing_that_could_be_served():
     assert _fault({"rank 0": {**failed, "is_intact": False}}, 1) == ("no memory", False)
 
 
-@pytest.mark.parametrize(("fault", "by_rank", "by_engine"), FAULTS, ids=[fault for fault, *_ in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_an_update_counts_when_every_worker_has_answered_for_itself(
-    servers: dict[str, RunningServer],
-    client: RemoteInferenceClient,
-    split: str,
-    fault: Fault,
-    by_rank: str,
-    by_engine: str,
+    servers: dict[str, RunningServer], client: RemoteInferenceClient, split: str, fault: Fault
 ):
+    told = FAULTS[fault].format(first=SPLITS[split].first, last=SPLITS[split].last)
     model = Model(servers[split].model_path)
     good = await model.sync(client, FilesTransport())
-    with pytest.raises(WeightSyncError, match=by_rank if split == "tensor" else by_engine):
+    with pytest.raises(WeightSyncError, match=told):
         await model.sync(client, OtherTransport(fault=fault))
     await client.resume()
     if (fault, split) == ("raises", "tensor"):
@@ -190,8 +219,8 @@ async def test_an_update_counts_when_every_worker_has_answered_for_itself(
 async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_computes_with_old_ones(
     servers: dict[str, RunningServer],
 ):
-    client = await connect(servers["data"])
-    async with policy_of(servers["data"].model_path) as policy:
+    client = await connect(servers["both"])
+    async with policy_of(servers["both"].model_path) as policy:
         trainer = Trainer(policy, client, OtherTransport(fault="keeps its old output layer"))
         trainer.version = next(_versions)
         await trainer.train()
@@ -207,7 +236,7 @@ async def test_the_probe_finds_the_engine_that_says_it_has_new_weights_and_compu
 @pytest.mark.asyncio
 async def test_a_core_that_dies_answers_no_request_with_what_it_had(servers: dict[str, RunningServer]):
     """The last test: nothing is left of the engine. vLLM ends the other cores then, and those end their requests."""
-    running = servers["data"]
+    running = servers["both"]
     processes = psutil.Process(running.pid).children(recursive=True)
     core = next(process for process in processes if process.cmdline()[0].startswith("VLLM::EngineCore"))
     client = await connect(running)

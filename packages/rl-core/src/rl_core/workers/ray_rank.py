@@ -83,6 +83,7 @@ class RayRank:
 
     def __init__(self) -> None:
         keep_freed_memory()
+        self._name = "a rank"
         self._host: RankHost | None = None
         self._call = ("nothing", 0.0, 0)
         self._kept_port: socket.socket | None = None
@@ -103,6 +104,7 @@ class RayRank:
         self, backend: Backend, spec: WorkerSpec, rank: RankInfo, environment: Mapping[str, str]
     ) -> Abilities | Failure:
         """Builds the worker; what it can do."""
+        self._name = f"{spec.role} rank {rank.rank}"
 
         def build() -> Abilities:
             os.environ.update(environment)
@@ -146,7 +148,7 @@ class RayRank:
     def _answer(self, method: str, function: Any) -> Any:
         self._call = (method, time.monotonic(), threading.get_ident())
         try:
-            with code_of(f"a rank in {method}"):
+            with code_of(f"{self._name} in {method}"):
                 return function()
         except Exception as error:
             text = traceback.format_exc()

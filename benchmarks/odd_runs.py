@@ -1,0 +1,148 @@
+"""Steps per second of whole training runs where one environment in a hundred sleeps, one blocks, one raises and one
+hangs, against runs without them, in turns; and whether every failure is in the rows.
+
+The quick start's model, untrained: 250 prompts × 4 samples a step, generation one step ahead and groups at most
+`--bound` versions old. An environment takes one turn of 0.2 s, in which it blocks; those in trouble sleep or block for
+five times as long, raise, or hang until the deadline of 10 s. The first step warms up. The rate is that of the steps up
+to nine tenths; the whole run's counts one wait for the deadline at its end as well.
+
+    PYTHONPATH=. python benchmarks/odd_runs.py [--steps 20] [--turns 3] [--bound 4]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import click
+
+from rl_core.config import from_mapping
+from rl_core.interfaces import Action, Callback, StepResult
+from rl_core.trainer.run import run_training
+from rl_examples.arithmetic import write_data, write_model
+from rl_examples.quickstart import recipe
+
+PROMPTS, SAMPLES = 250, 4
+STEP_S, DEADLINE_S = 0.2, 10.0
+TROUBLE = {3: "sleeps", 9: "blocks", 14: "raises", 20: "hangs"}
+"""By a prompt's number modulo 25, in one of its four samples: one in a hundred each."""
+_NEVER = threading.Event()
+_samples: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
+"""By run and prompt: how many environments were made."""
+_step_ends: list[float] = []
+
+
+class Odd:
+    """One turn; the reward has nothing to do with the answer."""
+
+    def __init__(self, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._prompt = row["prompt"]
+        sample = next(_samples[row["run"], row["number"]])
+        self._trouble = TROUBLE.get(row["number"] % 25) if row["has_trouble"] and sample == 0 else None
+        self._reward = float(sample % 2)
+
+    async def reset(self) -> str:
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        if self._trouble == "sleeps":
+            await asyncio.sleep(5 * STEP_S)
+        elif self._trouble == "blocks":
+            time.sleep(5 * STEP_S)
+        elif self._trouble == "raises":
+            raise ConnectionError("the judge is gone")
+        elif self._trouble == "hangs":
+            _NEVER.wait()
+        time.sleep(STEP_S)
+        return StepResult(reward=self._reward, done=True)
+
+    async def close(self) -> None: ...
+
+
+class NotesSteps(Callback):
+    """When each step ended."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        _step_ends.append(time.monotonic())
+
+
+def run(directory: Path, name: str, *, steps: int, bound: int, has_trouble: bool) -> tuple[list[float], Counter[str]]:
+    """Seconds from the end of the first step to that of each other; and the failed samples by kind, of all rows."""
+    rows = [
+        {"prompt": "12+34=", "number": number, "has_trouble": has_trouble, "run": name}
+        for number in range(steps * PROMPTS)
+    ]
+    (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data.train_data": [str(directory / f"{name}.jsonl")],
+        "data.val_data": [],
+        "environment.env_class": "benchmarks.odd_runs:Odd",
+        "trainer.policy.model.path": str(directory / "model"),
+        "trainer.run_dir": str(directory / name),
+        "trainer.callbacks": ["benchmarks.odd_runs:NotesSteps"],
+        "trainer.max_training_steps": steps,
+        "trainer.max_staleness": bound,
+        "trainer.train_batch_size": PROMPTS,
+        "trainer.policy_mini_batch_size": PROMPTS,
+        "trainer.ckpt_interval": -1,
+        "generator.n_samples_per_prompt": SAMPLES,
+        "environment.timeout_s": DEADLINE_S,
+    }
+    _step_ends.clear()
+    run_training(from_mapping({**recipe.config, **changes}))
+    written = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    failed: Counter[str] = Counter()
+    for row in written:
+        failed.update(
+            {key.rpartition("/")[2]: int(n) for key, n in row.items() if key.startswith("rollout/failed/") and n}
+        )
+    return [end - _step_ends[0] for end in _step_ends[1:]], failed
+
+
+@click.command()
+@click.option("--steps", default=20, show_default=True)
+@click.option("--turns", default=3, show_default=True, help="Measurements of each side.")
+@click.option("--bound", default=4, show_default=True, help="trainer.max_staleness")
+def main(steps: int, turns: int, bound: int) -> None:
+    """Prints the ratios; fails if a failure is missing in the rows."""
+    expected = steps * PROMPTS // 25
+    ratios, whole = [], []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_data(directory / "train.parquet", directory / "held_out.parquet")
+        write_model(directory / "model", seed=0)
+        for turn in range(turns):
+            calm_s, none = run(directory, f"calm{turn}", steps=steps, bound=bound, has_trouble=False)
+            odd_s, failed = run(directory, f"odd{turn}", steps=steps, bound=bound, has_trouble=True)
+            most = len(calm_s) * 9 // 10
+            ratios.append(calm_s[most - 1] / odd_s[most - 1])
+            whole.append(calm_s[-1] / odd_s[-1])
+            print(
+                f"turn {turn}: {calm_s[most - 1] / most:.2f} and {odd_s[most - 1] / most:.2f} s a step, "
+                f"the whole {calm_s[-1]:.1f} and {odd_s[-1]:.1f} s, failed {dict(failed)}",
+                flush=True,
+            )
+            if none or failed != {"ConnectionError": expected, "DeadlineError": expected}:
+                raise SystemExit(f"{expected} failures of each kind were expected, and none without trouble")
+    print(
+        f"with trouble over without: {statistics.median(ratios):.2f}; of the whole runs {statistics.median(whole):.2f}"
+    )
+
+
+if __name__ == "__main__":
+    # The environments are looked up by the module's name; there must not be a second one with times of its own.
+    from benchmarks.odd_runs import main as of_module
+
+    of_module()
