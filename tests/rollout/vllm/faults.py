@@ -196,7 +196,7 @@ class Cluster:
                     await asyncio.sleep(0.001)
                 hit()
             await self._publish_until_good(fault, hit)
-            completions = await asyncio.gather(*waiting)
+            completions = await self._answered(waiting)
         finally:
             for task in waiting:
                 task.cancel()
@@ -241,6 +241,16 @@ class Cluster:
                     return await self._in_time(self.publish(transport), within_s)
                 except RLError:
                     await asyncio.sleep(0.5)
+
+    async def _answered(self, waiting: Sequence[asyncio.Future[Completion]]) -> list[Completion]:
+        """As a run does while it generates: a server that was restarted gets the current weights."""
+        answers = asyncio.gather(*waiting)
+        while not answers.done():
+            lacking = asyncio.ensure_future(self.client.needs_weights())
+            await asyncio.wait([answers, lacking], return_when=asyncio.FIRST_COMPLETED)
+            if not lacking.cancel() and not answers.done():
+                await self._again("files", _LATE_S)
+        return await answers
 
     async def _timed(self, asked: GenerateRequest) -> Completion:
         began = time.monotonic()

@@ -58,6 +58,9 @@ async def publish_weights(
         WeightSyncError: what arrived is not what was sent. Engines that had been paused for it stay so, and serve
         nothing until a good sync.
     """
+    preparing = client if transport.is_staged and isinstance(client, WeightPreparing) else None
+    # Receivers are counted after the pause, so that the sync does not wait for an engine that was lost during it.
+    paused_at = await _paused(client, pause_mode) if preparing is None else None
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
     opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
     rendezvous = attrs.evolve(opened, adapter=group.adapter, delta=delta, is_staged=transport.is_staged)
@@ -69,17 +72,17 @@ async def publish_weights(
         return sender.result(), receiver.result()
 
     try:
-        if transport.is_staged and isinstance(client, WeightPreparing):
-            sent, _ = await both(client.prepare_weights(rendezvous, version))
+        if preparing is None:
+            sent, received = await both(client.update_weights(rendezvous, version))
+        else:
+            sent, _ = await both(preparing.prepare_weights(rendezvous, version))
             paused_at = await _paused(client, pause_mode)
             received = await _of_client(client, client.update_weights(rendezvous, version))
-        else:
-            paused_at = await _paused(client, pause_mode)
-            sent, received = await both(client.update_weights(rendezvous, version))
         require_same(sent, received)
         await _of_client(client, client.resume())
     finally:
         transport.close(rendezvous)
+    assert paused_at is not None
     return Publication(sent=sent, pause_s=time.monotonic() - paused_at)
 
 
