@@ -296,7 +296,8 @@ class Worker(Protocol):
         ...
 
     def save_model(self, directory: Path) -> None:
-        """Writes the model and its tokenizer in Hugging Face format."""
+        """Writes the model and its tokenizer in Hugging Face format. If the storage of one rank fails, it raises a
+        CheckpointError after its last collective: the run goes on, provided that no other rank still waits."""
         ...
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         write_head,
         write_tokenizer,
         write_weights,
+        writing_model,
     )
     from rl_core.rank_kit.model_proof import code_digest, config_at_hand, require_proof, version_of, written_config
     from rl_core.rank_kit.model_shapes import EXPERT_COUNTS, LatentAttention, ModelShape, model_shape, read_config
@@ -136,6 +137,7 @@ _MODULES = {
     "ADAPTER_FOLDER": "model_files",
     "HEAD_FILE": "model_files",
     "write_weights": "model_files",
+    "writing_model": "model_files",
     "write_config": "model_files",
     "write_tokenizer": "model_files",
     "write_head": "model_files",
@@ -210,6 +212,7 @@ __all__ = [
     "ADAPTER_FOLDER",
     "HEAD_FILE",
     "write_weights",
+    "writing_model",
     "write_config",
     "write_tokenizer",
     "write_head",

@@ -8,22 +8,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_core.errors import ConfigError
+from rl_core.errors import CheckpointError, ConfigError, DiskFullError
 from rl_core.rank_kit.publishing import pack_on_first
-from rl_core.rank_kit.weight_buckets import unpack_bucket
+from rl_core.rank_kit.weight_buckets import draining, unpack_bucket
+from rl_core.stored_files import is_disk_full
 
 ADAPTER_FOLDER = "adapter"
 """Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
 HEAD_FILE = "value_head.safetensors"
 """Of a critic, beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
 MAX_FILE_BYTES = 2 << 30
+
+
+@contextmanager
+def writing_model(directory: Path) -> Iterator[None]:
+    """Around whatever writes a model's files, on a rank that writes.
+
+    Raises:
+        CheckpointError: the storage failed; a DiskFullError where there was no room.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        what = f"{directory}: could not be written ({type(error).__name__}: {error})"
+        if is_disk_full(error, directory):
+            raise DiskFullError(f"disk full: {what}") from error
+        raise CheckpointError(what) from error
 
 
 def write_weights(
@@ -42,17 +61,21 @@ def write_weights(
         is_first: this rank writes; the others only drain `tensors`.
         max_file_bytes: of a file; a larger tensor has one of its own.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     parts, num_bytes = [], 0
-    for bucket in pack_on_first(tensors, max_file_bytes, is_first=is_first):
-        part = directory / f"part-{len(parts)}"
-        # Copies: views of one memory are not what safetensors writes.
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in unpack_bucket(bucket)}
-        save_file(copies, part, {"format": "pt"})
-        parts.append((part, bucket.names))
-        num_bytes += bucket.data.numel()
+    buckets = pack_on_first(tensors, max_file_bytes, is_first=is_first)
     if not is_first:
+        for _ in buckets:
+            pass
         return
+    with draining(buckets):
+        directory.mkdir(parents=True, exist_ok=True)
+        for bucket in buckets:
+            part = directory / f"part-{len(parts)}"
+            # Copies: views of one memory are not what safetensors writes.
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in unpack_bucket(bucket)}
+            save_file(copies, part, {"format": "pt"})
+            parts.append((part, bucket.names))
+            num_bytes += bucket.data.numel()
     if len(parts) == 1:
         parts[0][0].rename(directory / "model.safetensors")
         return

@@ -240,8 +240,14 @@ class WorkerGroup:
             await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
-        """What `start_saving` began is complete on all ranks. Raises what went wrong with it."""
-        return all(await self._ranks.call(BackgroundSaver.has_saved))
+        """What `start_saving` began is complete on all ranks. Raises what went wrong once it is over on all ranks."""
+        outcomes = await self._ranks.call(RankHost.save_outcome)
+        if not all(outcome.is_over for outcome in outcomes):
+            return False
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return True
 
     async def load_state(self, directory: Path) -> None:
         """Continues from `save_state`. Raises CheckpointError."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_core import plugins
 from rl_core.batch import Batch
+from rl_core.errors import RLError
 from rl_core.interfaces import (
     Backend,
     BackgroundSaver,
@@ -52,6 +53,15 @@ class Abilities:
     """It is `Offloadable`."""
     save_in_background: bool = False
     """It is a `BackgroundSaver`."""
+
+
+@attrs.frozen(kw_only=True)
+class SaveOutcome:
+    """What has become of a save in the background on one rank."""
+
+    is_over: bool
+    """It is complete, or has failed."""
+    error: RLError | None = None
 
 
 class Ranks(Protocol):
@@ -110,6 +120,15 @@ class RankHost:
     def is_perturbable(self) -> bool:
         """The worker is `Perturbable`."""
         return isinstance(self._worker, Perturbable)
+
+    def save_outcome(self) -> SaveOutcome:
+        """Of a `BackgroundSaver`. Does not raise what went wrong: ranks find that out at different moments, and until
+        the last one has, they cannot go on together."""
+        assert isinstance(self._worker, BackgroundSaver)
+        try:
+            return SaveOutcome(is_over=self._worker.has_saved())
+        except RLError as error:
+            return SaveOutcome(is_over=True, error=error)
 
     def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
         """The worker sends through this rank's end of the transport: whole weights, or what changed."""

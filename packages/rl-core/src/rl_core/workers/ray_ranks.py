@@ -19,7 +19,7 @@ from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
-from rl_core.workers.rank import Abilities, P, Part, R
+from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
 
 # isort: split
@@ -37,6 +37,8 @@ from rl_core.workers.ray_rank import (
 
 _SETTLE_S = 3.0
 """After a failure the others have so long: a rank that lost its peer may say so before Ray says that the peer died."""
+_ONLY_READ: frozenset[Callable[..., Any]] = frozenset({RankHost.publish, Worker.save_state, Worker.save_model})
+"""Calls that leave the training state as it is. Their collectives are over on all ranks when one of them raises."""
 _ASK_S = 2.0
 """How long a rank that missed the deadline has to say what it is doing."""
 _BEAT_S = 10.0
@@ -113,7 +115,8 @@ class RayRanks:
         """See `Ranks.call`."""
         self._require_alive(method.__name__)
         call = RankCall(method=method, args=args, kwargs=kwargs)
-        return await self._all(method.__name__, [actor.call.remote(call) for actor in self._actors])
+        refs = [actor.call.remote(call) for actor in self._actors]
+        return await self._all(method.__name__, refs, only_reads=method in _ONLY_READ)
 
     async def call_on_parts(
         self,
@@ -182,8 +185,14 @@ class RayRanks:
             )
         self.abilities = (await self._all("start", starts))[0]
 
-    async def _all(self, phase: str, refs: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Returns all ranks' answers, or raises one error."""
+    async def _all(self, phase: str, refs: Sequence[Awaitable[Any]], *, only_reads: bool = False) -> list[Any]:
+        """Returns all ranks' answers, or raises one error, after which the ranks can go on or have been ended.
+
+        Args:
+            phase: for messages.
+            refs: the answers to come, by rank.
+            only_reads: the call leaves the training state as it is: ranks go on although it failed on some of them.
+        """
         self._unanswered_calls += 1
         answers, dead = await self._answers(refs)  # a cancelled call stays unanswered
         self._unanswered_calls -= 1
@@ -197,7 +206,8 @@ class RayRanks:
             error = await self._no_heartbeat(phase, dead)
         else:
             error = await self._missed_deadline(phase, silent)
-        if not self._all_agree(failures):
+        can_go_on = self._all_agree(failures) or (only_reads and not silent and _are_user_errors(failures))
+        if not can_go_on:
             self._end(str(error).partition("\n")[0])
         raise error
 
@@ -265,7 +275,7 @@ class RayRanks:
 
     def _all_agree(self, failures: Mapping[int, Failure]) -> bool:
         """Every rank found a mistake of the user: nobody waits for anybody, and the ranks can go on."""
-        return len(failures) == len(self._actors) and all(failure.user_error for failure in failures.values())
+        return len(failures) == len(self._actors) and _are_user_errors(failures)
 
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
         """One error: of a rank that died before one that raised (it may only have lost its peer), else of the first."""
@@ -327,6 +337,10 @@ class RayRanks:
             ray.kill(actor)
         self.placement.leave()
         ray_session.leave()
+
+
+def _are_user_errors(failures: Mapping[int, Failure]) -> bool:
+    return bool(failures) and all(failure.user_error for failure in failures.values())
 
 
 def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:

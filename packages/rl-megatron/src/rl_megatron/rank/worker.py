@@ -28,7 +28,14 @@ from rl_core.interfaces import (
 )
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.learning_rates import learning_rate
-from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
+from rl_core.rank_kit.model_files import (
+    ADAPTER_FOLDER,
+    write_config,
+    write_head,
+    write_tokenizer,
+    write_weights,
+    writing_model,
+)
 from rl_core.rank_kit.objectives import (
     batch_loss,
     needs_entropies,
@@ -216,9 +223,13 @@ class MegatronWorker:
         Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
+        # All that ranks gather together comes before what only the first one writes, and may fail to write.
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
-        write_weights(self.export.weights(with_buffers=True), directory, is_first=is_first)
-        if is_first:
+        adapters = dict(self.export.adapters()) if self.spec.model.lora.rank > 0 else {}
+        with writing_model(directory):
+            write_weights(self.export.weights(with_buffers=True), directory, is_first=is_first)
+            if not is_first:
+                return
             dtype = torch.bfloat16 if self.spec.bf16 else torch.float32
             generation = (
                 GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").is_file() else None
@@ -227,9 +238,7 @@ class MegatronWorker:
             write_tokenizer(path, directory)
             if head:
                 write_head(head, directory)
-        if self.spec.model.lora.rank > 0:
-            adapters = dict(self.export.adapters())
-            if self.place.rank == 0:
+            if self.spec.model.lora.rank > 0:
                 write_adapter(adapters, self.spec, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:

@@ -27,7 +27,14 @@ from rl_core.interfaces import (
 from rl_core.rank_kit.background_writer import BackgroundWriter
 from rl_core.rank_kit.device_copies import on_device
 from rl_core.rank_kit.learning_rates import learning_rate
-from rl_core.rank_kit.model_files import ADAPTER_FOLDER, write_config, write_head, write_tokenizer, write_weights
+from rl_core.rank_kit.model_files import (
+    ADAPTER_FOLDER,
+    write_config,
+    write_head,
+    write_tokenizer,
+    write_weights,
+    writing_model,
+)
 from rl_core.rank_kit.objectives import (
     batch_loss,
     needs_entropies,
@@ -205,21 +212,22 @@ class ScoringWorker:
         Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
+        # All that ranks gather together comes before what only the first one writes, and may fail to write.
+        head = self.shards.head() if isinstance(scorer, ValueScorer) else {}
+        adapters = dict(self.shards.adapters(None)) if has_adapters(model) else {}
         tensors = chain(self.shards.model_weights(), persistent_buffers(model).items())
-        write_weights(tensors, directory, is_first=is_first)
-        if is_first:
+        with writing_model(directory):
+            write_weights(tensors, directory, is_first=is_first)
+            if not is_first:
+                return
             generation = model.generation_config if model.can_generate() else None
             write_config(
                 model.config, directory, dtype=dtype, generation=generation, architectures=[type(model).__name__]
             )
             write_tokenizer(require_model_path(self.spec), directory)
-        if isinstance(scorer, ValueScorer):
-            head = self.shards.head()
-            if is_first:
+            if isinstance(scorer, ValueScorer):
                 write_head(head, directory)
-        if has_adapters(model):
-            adapters = dict(self.shards.adapters(None))
-            if is_first:
+            if has_adapters(model):
                 save_adapters(model, adapters, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
