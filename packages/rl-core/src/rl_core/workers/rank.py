@@ -1,7 +1,7 @@
-"""What a group asks of its ranks, and what runs at each of them: it builds the worker and makes the calls on it.
+"""The interface between a group and its ranks (`Ranks`), and the host in each rank that builds the worker and calls it.
 
-A call names the method of the contract that is meant, e.g. `Worker.optim_step`: its arguments are checked by the type
-checker, and it travels to other processes by reference.
+A call is given by the contract's method, e.g. `Worker.optim_step`. So the type checker checks its arguments, and it is
+pickled by reference.
 """
 
 from __future__ import annotations
