@@ -1,4 +1,4 @@
-"""Advantages, losses, KL, corrections, reductions and selection as pure torch functions. Needs torch alone."""
+"""Advantages, losses, KL, corrections, reductions and selection as pure torch functions. Needs only torch."""
 
 from __future__ import annotations
 

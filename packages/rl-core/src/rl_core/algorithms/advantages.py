@@ -1,9 +1,9 @@
-"""Advantages: how much better a sample, or a token, did than a baseline.
+"""Advantages: how much better a sample, or a token, is than a baseline.
 
-Estimators over outcomes take one row per trajectory and return [N]; the caller gives each row's value to its tokens.
-Those over tokens return `TokenAdvantages` [T]. A group is the samples of one prompt, in any row order. A group of one
-sample has nothing to be compared with: a baseline made of its own score alone says nothing, and its raw score would
-push the policy by the reward's offset. It gets 0, so it adds no gradient.
+Outcome estimators take one row per trajectory and return [N]; the caller copies each row's value to its tokens. Token
+estimators return `TokenAdvantages` [T]. A group consists of the samples of one prompt, in any row order. A group of one
+sample has no other sample as a baseline, and its raw score would push the policy by the reward's offset. So its
+advantage is 0, and it adds no gradient.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ ESTIMATOR_COLUMNS = (
     "sequence_T",
     "trajectory_T",
 )
-"""What an estimator may read, by the names of its positional parameters. `environment_scores_N` are scores without a KL
-penalty; `trajectory_T` says which trajectory, so which row of `…_N`, a token belongs to, `sequence_T` which step."""
+"""Names of the positional parameters that an estimator may have. `environment_scores_N` are scores without the KL
+penalty. `trajectory_T` is each token's trajectory, hence its row in `…_N`; `sequence_T` is its step."""
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 
 
 class TokenAdvantages(NamedTuple):
-    """What a token-level estimator returns; 0 where no token was sampled."""
+    """Result of a token-level estimator; 0 at tokens that were not sampled."""
 
     advantages_T: Tensor
     returns_T: Tensor
-    """The critic's target; for an estimator without a critic the discounted return."""
+    """The critic's target; without a critic, the discounted return."""
 
 
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
@@ -113,7 +113,7 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
         lengths_N: int64, sampled tokens of each trajectory.
 
     Returns:
-        Advantages [N]; 0 for a group of one, which has no part in m and v either.
+        Advantages [N]; 0 for a group of one, which is also excluded from m and v.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -132,25 +132,25 @@ def reinforce_plus_plus_baseline_advantages(scores_N: Tensor, group_N: Tensor, l
 
 
 def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None) -> Tensor:
-    """Score minus its prompt's mean score, in units of that mean: the rarer the success, the more it weighs.
+    """Score minus its prompt's mean score, in units of that mean: the rarer a success, the larger its weight.
 
-    A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e what a KL penalty took
-    off it. With scores 0 and 1 the first part is the estimator of a gradient between that of the success rate and that
-    of its logarithm; the penalty is no success, so it is a reward of its own.
+    A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
+    in the score. With scores 0 and 1 the first part estimates a gradient between those of the success rate and of its
+    logarithm. The penalty does not count as success, so it is a separate reward.
     Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL), without a penalty.
 
     Args:
         scores_N: outcome reward of each trajectory, finite.
         group_N: int64, equal for samples of one prompt.
-        environment_scores_N: the scores without a penalty, at least 0; 1 for success and 0 for failure by design. None:
-            `scores_N`.
+        environment_scores_N: the scores without the penalty, at least 0; meant to be 1 for success and 0 for failure.
+            None: `scores_N`.
 
     Returns:
         Advantages [N]; 0 for a group of one and for a group without any success.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        DataError: a score is negative, so a mean says nothing about a success rate.
+        DataError: a score is negative, so that the mean is not a success rate.
     """
     outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)
     if bool((outcomes_N < 0).any()):
@@ -176,7 +176,7 @@ def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
         greedy_scores_N: outcome reward of the greedy answer to each trajectory's prompt.
 
     Returns:
-        Advantages [N]. A group of one is no special case: the greedy answer is the baseline.
+        Advantages [N]. A group of one is not a special case, because the greedy answer is the baseline.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -187,10 +187,10 @@ def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
 
 
 def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Score minus its prompt's length-weighted mean score, the baseline of least gradient variance.
+    """Score minus its prompt's length-weighted mean score, the baseline with the least gradient variance.
 
-    A_i = s_i − sum_j l_j · s_j / sum_j l_j over the samples j of the prompt, taking a sample's squared gradient norm to
-    be proportional to its length.
+    A_i = s_i − sum_j l_j · s_j / sum_j l_j over the samples j of the prompt, assuming that a sample's squared gradient
+    norm is proportional to its length.
     Source: Hao et al. 2025, arXiv 2505.23585 (OPO).
 
     Args:
@@ -216,23 +216,23 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
 ) -> Tensor:
-    """Advantage of a sample when the reward is that any of k samples succeeds, over all k-subsets of its group.
+    """Advantage of a sample for the reward that any of k samples succeeds, averaged over all k-subsets of its group.
 
     With n samples, c successes and q = C(n−c, k) / C(n, k): mean R = 1 − q and deviation sqrt(q (1 − q)) of the
     subsets' rewards, A = (1 − R) / deviation for a success and (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation for a
-    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)). What a KL penalty took off the
-    scores is a reward of its own, p = s − e, and adds p_i − mean p.
+    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)). The KL penalty in the scores,
+    p = s − e, is a separate reward and adds p_i − mean p.
     Source: Chen et al. 2025, arXiv 2508.10751 (Pass@k training, analytical derivation), without a penalty.
 
     Args:
         scores_N: outcome reward of each trajectory.
         group_N: int64, equal for samples of one prompt.
-        environment_scores_N: the scores without a penalty; above 0 is a success. None: `scores_N`.
+        environment_scores_N: the scores without the penalty; above 0 is a success. None: `scores_N`.
         k: subset size, at least 1.
 
     Returns:
-        Advantages [N]; the success's part is 0 where every k-subset has the same reward, and for a group smaller than
-        k, which has no k-subset (so for a group of one).
+        Advantages [N]. Their success part is 0 if all k-subsets have the same reward, and for a group smaller than k,
+        which has no k-subset.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -297,7 +297,7 @@ def reinforce_plus_plus_advantages(
         gamma: discount per sampled token, in [0, 1].
 
     Returns:
-        TokenAdvantages [T] with the unstandardised G as returns. Groups have no part: the baseline is the batch's mean.
+        TokenAdvantages [T] with the unstandardised G as returns. Does not use groups: the baseline is the batch's mean.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.
@@ -326,7 +326,7 @@ def gae_advantages(
 
     Args:
         rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
-        values_T: the critic's value of the state in which each token is chosen; read at sampled tokens only.
+        values_T: the critic's value of the state before each token; read only at sampled tokens.
         mask_T: bool, the sampled tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         gamma: discount per sampled token, in [0, 1].
@@ -334,7 +334,7 @@ def gae_advantages(
         whiten_advantages: standardise the advantages over the sampled tokens of the batch.
 
     Returns:
-        TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. Groups have no part: the critic
+        TokenAdvantages [T] in the dtype of `rewards_T`, without gradient to the critic. Does not use groups: the critic
         is the baseline.
 
     Raises:
@@ -360,10 +360,10 @@ def gae_advantages(
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Values standardised over the masked tokens: mean 0, variance 1.
 
-    y_t = (x_t − mean) / sqrt(var + 1e-8), mean and variance (over n) taken over the masked tokens alone.
+    y_t = (x_t − mean) / sqrt(var + 1e-8), with mean and variance (divided by n) over the masked tokens only.
 
     Args:
-        values_T: finite where the mask is true; elsewhere never read.
+        values_T: finite where the mask is true; not read elsewhere.
         mask_T: bool.
 
     Returns:
@@ -383,7 +383,7 @@ def _standardised(values: Tensor) -> Tensor:
     if not values.numel():
         return values
     centred = values - values.mean()
-    # The first mean is rounded: without the second, equal values would leave a rest that the division blows up.
+    # The first mean is rounded. Without the second, equal values would leave a remainder that the division amplifies.
     centred -= centred.mean()
     return centred * (centred.square().mean() + _VARIANCE_EPSILON).rsqrt()
 
@@ -399,7 +399,7 @@ def _fail_at_k(successes: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _without_penalty(scores_N: Tensor, environment_scores_N: Tensor | None, group_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The environment's scores, and what was taken off them less the prompt's mean of that: float64 [N]."""
+    """The environment's scores, and the (negative) penalty minus the prompt's mean penalty: float64 [N]."""
     require_groups(scores_N, group_N)
     if environment_scores_N is None:
         return scores_N, torch.zeros_like(scores_N, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The advantage of being the best of k samples. What all estimators share stands in `advantages`."""
+"""The advantage of being the best of k samples. See `advantages` for the conventions of all estimators."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_core.errors import ConfigError
 
 
 def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | None = None) -> Tensor:
-    """What a sample adds to the best of k: how far it is above the second best where it is the best, else 0.
+    """The contribution of a sample to the best of k: its margin over the second best if it is the best, else 0.
 
-    A_i = mean over the k-subsets S of i's group with i in S of (max S − max S∖i), in which only those count whose best
-    is i. With k the group's size: best minus second for the best sample, 0 for all others. Summed over the samples of a
+    A_i = mean over the k-subsets S of i's group with i in S of (max S − max S∖i), which is 0 unless i is the best of S.
+    With k the group's size: best minus second for the best sample, 0 for all others. Summed over the samples of a
     subset, this is an unbiased estimator of the gradient of the expected best of k (max@k; pass@k for scores 0 and 1).
-    Source: Tang et al. 2025, arXiv 2503.19595 (inference-time objectives; leave-one-out control variate), there with k
-    samples; their mean over k-subsets of more samples as in Walder & Karkhanis 2025, arXiv 2505.15201.
+    Source: Tang et al. 2025, arXiv 2503.19595 (inference-time objectives; leave-one-out control variate), with k
+    samples; the mean over k-subsets of more samples: Walder & Karkhanis 2025, arXiv 2505.15201.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
@@ -30,7 +30,7 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        ConfigError: `k` is below 2: nothing is left to compare with.
+        ConfigError: `k` is below 2, so there is nothing to compare with.
     """
     require_groups(scores_N, group_N)
     if k is not None and k < 2:
@@ -50,7 +50,8 @@ def best_minus_second_advantages(scores_N: Tensor, group_N: Tensor, *, k: int | 
 
 
 def _second_best_weights(size: int, k: int) -> Tensor:
-    """[j, m]: the share of the k-subsets with the sample of rank j in which it is the best and rank m the second."""
+    """[j, m]: of the k-subsets that contain the sample of rank j, the fraction in which it is the best and rank m the
+    second best."""
     total = math.comb(size - 1, k - 1)
     return torch.tensor(
         [[math.comb(m, k - 2) / total if m < j else 0.0 for m in range(size)] for j in range(size)],

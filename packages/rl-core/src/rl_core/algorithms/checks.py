@@ -1,4 +1,4 @@
-"""Guards in front of the mathematics: equal lengths, dtypes, ordered streams, settings within their range."""
+"""Argument checks: equal lengths, dtypes, ordered streams, settings within their range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_core.errors import ConfigError, ShapeError
 
 
 def require_same_length(**tensors: Tensor) -> None:
-    """Raises ShapeError unless all tensors have one axis and the same length; the first missing row is named."""
+    """Raises ShapeError, which names the first missing row, unless all tensors have one axis and the same length."""
     for name, values in tensors.items():
         _require_tensor(name, values)
         if values.dim() != 1:
@@ -54,7 +54,7 @@ def require_bool(**tensors: Tensor) -> None:
 
 
 def require_ordered(sequence_T: Tensor) -> None:
-    """Raises ShapeError unless `sequence_T` is int64, not negative and never falls; names the token where it does."""
+    """Raises ShapeError unless `sequence_T` is int64, not negative and non-decreasing; names the first bad token."""
     require_int64(sequence_T=sequence_T)
     if sequence_T.numel() and int(sequence_T[0]) < 0:
         raise ShapeError(f"sequence_T[0] is {int(sequence_T[0])}; sequences are counted from 0")

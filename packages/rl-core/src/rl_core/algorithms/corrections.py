@@ -1,17 +1,17 @@
-"""Off-policy corrections: the trainer's old log-probs against those of the engine that sampled.
+"""Off-policy corrections for the mismatch between the trainer's old log-probs and those of the engine that sampled.
 
-Both speak of the same policy, but other kernels, another precision or older weights give other numbers, so the samples
-come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's importance
-ratio; over a sequence's trained tokens exp(sum d) is the sequence's ratio and exp(mean d) its geometric mean.
+Both are log-probs of the same policy, but different kernels, precision or older weights give different values, so the
+samples come from a slightly different distribution. With log-ratio d_t = old_t − rollout_t, exp(d_t) is a token's
+importance ratio. Over a sequence's trained tokens, exp(sum d) is the sequence's ratio and exp(mean d) its geometric
+mean.
 
-Truncation keeps a token with a bounded weight. A mask drops it from the loss and, since loss weights are made from the
-returned mask, from the denominator too. A token whose engine log-prob is missing (NaN) or not finite has no ratio and
-is dropped likewise. Everything is compared and truncated in log space, so no ratio overflows, and nothing carries a
-gradient.
+Truncation keeps a token with a bounded weight. A mask drops it from the loss and, because loss weights are computed
+from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite has no
+ratio and is dropped too. Ratios are compared and truncated in log space, so none overflows. Nothing carries a gradient.
 
-Three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`) and the
-mean over its sequence (`geometric_log_ratios`). Three things to do with one: `truncated_ratios`, `masked_ratios`,
-`ratio_mask`.
+There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
+and the mean over its sequence (`geometric_log_ratios`). Three functions take any of them: `truncated_ratios`,
+`masked_ratios`, `ratio_mask`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _MAX_METRIC_LOG_RATIO = 20.0
 
 
 class OffPolicyCorrection(NamedTuple):
-    """What the loss is corrected with."""
+    """Result of a correction."""
 
     weights_T: Tensor
     """Factor of each token's policy loss, without gradient, in the old log-probs' dtype; 0 outside `loss_mask_T`."""
     loss_mask_T: Tensor
-    """bool, what is left of the loss mask; loss weights are made from it."""
+    """bool, the remaining loss mask, from which loss weights are computed."""
     metrics: dict[str, tuple[float, float]]
-    """Name → (sum, weight); listed at `off_policy_correction`."""
+    """Name → (sum, weight); `off_policy_correction` lists them."""
 
 
 class LogRatios(NamedTuple):
-    """Log-ratios and the tokens that have one."""
+    """Log-ratios, and the tokens that have one."""
 
     log_ratios_T: Tensor
     """old − rollout, without gradient; 0 outside `loss_mask_T`."""
@@ -69,27 +69,27 @@ def off_policy_correction(
     token_mask_is_threshold_low: float | None = None,
     token_mask_is_threshold_high: float | None = None,
 ) -> OffPolicyCorrection:
-    """Applies the chosen corrections in this order; each sees the mask that the one before it left.
+    """Applies the chosen corrections in this order. Each step works on the mask that the previous one returned.
 
-    0. tokens without a finite engine log-prob leave the mask
-    1. outliers: a sequence with any token ratio outside the outlier thresholds leaves it (`outlier_sequence_mask`)
-    2. tokens with a ratio outside the token thresholds leave it (`ratio_mask`)
+    0. drops tokens without a finite engine log-prob from the mask
+    1. drops outliers: sequences with any token ratio outside the outlier thresholds (`outlier_sequence_mask`)
+    2. drops tokens with a ratio outside the token thresholds (`ratio_mask`)
     3. weights: min(ratio, cap) of the token or of the sequence, as `tis_ratio_type` says (`truncated_ratios`); else 1
-    4. sequences whose geometric mean or product of ratios is out of bounds leave it, as `sequence_mask_metric` says
+    4. drops sequences whose geometric mean or product of ratios (`sequence_mask_metric`) is out of bounds
 
-    Bounds belong to what is kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
-    switches a step or a bound off. Masked importance sampling is 2 with 3 (token), or 4 (product) with 3 (sequence),
-    the cap not below the mask's upper bound. Empty tensors are accepted, so that settings can be checked before a run.
+    Values equal to a bound are kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
+    disables a step or a bound. Masked importance sampling is 2 with 3 (token), or 4 (product) with 3 (sequence), if the
+    cap is not below the mask's upper bound. Empty tensors are accepted, so that settings can be checked before a run.
 
     Metrics, each (sum, weight):
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
-        off_policy/missing_tokens: tokens dropped by 0, of the trained tokens
-        off_policy/outlier_sequences: sequences dropped by 1, of those it saw
-        off_policy/masked_tokens: tokens dropped by 2, of those it saw
-        off_policy/truncated_tokens: tokens whose ratio 3 cut to the cap, of those it saw
-        off_policy/masked_sequences: sequences dropped by 4, of those it saw
-        off_policy/kept_tokens: tokens left in the end, of the trained tokens
+        off_policy/missing_tokens: tokens dropped by step 0, of the trained tokens
+        off_policy/outlier_sequences: sequences dropped by step 1, of those before it
+        off_policy/masked_tokens: tokens dropped by step 2, of those before it
+        off_policy/truncated_tokens: tokens whose ratio step 3 cut to the cap, of those before it
+        off_policy/masked_sequences: sequences dropped by step 4, of those before it
+        off_policy/kept_tokens: remaining tokens, of the trained tokens
 
     Args:
         old_logprobs_T: log-probs under the trainer's policy at the start of the update.
@@ -295,8 +295,8 @@ def outlier_sequence_mask(
 ) -> Tensor:
     """The masked tokens of sequences in which every masked token has low <= exp(d_t) <= high.
 
-    One token far out says that engine and trainer saw different things (a broken cache, a wrong position), which taints
-    the whole sequence.
+    An extreme token ratio indicates that engine and trainer computed on different inputs (a broken cache, a wrong
+    position), so the whole sequence is unreliable.
     Source: Liu et al. 2025, "When speed kills stability" (token veto).
 
     Args:
@@ -321,7 +321,7 @@ def outlier_sequence_mask(
 
 
 def _log_bounds(low: float | None, high: float | None, name: str = "low, high") -> tuple[float, float]:
-    """Bounds in log space, infinite where there is none."""
+    """The bounds in log space; a missing bound is infinite."""
     low, high = 0.0 if low is None else low, math.inf if high is None else high
     if not 0 <= low <= high or high == 0:
         raise ConfigError(f"{name}: no ratio lies between {low:g} and {high:g}; expected 0 <= low <= high and high > 0")
@@ -343,7 +343,7 @@ def _require_stream(log_ratios_T: Tensor, loss_mask_T: Tensor, sequence_T: Tenso
 
 
 def _count(mask: Tensor) -> float:
-    # `mask.sum()` first makes an int64 copy: on 4M tokens 20 times slower.
+    # `mask.sum()` would first make an int64 copy: 20 times slower for 4M tokens.
     return float(mask.count_nonzero())
 
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: the teacher's log-probs of what the student sampled, as advantages."""
+"""On-policy distillation: advantages from the teacher's log-probs of the student's samples."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rl_core.errors import ConfigError
 def distillation_advantages(
     old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, distillation_clip: float = math.inf
 ) -> TokenAdvantages:
-    """How much likelier than the student the teacher finds each sampled token: A_t = ref_logprob_t − old_logprob_t.
+    """The teacher's log-prob of each sampled token minus the student's: A_t = ref_logprob_t − old_logprob_t.
 
-    Its mean is −KL(student ‖ teacher) per token, so a policy-gradient step on it is one on the reverse KL, as far as
-    each token's own choice goes: later tokens have no part in an earlier one's advantage. The reference is the teacher
-    (`trainer.ref.model.path`, of the same vocabulary); rewards play no part.
-    Source: Agarwal et al. 2024 (GKD), arXiv 2306.13649, with on-policy samples alone; as an advantage: Lu 2025,
+    Its mean is −KL(student ‖ teacher) per token. So a policy-gradient step on it reduces the reverse KL of each token's
+    own distribution; later tokens do not contribute to an earlier one's advantage. The reference is the teacher
+    (`trainer.ref.model.path`, with the same vocabulary). Rewards are not used.
+    Source: Agarwal et al. 2024 (GKD), arXiv 2306.13649, with on-policy samples only; as an advantage: Lu 2025,
     "On-Policy Distillation", Thinking Machines Lab.
 
     Args:
-        old_logprobs_T: the student, at the start of the update.
-        ref_logprobs_T: the teacher.
+        old_logprobs_T: log-probs of the student at the start of the update.
+        ref_logprobs_T: log-probs of the teacher.
         mask_T: bool, the sampled tokens.
-        distillation_clip: > 0, nats; advantages are held between ± this. A teacher that is sure finds a mistake tens of
-            nats unlikely, and such tokens outweigh all others; `inf` keeps them.
+        distillation_clip: > 0, nats; advantages are clipped to ± this. A confident teacher may give a mistake a
+            log-prob tens of nats lower, and such tokens would outweigh all others. `inf`: no clipping.
 
     Returns:
-        TokenAdvantages [T]; the returns are the same numbers.
+        TokenAdvantages [T]; returns equal advantages.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.

@@ -1,8 +1,8 @@
-"""Sums and means over rows that share an id, whatever the order of the rows.
+"""Sums and means over rows that share an id, independent of the order of rows.
 
-Everything is summed in float64 and rounded by the caller at the end, so the order of rows changes nothing that float32
-can show, and a group of equal float32 scores has a deviation of exactly 0. Lengths that do not fit, and ids that are no
-tensor of numbers, are a ShapeError.
+Sums are in float64, and the caller rounds them at the end. So the order of rows makes no difference in float32, and a
+group of equal float32 scores has a deviation of exactly 0. Lengths that do not fit, and ids that are not a tensor of
+numbers, raise ShapeError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def group_sum(values_N: Tensor, group_N: Tensor) -> Tensor:
         group_N: int64 ids, any values, any order.
 
     Returns:
-        float64 [P], P distinct ids, in ascending order of id.
+        float64 [P], one per distinct id, in ascending order of id.
     """
     require_same_length(values_N=values_N, group_N=group_N)
     ids_P, index_N = torch.unique(group_N, return_inverse=True)
@@ -69,7 +69,7 @@ def require_groups(scores_N: Tensor, group_N: Tensor) -> None:
 
 def _sums(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
     sums = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
-    # In parts: on 4M tokens, memory for a float64 copy of the whole stream takes longer to get than the sum to compute.
+    # In parts, because for 4M tokens allocating a float64 copy of the whole stream takes longer than the sum.
     for part, part_index in zip(values.split(_PART), index.split(_PART), strict=True):
         sums.index_add_(0, part_index, part.double())
     return sums

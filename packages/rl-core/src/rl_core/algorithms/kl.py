@@ -1,9 +1,9 @@
 """Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens, and their coefficient.
 
-In the loss, `estimate_kl` carries gradient; in the reward, `kl_penalty` does not. The estimators share their
-expectation (not `k2` and `abs`, which are biased) and differ in variance and gradient: only the gradient of `k2` has
-the KL's own gradient as its expectation on fresh samples, which the forms with the suffix `+` use. On samples of an
-older policy the value and the gradient of `k3_unbiased` alone have the KL's as their expectations.
+In the loss, `estimate_kl` carries a gradient; in the reward, `kl_penalty` does not. The estimators are unbiased, except
+`k2` and `abs`, and differ in variance and gradient. On fresh samples, only the gradient of `k2` is an unbiased estimate
+of the KL's gradient; the forms with the suffix `+` use it. On samples of an older policy, only `k3_unbiased` has
+unbiased value and gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KL_LIMIT = 10.0
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
-"""The one that reads the log-probs of the policy that sampled, too."""
+"""The estimator that also reads the log-probs of the policy that sampled."""
 
 
 def estimate_kl(
@@ -34,7 +34,7 @@ def estimate_kl(
 
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
     k1 = d · k2 = d²/2 · k3 = exp(−d) − 1 + d · abs = |d|, each clamped to ±KL_LIMIT.
-    With the suffix `+` the value is the estimator's and the gradient that of d²/2, i.e. d · ∇logprobs.
+    With the suffix `+`, the value is that of the estimator and the gradient that of d²/2, i.e. d · ∇logprobs.
     k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs), the log-ratio clamped to ±LOG_RATIO_LIMIT and k3 to
     ±KL_LIMIT; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv
@@ -44,8 +44,8 @@ def estimate_kl(
         logprobs_T: current policy; carries gradient.
         ref_logprobs_T: reference policy.
         mask_T: bool; elsewhere inputs may be anything.
-        old_logprobs_T: policy that sampled; only `k3_unbiased` reads it. None: the current one, so r is 1 and has a
-            gradient.
+        old_logprobs_T: policy that sampled; only `k3_unbiased` reads it. None: the current policy, so that r is 1, but
+            has a gradient.
         estimator: one of KL_ESTIMATORS.
 
     Returns:
@@ -74,16 +74,16 @@ def estimate_kl(
 def kl_penalty(
     old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, *, kl_coef: float, estimator: str = "k1"
 ) -> Tensor:
-    """What KL-in-reward subtracts from each token's reward: kl_coef · KL[t], no gradient.
+    """The KL penalty that is subtracted from each token's reward: kl_coef · KL[t], without gradient.
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2 (there k1).
 
     Args:
-        old_logprobs_T: policy that is to be rewarded, at the start of the update.
+        old_logprobs_T: policy at the start of the update.
         ref_logprobs_T: reference policy.
         mask_T: bool, the sampled tokens.
         kl_coef: >= 0.
-        estimator: k1, k2, k3 or abs; the others differ from these in the loss only.
+        estimator: k1, k2, k3 or abs; the others make sense only in the loss.
 
     Returns:
         Penalty [T] in units of reward; 0 outside the mask.
@@ -104,7 +104,7 @@ def kl_penalty(
 def adaptive_kl_coef(
     kl_coef: float, observed_kl: float, *, kl_target: float, horizon: float, num_samples: int
 ) -> float:
-    """The next coefficient of a KL term that is steered towards a target.
+    """The next coefficient of a KL term that is controlled towards a target.
 
     kl_coef · (1 + clip(observed_kl / kl_target − 1, −0.2, 0.2) · num_samples / horizon).
     Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
@@ -135,7 +135,7 @@ def require_kl_estimator(estimator: str) -> None:
 _ESTIMATES = {
     "k1": lambda difference_T: difference_T,
     "k2": lambda difference_T: 0.5 * difference_T.square(),
-    # expm1 keeps k3 accurate where the policies nearly agree.
+    # expm1 keeps k3 accurate if the policies nearly agree.
     "k3": lambda difference_T: torch.expm1(-difference_T) + difference_T,
     "abs": lambda difference_T: difference_T.abs(),
 }

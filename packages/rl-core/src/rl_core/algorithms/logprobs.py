@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens without ever holding the logits of a whole micro-batch."""
+"""Log-probs and entropies of given tokens without storing the logits of a whole micro-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from rl_core.errors import ShapeError
 
 _LOWEST_LOGPROB = -1e4
-"""Stands for a lower log-prob, −inf among them, in products with its probability, which is 0 there in float64 too."""
+"""Replaces lower log-probs, including −inf, in products with their probability, which is 0 even in float64."""
 
 
 def chunked_logprobs(
@@ -24,25 +24,25 @@ def chunked_logprobs(
     bias_V: Tensor | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and entropy of its distribution, straight from the last hidden states.
+    """Log-prob of each target and entropy of its distribution, directly from the last hidden states.
 
     With logits_t = (hidden_t · weightᵀ + bias) / temperature and p_t = softmax(logits_t):
     logprob_t = logits_t[target_t] − logsumexp(logits_t) and entropy_t = −Σ_v p_tv log p_tv.
 
-    Logits live in one buffer of `chunk_tokens` × V numbers (in two of half that length with entropy), and for inputs of
-    lower precision in a second one of that precision. Backward computes them again: four matrix products in place of
-    three. The products run in the dtype of `hidden_TH`, softmax and sums over chunks in float32 (float64 for float64
-    inputs). Gradients flow to hidden states, weight and bias, through both results; what needs none is skipped. A
-    bias of −inf takes a token out of the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
+    Logits are stored in one buffer of `chunk_tokens` × V numbers (with entropy, in two of half that length), and for
+    inputs of lower precision in a further one of that precision. Backward recomputes them: four matrix products instead
+    of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use float32 (float64 for
+    float64 inputs). Gradients flow through both results to hidden states, weight and bias; unneeded ones are skipped. A
+    bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
 
     Args:
         hidden_TH: hidden state that predicts each target.
-        weight_VH: output embedding; cast to the dtype of `hidden_TH` where it differs.
-        targets_T: int64 token ids in [0, V), also at tokens whose result is not used.
+        weight_VH: output embedding; cast to the dtype of `hidden_TH` if that differs.
+        targets_T: int64 token ids in [0, V), also for tokens whose result is not used.
         temperature: > 0, divides the logits.
         chunk_tokens: >= 1, tokens whose logits exist at a time.
         bias_V: added to the logits before the temperature divides them.
-        with_entropy: whether entropies are wanted; None is returned for them otherwise.
+        with_entropy: whether to compute entropies; if False, None is returned for them.
 
     Returns:
         Log-probs [T] and entropies [T] or None, float32 (float64 for float64 inputs).
@@ -62,7 +62,8 @@ def chunked_logprobs(
 def full_logprobs(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The results of `chunked_logprobs` from the logits of all tokens at once: short, exact, and as large as T × V."""
+    """The results of `chunked_logprobs` from the logits of all tokens at once. Simple and exact, but needs T × V
+    memory."""
     _require_fitting(hidden_TH, weight_VH, targets_T, bias_V)
     logits_TV = hidden_TH @ weight_VH.to(hidden_TH.dtype).T
     logits_TV = logits_TV.to(_softmax_dtype(hidden_TH))
@@ -103,7 +104,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     torch.sub(logits_CV, peak_C[:, None], out=weights_CV).exp_()
                     sum_C = weights_CV.sum(-1)
                     lse_C = sum_C.log().add_(peak_C)
-                    # x − lse is formed before the weighted sum: subtracting two large sums would cancel.
+                    # x − lse is computed before the weighted sum, because subtracting two large sums would cancel.
                     all_logprobs_CV = logits.bounded(logits_CV.sub_(lse_C[:, None]))
                     entropies_T[rows] = all_logprobs_CV.mul_(weights_CV).sum(-1).div_(sum_C).neg_()
                 lse_T[rows] = lse_C
@@ -190,7 +191,7 @@ class _Logits:
         return [slice(start, min(start + self.rows, num_tokens)) for start in range(0, num_tokens, self.rows)]
 
     def fill(self, rows: slice) -> Tensor:
-        """Logits [C, V] of these rows, in the shared buffer: the next call overwrites them."""
+        """Logits [C, V] of these rows in the shared buffer, which the next call overwrites."""
         hidden_CH = self.hidden_TH[rows]
         logits_CV = self.buffers[0, : hidden_CH.shape[0]]
         if self.product is None:
@@ -204,11 +205,11 @@ class _Logits:
         return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
 
     def lowered(self, values_CV: Tensor) -> Tensor:
-        """The same numbers in the dtype of the matrix products."""
+        """The values in the dtype of the matrix products."""
         return values_CV if self.product is None else self.product[: values_CV.shape[0]].copy_(values_CV)
 
     def bounded(self, all_logprobs_CV: Tensor) -> Tensor:
-        """The same log-probs, in place, finite also where a bias is −inf."""
+        """The log-probs, made finite in place for tokens with a bias of −inf."""
         return all_logprobs_CV if self.bias_V is None else all_logprobs_CV.clamp_(min=_LOWEST_LOGPROB)
 
     def spare(self, rows: slice) -> Tensor:

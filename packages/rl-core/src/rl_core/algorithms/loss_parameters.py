@@ -1,4 +1,4 @@
-"""What a loss function reads, as its parameters say: see `objective` for their meaning."""
+"""Finds out from a loss function's parameters what it reads; see `objective` for their meaning."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rl_core.columns import FIELDS, ROUTE_COLUMNS
 from rl_core.errors import PluginError, nearest
 
 CURRENT = ("logprobs", "entropies", "predicted_values")
-"""What comes from the current model."""
+"""Scores of the current model."""
 COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and name not in ROUTE_COLUMNS)
 """Per-token columns of a batch that a loss may read."""
 
 
 def require_loss_parameters(function: Callable[..., Any]) -> None:
-    """Raises PluginError unless what a loss reads, and what its `prepare` function reads, is there to be read."""
+    """Raises PluginError unless all parameters of a loss and of its `prepare` function are known."""
     name, prepare = function_name(function), getattr(function, "prepare", None)
     parameters = positional_with_defaults(function, name)
     prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
@@ -52,7 +52,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def positional_with_defaults(function: Callable[..., Any], where: str) -> dict[str, bool]:
-    """Positional parameters, each with whether it has a default. Raises PluginError for one that has no name."""
+    """Positional parameter → whether it has a default. Raises PluginError for a parameter without a name, such as
+    `*args`."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:

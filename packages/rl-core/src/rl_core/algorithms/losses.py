@@ -1,14 +1,14 @@
 """Policy losses of single tokens: pure functions of log-probs, one value per token, no reduction.
 
-Write r_t = exp(logprobs_t − old_logprobs_t) for the ratio of the current policy to that at the start of the update and
-A_t for the advantage. What holds for all losses of this package:
+r_t = exp(logprobs_t − old_logprobs_t) is the ratio of the current policy to that at the start of the update, and A_t
+the advantage. Conventions of all losses in this package:
 
-- `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, loss and gradient are 0.
-- Log-ratios are clamped to ±20 before `exp` and have no gradient beyond (`token_loss.LOG_RATIO_LIMIT`): a token's, or
-  in `sequence_losses` the mean over a sequence.
-- Positional parameters are columns, bound by name (see `objective`); keyword-only ones are settings and carry the names
-  of `trainer.algorithm`.
-- ShapeError where lengths or dtypes do not fit, ConfigError where a setting is out of its range.
+- `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
+- Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20 before `exp`, and have no
+  gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
+- Positional parameters are columns, bound by name (see `objective`). Keyword-only parameters are settings with the
+  names of `trainer.algorithm`.
+- ShapeError if lengths or dtypes do not fit; ConfigError if a setting is out of range.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ppo_clip_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO's clipped surrogate, with bounds of their own below and above.
+    """PPO's clipped surrogate, with separate lower and upper bounds.
 
     loss_t = −min(r_t A_t, clip(r_t, 1 − eps_clip_low, 1 + eps_clip_high) A_t).
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 10.
@@ -71,14 +71,14 @@ def dual_clip_loss(
     eps_clip_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """PPO clip whose loss at negative advantages is bounded too.
+    """PPO clip whose loss is also bounded for negative advantages.
 
     loss_t = PPO clip's where A_t >= 0, else min(PPO clip's, −clip_ratio_c · A_t).
     Source: Ye et al. 2020, arXiv 1912.09729, eq. 5.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `ppo_clip_loss`.
-        clip_ratio_c: > 1, the largest ratio that still pushes a bad token down.
+        clip_ratio_c: > 1, the largest ratio at which a token with negative advantage has a gradient.
 
     Returns:
         Loss [T]; metrics as `ppo_clip_loss`, and dual_clip_fraction.
@@ -111,7 +111,7 @@ def cispo_loss(
     cispo_eps_clip_high: float = 4.0,
     cispo_anchor: Literal["old", "rollout"] = "old",
 ) -> TokenLoss:
-    """REINFORCE weighted by a clipped ratio: no token ever loses its gradient.
+    """REINFORCE weighted by a clipped ratio, so that every token keeps its gradient.
 
     loss_t = −stop_gradient(clip(ρ_t, 1 − cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A_t · logprobs_t,
     ρ_t = exp(logprobs_t − anchor_t).
@@ -120,7 +120,7 @@ def cispo_loss(
     Args:
         logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
         old_logprobs_T: read with the anchor 'old'.
-        rollout_logprobs_T: of the distribution that was sampled from; read with the anchor 'rollout'.
+        rollout_logprobs_T: distribution that was sampled from; read with the anchor 'rollout'.
         cispo_eps_clip_low: in [0, 1]; 1 leaves the ratio without a lower bound.
         cispo_eps_clip_high: >= 0.
         cispo_anchor: 'old' or 'rollout'.
@@ -153,7 +153,7 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """A smooth gate in place of the hard clip: the gradient fades as the ratio leaves 1, on both sides.
+    """A smooth gate instead of the hard clip: the gradient fades as the ratio moves away from 1, on both sides.
 
     loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r = 1 its gradient is
     PPO's.
@@ -164,7 +164,7 @@ def sapo_loss(
         tau_pos, tau_neg: > 0; larger fades faster.
 
     Returns:
-        Loss [T]; metrics ratio and approx_kl, and gate_fraction: the gradient's share that the gate takes away.
+        Loss [T]; metrics ratio and approx_kl, and gate_fraction: the fraction of the gradient that the gate removes.
     """
     if min(tau_pos, tau_neg) <= 0:
         raise ConfigError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
@@ -186,7 +186,7 @@ def sapo_loss(
 def importance_sampling_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor
 ) -> TokenLoss:
-    """The surrogate without a bound: the policy gradient, importance-weighted from the old policy's samples.
+    """The unclipped surrogate: the policy gradient, importance-weighted for samples of the old policy.
 
     loss_t = −r_t A_t.
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 6 (conservative policy iteration).
@@ -215,17 +215,17 @@ def dro_loss(
     *,
     dro_beta: float = 0.05,
 ) -> TokenLoss:
-    """Direct reward optimisation: the policy gradient without a ratio, held to the old policy by a square.
+    """Direct reward optimisation: the policy gradient without a ratio, plus a quadratic penalty on log r.
 
-    loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²), with log r_t not clamped: the square is what brings a
-    token back that has gone far.
+    loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²). log r_t is not clamped, so that the penalty pulls back
+    tokens that are far from the old policy.
     Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6, whose square of A − dro_beta · log r has this gradient
     (over dro_beta); in this form, for policies trained from advantages, verl's and Tinker's `dro`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.
         correction_weights_T: w of an off-policy correction; None: 1.
-        dro_beta: >= 0, strength of the hold.
+        dro_beta: >= 0, coefficient of the penalty.
 
     Returns:
         Loss [T]; metrics ratio and approx_kl.
@@ -245,7 +245,7 @@ def dro_loss(
 
 
 def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> TokenLoss:
-    """The plain policy gradient; right for one update per batch, on samples of the current policy.
+    """The plain policy gradient. Correct for one update per batch, on samples of the current policy.
 
     loss_t = −A_t · logprobs_t.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 4.
@@ -261,7 +261,7 @@ def reinforce_loss(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> 
 
 
 def cross_entropy_loss(logprobs_T: Tensor, mask_T: Tensor) -> TokenLoss:
-    """Maximum likelihood of the trained tokens (supervised fine-tuning); advantages play no part.
+    """Maximum likelihood of the trained tokens (supervised fine-tuning), without advantages.
 
     loss_t = −logprobs_t.
 
@@ -285,7 +285,7 @@ def clipped_surrogate(
     ratio_T = log_ratio_T.exp()
     with torch.no_grad():
         bounded_T = ratio_T.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
-        # The minimum takes the clipped term where the advantage asks for more than the bound allows.
+        # The minimum is the clipped term if the ratio is beyond the bound in the direction of the advantage.
         clipped_T = (ratio_T - bounded_T).mul_(advantages_T) > 0
     loss_T = -advantages_T * torch.where(clipped_T, bounded_T, ratio_T)
     return TokenLoss(loss_T, ratio_metrics(log_ratio_T, ratio_T, clipped_T))

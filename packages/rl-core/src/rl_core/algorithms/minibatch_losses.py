@@ -1,9 +1,9 @@
-"""Policy losses that treat a token by where it stands in the whole mini-batch.
+"""Policy losses that treat tokens differently, depending on how they compare with the rest of the mini-batch.
 
-What all losses share stands in `losses`.
+See `losses` for the conventions of all losses.
 
-Their `prepare` functions run on the controller, once per mini-batch, from the log-probs and entropies at the start of
-the update; so the choice of tokens depends neither on the split nor on the progress of the update.
+Their `prepare` functions run on the controller, once per mini-batch, on log-probs and entropies from the start of the
+update. So the choice of tokens depends neither on the split nor on the progress of the update.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def clip_cov_columns(
 ) -> dict[str, Tensor]:
     """`prepare` of `clip_cov_loss`: `x_cov_clipped`, the tokens whose gradient is removed.
 
-    max(1, floor(clip_ratio · trained tokens)) tokens, or all there are, drawn without replacement from those whose
-    covariance lies strictly between clip_cov_lb and clip_cov_ub. The draw depends on the seed and on the order of the
-    mini-batch.
+    Draws max(1, floor(clip_ratio · trained tokens)) tokens without replacement from those whose covariance is strictly
+    between clip_cov_lb and clip_cov_ub; takes all if there are fewer. The draw depends on the seed and on the order of
+    the mini-batch.
     """
     require_between(0.0, 1.0, clip_ratio=clip_ratio)
     covariances_T = token_covariances(old_logprobs_T, advantages_T, mask_T)
@@ -63,16 +63,16 @@ def clip_cov_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip without a few tokens whose log-prob and advantage covary strongly: those drain the entropy.
+    """PPO clip without a few tokens whose log-prob and advantage covary strongly, because those reduce the entropy.
 
     loss_t = 0 at the chosen tokens (`clip_cov_columns`), else PPO clip's.
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (Clip-Cov), there with the covariance under the current policy.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
-        x_cov_clipped_T: bool, made by `clip_cov_columns`, from advantages without the weights of corrections.
-        clip_ratio: share of the trained tokens that is chosen, in [0, 1] (setting of `clip_cov_columns`).
-        clip_cov_lb, clip_cov_ub: covariances between which tokens are chosen (settings of `clip_cov_columns`).
+        x_cov_clipped_T: bool, computed by `clip_cov_columns` from advantages without correction weights.
+        clip_ratio: fraction of the trained tokens to choose, in [0, 1] (setting of `clip_cov_columns`).
+        clip_cov_lb, clip_cov_ub: range of covariances to choose from (settings of `clip_cov_columns`).
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, and cov_fraction.
@@ -87,7 +87,7 @@ def clip_cov_loss(
 def kl_cov_columns(
     old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, kl_cov_frac: float = 0.2
 ) -> dict[str, Tensor]:
-    """`prepare` of `kl_cov_loss`: `x_cov_top`, the tokens of largest covariance.
+    """`prepare` of `kl_cov_loss`: `x_cov_top`, the tokens with the largest covariance.
 
     Their number is max(1, floor(kl_cov_frac · trained tokens)).
     """
@@ -108,19 +108,19 @@ def kl_cov_loss(
     *,
     ppo_kl_coef: float = 1.0,
 ) -> TokenLoss:
-    """The unclipped surrogate, with a penalty on moving the tokens whose log-prob and advantage covary most.
+    """The unclipped surrogate, with a penalty on changing the tokens whose log-prob and advantage covary most.
 
-    loss_t = w_t · (−r_t A_t, plus ppo_kl_coef · |log r_t| at the chosen tokens (`kl_cov_columns`)).
+    loss_t = w_t · (−r_t A_t), plus w_t · ppo_kl_coef · |log r_t| at the chosen tokens (`kl_cov_columns`).
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (KL-Cov), there with the covariance under the current policy;
     w scales the penalty too, as in verl's `kl_cov`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `losses.ppo_clip_loss`.
-        x_cov_top_T: bool, made by `kl_cov_columns`, from advantages without weights.
+        x_cov_top_T: bool, computed by `kl_cov_columns` from advantages without correction weights.
         correction_weights_T: w of an off-policy correction; None: 1.
         ppo_kl_coef: >= 0.
-        kl_cov_frac: share of the trained tokens that is chosen, in [0, 1] (setting of `kl_cov_columns`); the paper's
-            runs have 0.0002 to 0.002.
+        kl_cov_frac: fraction of the trained tokens to choose, in [0, 1] (setting of `kl_cov_columns`); the paper uses
+            0.0002 to 0.002.
 
     Returns:
         Loss [T]; metrics ratio, approx_kl, cov_fraction.
@@ -163,15 +163,15 @@ def top_entropy_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO clip on the tokens at which the policy was least sure; the others still count in the weights.
+    """PPO clip on the tokens with the highest entropy. The others have no loss, but still count in the denominator.
 
     loss_t = PPO clip's at the chosen tokens (`top_entropy_mask`), else 0.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939, section 5.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
-        x_top_entropy_T: bool, made by `top_entropy_columns`.
-        top_entropy_fraction: share of the trained tokens that is kept, in [0, 1] (setting of `top_entropy_columns`).
+        x_top_entropy_T: bool, computed by `top_entropy_columns`.
+        top_entropy_fraction: fraction of the trained tokens to keep, in [0, 1] (setting of `top_entropy_columns`).
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, and top_entropy_fraction.
@@ -184,17 +184,17 @@ def top_entropy_loss(
 
 
 def top_entropy_mask(entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fraction: float = 0.2) -> Tensor:
-    """The trained tokens of highest entropy: max(1, floor(top_entropy_fraction · trained tokens)) of them.
+    """The max(1, floor(top_entropy_fraction · trained tokens)) trained tokens with the highest entropy.
 
     Source: Wang et al. 2025, arXiv 2506.01939, section 5 (there the top 20%).
 
     Args:
-        entropies_T: nats; anything outside the mask.
+        entropies_T: nats; may be anything outside the mask.
         mask_T: bool, the trained tokens.
         top_entropy_fraction: in [0, 1].
 
     Returns:
-        bool [T]; where entropies tie at the border, which of them is chosen follows torch's order.
+        bool [T]. Of equal entropies at the threshold, torch's order decides which are chosen.
     """
     require_between(0.0, 1.0, top_entropy_fraction=top_entropy_fraction)
     require_tokens(mask_T, entropies_T=entropies_T)
@@ -202,7 +202,7 @@ def top_entropy_mask(entropies_T: Tensor, mask_T: Tensor, *, top_entropy_fractio
 
 
 def token_covariances(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(logprob_t − mean logprob) · (A_t − mean A), the means over the trained tokens; float64 [T], 0 outside the mask.
+    """(logprob_t − mean logprob) · (A_t − mean A), with means over the trained tokens; float64 [T], 0 outside the mask.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4 (token-wise centred cross product).
     """

@@ -1,18 +1,18 @@
-"""The sum that is minimised, built from a loss function and bound to batch columns by parameter name.
+"""The loss sum to be minimised, built from a loss function and bound to batch columns by parameter name.
 
-Training backends call an `Objective` once per micro-batch and know no loss; losses know no backend. A function's
-positional parameters say what it reads:
+Training backends call an `Objective` once per micro-batch, independent of the loss; losses are independent of backends.
+A function's positional parameters say what it reads:
 
-    logprobs_T, entropies_T, predicted_values_T    the current model's, with gradient
+    logprobs_T, entropies_T, predicted_values_T    scores of the current model, with gradient
     <column>_T                                     a per-token batch column, e.g. old_logprobs_T, advantages_T, values_T
     mask_T                                         the column loss_mask
-    sequence_T                                     int64, non-decreasing: which sequence a token belongs to
-    group_T                                        int64: which prompt it belongs to; for `prepare` alone
-    correction_weights_T                           of an off-policy correction, 1 without one (see `Corrections`)
-    x_<name>_T                                     made by the function's own `prepare` (see `token_loss.prepared_by`)
+    sequence_T                                     int64, non-decreasing: the sequence that a token belongs to
+    group_T                                        int64: the prompt that a token belongs to; only for `prepare`
+    correction_weights_T                           off-policy correction weights, 1 without one (see `Corrections`)
+    x_<name>_T                                     computed by the loss's `prepare` (see `token_loss.prepared_by`)
 
-A parameter with a default is optional: it is bound where the batch has the column, or as `token_loss.chooses_columns`
-says. Keyword-only parameters are settings.
+A parameter with a default is optional: it is bound if the batch has the column, or as `token_loss.chooses_columns`
+decides. Keyword-only parameters are settings.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Objective:
     function: LossFunction
     """The loss: see the module's docstring for its parameters."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Settings, by keyword."""
+    """Settings by keyword."""
     kl_coef: float = 0.0
-    """Weight of the KL to `ref_logprobs`; 0 leaves term and column out."""
+    """Coefficient of the KL to `ref_logprobs`. 0: no such term, and the column is not read."""
     kl_estimator: str = "k3"
     """One of `kl.KL_ESTIMATORS`."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 leaves it out."""
+    """Coefficient of the entropy bonus. 0: no such term."""
     off_policy_sequence_mask: float | None = None
-    """`delta` of `off_policy_mask.off_policy_sequence_mask`, which takes tokens out of the loss; None leaves it out."""
+    """`delta` of `off_policy_mask.off_policy_sequence_mask`, which removes tokens from the loss. None: not applied."""
     old_is_current: bool = False
-    """A call reads the current log-probs, detached, as `old_logprobs`: right where the weights are still those of the
-    start of the update. The column is then not read; what `prepare` reads is."""
+    """Use the current log-probs, detached, as `old_logprobs`. Correct while the weights have not changed since the
+    start of the update. A call then does not read the column; `prepare` still does."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -73,14 +73,14 @@ class Objective:
 
     @cached_property
     def required_columns(self) -> tuple[str, ...]:
-        """Columns that the batch must have before `prepare`, `loss_mask` and `loss_weights` included."""
+        """Columns that the batch must have before `prepare`, including `loss_mask` and `loss_weights`."""
         read = [*self.call_columns, *self.prepare_columns]
         made = ("sequence", "group", "correction_weights")
         return tuple(dict.fromkeys(name for name in read if name not in made and not name.startswith("x_")))
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How the weights of an off-policy correction reach this loss: as it declares, else as is found out."""
+        """How this loss takes off-policy correction weights: as it declares, else as found by trying."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -93,12 +93,12 @@ class Objective:
 
     @cached_property
     def prepare_columns(self) -> tuple[str, ...]:
-        """Columns that `prepare` reads of the whole mini-batch; none for most losses."""
+        """Columns of the whole mini-batch that `prepare` reads; none for most losses."""
         return tuple(column_of(name) for name in self._prepare_parameters)
 
     @cached_property
     def call_columns(self) -> tuple[str, ...]:
-        """Columns that a call reads: what a worker must be sent. Includes `x_…` columns made by `prepare`."""
+        """Columns that a call reads, which must be sent to workers. Includes the `x_…` columns of `prepare`."""
         read = [column_of(name) for name in self._required_parameters]
         read += ["correction_weights"] if "correction_weights_T" in self._parameters else []
         terms = ["ref_logprobs"] if self.kl_coef else []
@@ -109,13 +109,13 @@ class Objective:
 
     @cached_property
     def compares_with_old(self) -> bool:
-        """A call reads the log-probs under the policy at the start of the update."""
+        """Whether a call reads log-probs of the policy at the start of the update."""
         in_kl = bool(self.kl_coef) and self.kl_estimator == UNBIASED
         return in_kl or "old_logprobs_T" in self._required_parameters
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """Which of CURRENT a call must be given."""
+        """The scores of CURRENT that a call needs."""
         read = {column_of(name) for name in self._required_parameters} & set(CURRENT)
         terms = {
             "logprobs": self.kl_coef or self.off_policy_sequence_mask is not None or self._takes_own,
@@ -124,15 +124,15 @@ class Objective:
         return frozenset(read | {name for name, coef in terms.items() if coef})
 
     def prepare(self, columns: Mapping[str, Tensor], sequence_T: Tensor, seed: int) -> dict[str, Tensor]:
-        """Columns [T] to add to the mini-batch, or to replace there, before anything is split; none for most losses.
+        """Columns [T] to add to the mini-batch, or to replace in it, before it is split; none for most losses.
 
-        These are the loss's own `x_…`, and what off-policy corrections do to it: the advantages times the weights
-        (after `prepare` has read them without), or the weights themselves.
+        These are the loss's own `x_…` columns and, with an off-policy correction, either the advantages times the
+        weights (`prepare` reads them unweighted) or the weights themselves.
 
         Args:
-            columns: the mini-batch's `required_columns`, and `correction_weights` where there is a correction.
+            columns: the mini-batch's `required_columns`, and `correction_weights` if there is a correction.
             sequence_T: int64, non-decreasing.
-            seed: of this mini-batch; the same seed and columns give the same result.
+            seed: seed of this mini-batch; the same seed and columns give the same result.
         """
         weights_T = columns.get("correction_weights")
         if self.corrections == "reads" and weights_T is None:
@@ -173,24 +173,24 @@ class Objective:
         entropies_T: Tensor | None = None,
         predicted_values_T: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, SumAndWeight]]:
-        """The micro-batch's share of the sum, and its metrics. Nothing here waits for the device.
+        """The micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
 
-        Under context parallelism every rank of a context group calls this with its gathered whole sequences, gets the
-        same numbers, sends the gradient back to its own slice only, and one of them reports the metrics.
+        With context parallelism, every rank of a context group calls this with its gathered whole sequences and gets
+        the same values. The gradient flows only to its own slice, and one of the ranks reports the metrics.
 
         Args:
             columns: the micro-batch's `call_columns`. Outside `loss_mask` they may hold anything.
             sequence_T: int64, non-decreasing.
-            logprobs_T, entropies_T, predicted_values_T: the current model's, with gradient, as far as `reads` names
-                them; entropies that are given are reported also without a bonus.
+            logprobs_T, entropies_T, predicted_values_T: scores of the current model with gradient; those in `reads` are
+                required. Given entropies are reported even without an entropy bonus.
 
         Returns:
-            The scalar to call `backward` on, and metrics by name as (sum over trained tokens, their number), 0-d
-            tensors without gradient. `loss` is (weighted sum, 1): parts add up to the mini-batch's loss.
+            The scalar to call `backward` on; and metrics, name → (sum over trained tokens, number of them), 0-d tensors
+            without gradient. `loss` is (weighted sum, 1): the parts sum to the mini-batch's loss.
 
         Raises:
             ShapeError: a column or a current value is missing or of the wrong length.
-            PluginError: the loss function returned something else than a TokenLoss of T values.
+            PluginError: the loss function returned something other than a TokenLoss of T values.
         """
         given = {"logprobs": logprobs_T, "entropies": entropies_T, "predicted_values": predicted_values_T}
         given = {name: value_T for name, value_T in given.items() if value_T is not None}
@@ -229,8 +229,8 @@ class Objective:
         """Runs the function once on four tokens of two sequences, so that a broken one fails at start-up.
 
         Raises:
-            PluginError: it raised (its own error is the cause) or returned something else than a TokenLoss of T values;
-                or it declares that corrections scale it, and is not linear in the advantages.
+            PluginError: the function raised (its error is the cause), or returned something other than a TokenLoss of T
+                values; or it declares that corrections scale it, but is not linear in the advantages.
         """
         sequence_T = torch.tensor([0, 0, 1, 1])
         self._tried({name: _example(name) for name in self.required_columns}, sequence_T)
@@ -242,10 +242,10 @@ class Objective:
             )
 
     def is_linear(self) -> bool:
-        """Advantages times a factor of each token's own, from 0 to 50, give the loss times that factor.
+        """Whether scaling each token's advantage by a factor from 0 to 50 scales its loss by the same factor.
 
-        Asked of twelve tokens of three sequences with ratios on both sides of any bound; what `prepare` makes is held
-        fixed. Raises what `try_out` raises of a function that fails.
+        Tried on twelve tokens of three sequences with ratios on both sides of usual bounds; the columns of `prepare`
+        are not changed. Raises as `try_out` does if the function fails.
         """
         generator = torch.Generator().manual_seed(0)
         sequence_T = torch.arange(3).repeat_interleave(4)
@@ -255,7 +255,7 @@ class Objective:
             factor_T = 50.0 * torch.rand(12, generator=generator).pow(3)
             factor_T[torch.randint(12, (1,), generator=generator)] = 0.0
             scaled_T = self._tried(columns, sequence_T, {"advantages": columns["advantages"] * factor_T})
-            # float32, and losses that add up tens of terms.
+            # The tolerance is for float32 losses that sum tens of terms.
             if not torch.allclose(scaled_T, loss_T * factor_T, rtol=1e-3, atol=1e-4):
                 return False
         return True
@@ -316,7 +316,7 @@ class Objective:
 
 
 def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[float, float]]:
-    """Adds up the metrics of micro-batches as floats, with one wait for the device in all."""
+    """Sums the metrics of micro-batches as floats, with a single synchronisation with the device."""
     totals: dict[str, Tensor] = {}
     for part in parts:
         for name, pair in part.items():
@@ -327,7 +327,7 @@ def sum_metrics(parts: Iterable[Mapping[str, SumAndWeight]]) -> dict[str, tuple[
 
 
 def _clean(columns: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
-    """Numbers outside the mask as zeros: a user's function need not know that anything may stand there."""
+    """Sets values outside the mask to zero, because they may be anything and a user's function need not handle that."""
     return {name: masked(v_T, mask_T) if v_T.is_floating_point() else v_T for name, v_T in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""Sequences that the policy has left: those of negative advantage are not pushed further away."""
+"""Masks sequences with negative advantage that have become unlikely, so that they are not pushed down further."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """The tokens that keep their policy loss: of advantage >= 0, or in a sequence close to what it was sampled from.
+    """The tokens that keep their policy loss: those with advantage >= 0, or in a sequence that is still likely.
 
     M_t = 0 where A_t < 0 and mean over the sequence's trained tokens of (rollout_logprobs − logprobs) > delta, else 1.
-    The mean estimates the KL of the sampling policy from the current one in nats per token, so M follows the policy
-    through an update. It multiplies the policy loss alone: KL, entropy and denominators are as without it.
+    The mean estimates KL(sampling policy ‖ current policy) in nats per token, so M changes during an update. It
+    multiplies only the policy loss; KL, entropy and denominators do not change.
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1 (off-policy sequence masking).
 
     Args:
         logprobs_T: current policy.
-        rollout_logprobs_T: of the distribution that was sampled from; what is not finite is not counted.
-        advantages_T: any range; only their sign counts.
+        rollout_logprobs_T: distribution that was sampled from; tokens that are not finite do not count.
+        advantages_T: any range; only the sign matters.
         mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing.
         delta: >= 0, nats per token.

@@ -1,9 +1,9 @@
-"""Losses of pairs: two responses to a prompt, of which the one with the higher reward is preferred.
+"""Pairwise losses: of two responses to a prompt, the one with the higher reward is preferred.
 
-A pair's loss is a function of one number, the margin Δ between its two responses. Its gradient is that function's
-slope times the gradient of Δ, which is a sum over tokens. So the controller computes the slopes from the scores of the
-weights that the update starts with, before anything is split, and workers only sum: which rank or micro-batch holds the
-other response of a pair does not matter. It is exact for one optimizer step per batch, which `pairwise` asks for.
+A pair's loss is a function of one number, the margin Δ between its two responses. Its gradient is that function's slope
+times the gradient of Δ, which is a sum over tokens. So the controller computes the slopes before the batch is split,
+from scores at the start of the update, and workers only sum. The two responses of a pair may therefore be on different
+ranks or in different micro-batches. This is exact for one optimizer step per batch, which `pairwise` requires.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dpo_columns(
     dpo_beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `dpo_loss`: of each token the slope of its pair's loss, that loss, and what metrics are made of."""
+    """`prepare` of `dpo_loss`: for each token, the slope of its pair's loss, that loss, and the inputs of metrics."""
     if dpo_type not in ("sigmoid", "ipo"):
         raise ConfigError(f"dpo_type: got {dpo_type!r}; expected sigmoid or ipo")
     require_between(0.0, math.inf, dpo_beta=dpo_beta)
@@ -76,23 +76,22 @@ def dpo_loss(
     x_pair_other_T: Tensor,
     x_pair_share_T: Tensor,
 ) -> TokenLoss:
-    """Direct preference optimisation, from stored pairs or from sampled ones.
+    """Direct preference optimisation on stored or sampled pairs.
 
     Δ = s(preferred) − s(other), s = sum over a response's trained tokens of logprob − ref_logprob.
     sigmoid: −(1 − ε) log σ(βΔ) − ε log σ(−βΔ). Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with label
     smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
-    ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; with the
-    mean as its authors' and TRL's code have it.
-    A prompt whose two rewards are equal, or of which one response failed, has no loss; it counts as a prompt.
+    ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the mean is
+    as in the authors' and TRL's code.
+    A prompt whose two rewards are equal, or one of whose responses failed, has no loss, but still counts as a prompt.
 
     Args:
         logprobs_T: current policy; carries gradient.
         mask_T: bool, the trained tokens.
-        x_pair_…_T: made by `dpo_columns`, which reads the log-probs of the weights at the start of the update and of
-            the reference.
-        dpo_type: 'sigmoid' or 'ipo' (settings of `dpo_columns`, as the two that follow).
-        dpo_beta: > 0, how far the policy may move; per nat.
-        label_smoothing: in [0, 0.5), the probability that a preference is wrong; of 'sigmoid'.
+        x_pair_…_T: computed by `dpo_columns` from log-probs at the start of the update and those of the reference.
+        dpo_type: 'sigmoid' or 'ipo' (a setting of `dpo_columns`, like the next two).
+        dpo_beta: > 0, per nat; the smaller, the further the policy may move.
+        label_smoothing: in [0, 0.5), the probability that a preference is wrong; only for 'sigmoid'.
 
     Returns:
         Loss [T], whose sum over a prompt's tokens is the pair's loss; metrics, means over prompts: pair_accuracy,
@@ -111,7 +110,7 @@ def reward_model_columns(
     sequence_T: Tensor,
     group_T: Tensor,
 ) -> dict[str, Tensor]:
-    """`prepare` of `reward_model_loss`, as `dpo_columns`."""
+    """`prepare` of `reward_model_loss`, with the same columns as `dpo_columns`."""
     pairs = _Pairs.of(rewards_T, mask_T, sequence_T, group_T)
     last_T = pairs.last_trained(mask_T, sequence_T)
     scores_S = sequence_sum(masked(values_T.double(), last_T), sequence_T)
@@ -144,9 +143,9 @@ def reward_model_loss(
     Source: Bradley and Terry 1952; Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, eq. 1, for two responses.
 
     Args:
-        predicted_values_T: of the model that is trained, which has a value head; carries gradient.
+        predicted_values_T: values of the trained model, which has a value head; carries gradient.
         mask_T: bool, the trained tokens.
-        x_pair_…_T: made by `reward_model_columns`, which reads the values of the weights at the start of the update.
+        x_pair_…_T: computed by `reward_model_columns` from values at the start of the update.
 
     Returns:
         Loss [T] and metrics as `dpo_loss`; pair_preferred and pair_other are the two rewards.
@@ -166,7 +165,7 @@ def _pair_loss(
     other_T: Tensor,
     share_T: Tensor,
 ) -> TokenLoss:
-    """The value is the pair's loss, the gradient the slope's."""
+    """A loss whose value is the pair's loss, and whose gradient is slope · ∇score."""
     scores_T = masked(scores_T, mask_T)
     margin_T = preferred_T - other_T
     metrics = {
@@ -207,15 +206,15 @@ class _Pairs(NamedTuple):
         return cls(pair_S, sign_S, torch.unique_consecutive(sequence_T, return_inverse=True)[1], mask_T)
 
     def margins(self, scores_S: Tensor) -> Tensor:
-        """[P], preferred less other; 0 without a preference."""
+        """[P], score of the preferred sequence minus that of the other; 0 without a preference."""
         return group_sum(self.sign_S * scores_S, self.pair_S)
 
     def preferred(self, scores_S: Tensor) -> Tensor:
-        """[P], the preferred sequence's."""
+        """[P], score of the preferred sequence."""
         return group_sum((self.sign_S > 0) * scores_S, self.pair_S)
 
     def other(self, scores_S: Tensor) -> Tensor:
-        """[P], the other sequence's."""
+        """[P], score of the other sequence."""
         return group_sum((self.sign_S < 0) * scores_S, self.pair_S)
 
     def last_trained(self, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
@@ -229,9 +228,10 @@ class _Pairs(NamedTuple):
     def columns(
         self, loss_P: Tensor, slope_P: Tensor, unit_S: Tensor, rewards_P: tuple[Tensor, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """What a token needs: its slope, and its part of the pair's loss and of the metrics.
+        """The columns of the loss: each token's slope, and its part of the pair's loss and metrics.
 
-        Metrics are averaged over trained tokens, so a pair's is multiplied by (trained tokens) / (pairs · its tokens).
+        Metrics are averaged over trained tokens, so a pair's metric is multiplied by (trained tokens) / (pairs · tokens
+        of the pair).
         """
         tokens_P = group_sum(sequence_sum(self.mask_T, self.sequence_T).double(), self.pair_S)
         has_preference_P = group_sum(self.sign_S.abs(), self.pair_S) > 0

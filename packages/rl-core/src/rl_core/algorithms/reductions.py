@@ -1,13 +1,13 @@
-"""Reductions as loss weights: what is minimised is sum_t loss_weights[t] · loss[t], over one whole mini-batch.
+"""Reductions as loss weights: the minimised quantity is sum_t loss_weights[t] · loss[t] over a whole mini-batch.
 
-The controller computes the weights from the mini-batch (one optimizer step's tokens) before anything is split, and
-workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of the means sum to 1. A
-sequence or prompt without a trained token has no part in any denominator, and a mask without any trained token gives
+The controller computes the weights from the mini-batch (the tokens of one optimizer step) before it is split, and
+workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of means sum to 1. A
+sequence or prompt without a trained token does not count in any denominator. A mask without any trained token gives
 zeros.
 
-Every reduction divides by a number of tokens, sequences or prompts last. Where a mini-batch is not all there yet, its
-parts (whole prompts) take `Reduction.summed`, weights before that division and their divisor: gradients and divisors
-add up, and the one is divided by the other at the end.
+Every reduction finally divides by a number of tokens, sequences or prompts. If a mini-batch arrives in parts (of whole
+prompts), `Reduction.summed` gives each part's weights before this division, and its divisor. Gradients and divisors are
+summed over the parts, and divided at the end.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ P = ParamSpec("P")
 
 
 class SummedWeights(NamedTuple):
-    """Loss weights before the last division."""
+    """Loss weights before the final division."""
 
     weights_T: Tensor
-    """float64 [T]; 0 where nothing is trained."""
+    """float64 [T]; 0 for untrained tokens."""
     divisor: Tensor
-    """int64, 0-d: the trained tokens, or the sequences or prompts with one. Those of parts that share none add up to
-    that of the whole."""
+    """int64, 0-d: number of trained tokens, or of sequences or prompts with trained tokens. The divisors of parts that
+    share no prompt sum to that of the whole."""
 
 
 class Reduction(Generic[P]):
@@ -60,7 +60,7 @@ class Reduction(Generic[P]):
 
 @Reduction
 def token_mean(loss_mask_T: Tensor) -> SummedWeights:
-    """Every trained token counts the same: w_t = m_t / sum_u m_u.
+    """All trained tokens have the same weight: w_t = m_t / sum_u m_u.
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 12.
 
@@ -129,16 +129,16 @@ def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Sum
 
 @Reduction
 def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_len: int) -> SummedWeights:
-    """The mean over sequences of each sequence's token sum over a constant: w_t = m_t / (max_seq_len · S).
+    """The mean over sequences of each sequence's token sum divided by a constant: w_t = m_t / (max_seq_len · S).
 
-    S is the number of sequences with a trained token. Long and short sequences weigh the same per token, whatever the
-    batch holds. The weights sum to the mean trained length over `max_seq_len`, not to 1.
+    S is the number of sequences with a trained token. Tokens of long and short sequences have the same weight, which
+    does not depend on lengths in the batch. The weights sum to (mean trained length) / `max_seq_len`, not to 1.
     Source: Liu et al. 2025 (Dr. GRPO), arXiv 2503.20783, section 3.2.
 
     Args:
         loss_mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
-        max_seq_len: the constant, in tokens; the generation budget by custom.
+        max_seq_len: the constant, in tokens; usually the maximum response length.
 
     Returns:
         Weights float32 [T].
@@ -158,8 +158,8 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
 def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> SummedWeights:
     """The mean over prompts of the token sum over all samples of a prompt: w_t = m_t / P.
 
-    P is the number of prompts with a trained token. For losses whose tokens add up to one number per prompt, such as
-    those of pairs. The weights sum to the trained tokens per prompt, not to 1.
+    P is the number of prompts with a trained token. For losses whose tokens sum to one number per prompt, such as
+    pairwise losses. The weights sum to the trained tokens per prompt, not to 1.
 
     Args:
         loss_mask_T: bool, the trained tokens.
@@ -189,7 +189,8 @@ REDUCTIONS: Mapping[str, Reduction[...]] = MappingProxyType(
         "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     }
 )
-"""The values of `trainer.algorithm.loss_reduction`. Parameters are bound by name, keyword-only ones are settings."""
+"""Value of `trainer.algorithm.loss_reduction` → reduction. Parameters are bound by name; keyword-only ones are
+settings."""
 
 
 def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
@@ -199,6 +200,6 @@ def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
 
 
 def _weights(loss_mask_T: Tensor, sequence_T: Tensor, denominator_S: Tensor) -> Tensor:
-    # A denominator is 0 only where no token is trained; 1 in its place keeps the infinity out of 0 · inf.
+    # A denominator is 0 only if no token is trained. 1 in its place avoids 0 · inf.
     weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).double().reciprocal()
     return weight_S[sequence_T] * loss_mask_T

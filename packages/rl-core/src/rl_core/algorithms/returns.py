@@ -1,8 +1,8 @@
-"""Rewards along the stream: where they sit, what they sum to, discounted per token or per turn.
+"""Rewards in the token stream: their positions and their sums, discounted per token or per turn.
 
-A sequence's time runs over its sampled tokens only. What stands between them (observations of an environment) is not an
-action: it takes no time and no reward. `sequence_T` may also be the index of the trajectory, where the steps of each
-lie one after the other in the stream: time then runs across steps.
+Time counts only the sampled tokens of a sequence. Tokens between them (observations of an environment) are not actions:
+they take no time and have no reward. `sequence_T` may also be the trajectory's index if the steps of each trajectory
+are consecutive in the stream; time then runs across steps.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *,
 
 
 def turn_index(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Index of the turn that each token belongs to, counted through the stream; −1 where no token was sampled.
+    """Index of each token's turn, counted through the whole stream; −1 for tokens that were not sampled.
 
-    A turn is a run of sampled tokens without a gap inside one sequence. Two turns with no observation token between
-    them are one run and count as one.
+    A turn is a run of consecutive sampled tokens in one sequence. Two turns without an observation token between them
+    form a single run and count as one.
 
     Args:
         mask_T: bool, the sampled tokens.
@@ -113,7 +113,7 @@ def turn_rewards(rewards_U: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tenso
         Rewards [T] in the dtype of `rewards_U`.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or the stream has another number of turns.
+        ShapeError: lengths or dtypes do not fit, or the stream has a different number of turns.
     """
     require_floating(rewards_U=rewards_U)
     turn_T = turn_index(mask_T, sequence_T)
@@ -126,10 +126,10 @@ def turn_rewards(rewards_U: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tenso
 
 
 def turn_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Discounted sum of the rewards from each turn to its sequence's end, the same for all tokens of a turn.
+    """Discounted sum of the rewards from each turn to its sequence's end, equal for all tokens of a turn.
 
-    G_u = R_u + gamma · G_{u+1}, with R_u the sum of the rewards inside turn u. The discount counts turns, not tokens,
-    so a long turn does not devalue what follows.
+    G_u = R_u + gamma · G_{u+1}, with R_u the sum of the rewards in turn u. The discount counts turns instead of tokens,
+    so a long turn does not reduce the value of later ones.
     Source: the return of Sutton & Barto 2018, eq. 3.9, with a turn as one action.
 
     Args:
@@ -156,15 +156,16 @@ def turn_returns(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor, *, gamma
 
 
 def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
-    """The linear recurrence y_t = x_t + d_t · y_{t+1}, run from the end, with y = 0 beyond it.
+    """The linear recurrence y_t = x_t + d_t · y_{t+1}, computed from the end, with y = 0 beyond it.
 
-    Cut into blocks of 64: all blocks run at once, each from 0, together with the product of their decays; the
-    recurrence over the blocks' first values is the same problem, 64 times shorter; what it gives is carried into each
-    block. Hence 64 vector steps per level and O(T) work, for one long sequence as for many short ones.
+    The input is cut into blocks of 64. All blocks are computed in parallel, each starting from 0, together with the
+    products of their decays. The recurrence over the blocks' first values is the same problem, 64 times shorter; its
+    results are carried into the blocks. This takes 64 vector steps per level and O(T) work, for one long sequence as
+    well as for many short ones.
 
     Args:
         inputs_T: x, finite.
-        decay_T: d, finite, same dtype; 0 where a sequence ends.
+        decay_T: d, finite, same dtype; 0 at the end of each sequence.
 
     Returns:
         y [T].
@@ -182,7 +183,7 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
 
 def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
-    """Raises ShapeError unless the three fit and rewards sit on sampled tokens; a reward elsewhere would be lost."""
+    """Raises ShapeError unless the tensors fit and all rewards are on sampled tokens; others would be lost."""
     require_floating(rewards_T=rewards_T)
     _require_stream(sequence_T, mask_T=mask_T, rewards_T=rewards_T)
     stray_T = (rewards_T != 0) & ~mask_T
@@ -195,19 +196,19 @@ def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tenso
 
 
 def on_stream(values_T: Tensor, index_T: Tensor, like_T: Tensor) -> Tensor:
-    """Values of the tokens `index_T` laid back into a stream shaped and typed like `like_T`, 0 elsewhere."""
+    """A stream with shape and dtype of `like_T` that holds `values_T` at the positions `index_T`, and 0 elsewhere."""
     return torch.zeros_like(like_T).index_copy_(0, index_T, values_T.to(like_T.dtype))
 
 
 def continues(index_T: Tensor) -> Tensor:
-    """True where the next entry is the same, false at the last entry of every run of equal values."""
+    """True where the next entry is equal, i.e. false at the last entry of every run of equal values."""
     continues_T = torch.zeros_like(index_T, dtype=torch.bool)
     torch.eq(index_T[1:], index_T[:-1], out=continues_T[:-1])
     return continues_T
 
 
 def _in_blocks(values_T: Tensor, num_blocks: int) -> Tensor:
-    """A fresh [K, B] copy, K positions in B blocks; the last block is filled up with 0."""
+    """A new [K, B] copy with K positions in each of B blocks; the last block is padded with 0."""
     blocks_KB = values_T.new_zeros(_BLOCK, num_blocks)
     num_full = values_T.numel() // _BLOCK
     blocks_KB[:, :num_full] = values_T[: num_full * _BLOCK].view(num_full, _BLOCK).T

@@ -1,8 +1,8 @@
-"""Policy losses that read the log-probs of the distribution the engine sampled from (`rollout_logprobs_T`).
+"""Policy losses that read the log-probs of the distribution from which the engine sampled (`rollout_logprobs_T`).
 
-`rollout_is_loss` and `dppo_loss` put them in place of the old policy's, so the pass that computes old log-probs can be
-left out; `decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). What all losses share stands in
-`losses`.
+`rollout_is_loss` and `dppo_loss` use them instead of the old policy's, so no pass for old log-probs is needed;
+`decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). See `losses` for the conventions of all
+losses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def rollout_is_loss(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
 ) -> TokenLoss:
-    """Importance sampling from the engine's distribution; tokens on which trainer and engine disagree are left out.
+    """Importance sampling from the engine's distribution, without tokens on which trainer and engine disagree.
 
     loss_t = −ρ_t A_t where 1 − eps_clip_low < ρ_t < 1 + eps_clip_high, else 0.
-    Source: the masking of IcePop (Ling Team 2025, arXiv 2510.18855), applied to the whole ratio of current to rollout.
+    Source: IcePop's mask (Ling Team 2025, arXiv 2510.18855), applied to the ratio of current policy to rollout.
 
     Args:
         logprobs_T: current policy; carries gradient.
@@ -65,12 +65,12 @@ def dppo_loss(
     delta_low: float = 0.2,
     delta_high: float = 0.2,
 ) -> TokenLoss:
-    """A trust region in the divergence of the sampled token against all others, not in its ratio.
+    """A trust region in the divergence (of the sampled token against all others) instead of the ratio.
 
     With p = exp(logprobs_t), q = exp(rollout_logprobs_t):
     D_t = |p − q| (binary_tv) or q log(q/p) + (1 − q) log((1 − q)/(1 − p)) (binary_kl);
-    loss_t = 0 where the step goes on in the direction in which the bound is already passed (A_t > 0, ρ_t > 1,
-    D_t > delta_high, or A_t < 0, ρ_t < 1, D_t > delta_low), else −ρ_t A_t.
+    loss_t = 0 if the divergence is beyond the bound and the step would increase it (A_t > 0, ρ_t > 1, D_t > delta_high,
+    or A_t < 0, ρ_t < 1, D_t > delta_low), else −ρ_t A_t.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879, Binary-TV and Binary-KL.
 
     Args:
@@ -107,7 +107,7 @@ def decoupled_ppo_loss(
     eps_clip_high: float = 0.2,
     behav_imp_weight_cap: float = 5.0,
 ) -> TokenLoss:
-    """PPO clip around one policy on samples of another: behaviour (rollout), proximal (old), current.
+    """PPO clip relative to the proximal (old) policy, on samples of the behaviour (rollout) policy.
 
     loss_t = w_t · (PPO clip's loss against the old policy), w_t = exp(old_logprobs_t − rollout_logprobs_t), and 0 where
     w_t > behav_imp_weight_cap.
@@ -117,7 +117,7 @@ def decoupled_ppo_loss(
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `losses.ppo_clip_loss`.
         rollout_logprobs_T: of the distribution that was sampled from.
-        behav_imp_weight_cap: > 0; tokens with a larger weight are left out. `inf` keeps all.
+        behav_imp_weight_cap: > 0; tokens with a larger weight have no loss. `inf`: no cap.
 
     Returns:
         Loss [T]; metrics as `losses.ppo_clip_loss`, behaviour_weight and behaviour_capped_fraction.
@@ -135,7 +135,7 @@ def decoupled_ppo_loss(
         weight_T = log_ratio(old_logprobs_T, rollout_logprobs_T, mask_T).exp_()
         capped_T = weight_T > behav_imp_weight_cap
         weight_T.masked_fill_(capped_T, 0.0)
-        weighted_T = masked(advantages_T, mask_T).mul_(weight_T)  # w >= 0, so it may go inside the minimum
+        weighted_T = masked(advantages_T, mask_T).mul_(weight_T)  # w >= 0, so it may be moved inside the minimum
     loss_T, metrics = clipped_surrogate(
         log_ratio(logprobs_T, old_logprobs_T, mask_T), weighted_T, eps_clip_low, eps_clip_high
     )
@@ -152,7 +152,7 @@ def _binary_tv(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
 
 
 def _binary_kl(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
-    # A probability that rounds to 1 leaves log(1 − p) = −inf; the largest float below 1 keeps the divergence finite.
+    # If p rounds to 1, log(1 − p) is −inf. The largest float below 1 keeps the divergence finite.
     highest = -torch.finfo(logprobs_T.dtype).eps
     p_T, q_T = logprobs_T.clamp(max=highest), rollout_logprobs_T.clamp(max=highest)
     rest_T = torch.log(-torch.expm1(q_T)) - torch.log(-torch.expm1(p_T))

@@ -1,6 +1,6 @@
-"""Selection: which samples are trained on, and an account of what was dropped and why.
+"""Selects the samples to train on, and counts what was dropped and why.
 
-Everything is a pure function of its arguments; where chance has a part, of a seed. Nothing depends on the order of the
+Everything is a pure function of its arguments, including a seed for random choices. Nothing depends on the order of the
 rows. Metrics are (sum, weight) pairs, as everywhere.
 """
 
@@ -30,28 +30,28 @@ class MaskSelection(NamedTuple):
     """A loss mask with some sequences cleared."""
 
     loss_mask_T: Tensor
-    """bool, a subset of the mask that was given."""
+    """bool, a subset of the given mask."""
     metrics: Metrics
 
 
 class GroupSelection(NamedTuple):
-    """Which groups of a batch are trained on."""
+    """The groups of a batch to train on."""
 
     rows_R: Tensor
-    """int64, rows of the given scores that make up the batch, by group; within a group in the order they were given."""
+    """int64, indices of the given rows that form the batch, ordered by group; within a group in the given order."""
     group_R: Tensor
-    """int64, the group each of them belongs to now; a copy has the id of the group it replaces."""
+    """int64, new group of each row. A copy has the id of the group that it replaces."""
     is_copy_R: Tensor
-    """bool, the row stands in for another group's; it needs trajectory ids of its own."""
+    """bool, whether the row is a copy that replaces another group's. It needs its own trajectory id."""
     is_complete: bool
-    """Enough groups were informative; else sample more prompts and select again from all of them."""
+    """Whether enough groups were informative. If not, sample more prompts and select again from all of them."""
     metrics: Metrics
 
 
 def zero_variance_groups(scores_N: Tensor, group_N: Tensor, *, zero_variance_filter_tol: float = 1e-6) -> Tensor:
-    """Whether a sample's group has (almost) equal scores, so that comparing its samples teaches nothing.
+    """Whether a sample's group has (almost) equal scores, so that it gives no training signal.
 
-    True where max − min of the group's scores is at most the tolerance.
+    True if max − min of the group's scores is at most the tolerance.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
@@ -77,7 +77,7 @@ def zero_variance_mask(
     *,
     zero_variance_filter_tol: float = 1e-6,
 ) -> MaskSelection:
-    """Clears the loss mask of samples whose group has equal scores, so that they leave every denominator too.
+    """Clears the loss mask of samples whose group has equal scores, which also removes them from every denominator.
 
     Args:
         loss_mask_T: bool, the trained tokens.
@@ -109,19 +109,19 @@ def dynamic_sampling_filter(
 ) -> GroupSelection:
     """Keeps the first `num_groups` informative groups; says whether more prompts must be sampled.
 
-    A group is informative if its scores differ. Surplus groups are those of the highest ids. Call it again with the
-    earlier rounds' informative rows and the new ones together until the selection is complete.
+    A group is informative if its scores differ. Surplus groups are those with the highest ids. If the selection is not
+    complete, call it again with the informative rows of all earlier rounds and the new rows together.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 11.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
-        group_N: int64, equal for samples of one prompt; ids in the order in which prompts are to be used.
+        group_N: int64, equal for samples of one prompt; prompts are used in ascending order of id.
         num_groups: groups of a batch.
         zero_variance_filter_tol: largest spread that counts as none, at least 0.
 
     Returns:
-        GroupSelection; incomplete if there are fewer than `num_groups` informative groups, with all of these as rows.
-        Metrics, each of all groups: `selection/zero_variance_groups` (those of one sample not among them),
+        GroupSelection; incomplete, with all informative groups as rows, if there are fewer than `num_groups` of them.
+        Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one sample),
         `selection/single_sample_groups`, `selection/surplus_groups`, `selection/kept_groups`.
 
     Raises:
@@ -147,23 +147,23 @@ def dynamic_sampling_replace(
     min_replace_ratio: float = 0.3,
     zero_variance_filter_tol: float = 1e-6,
 ) -> GroupSelection:
-    """Replaces every group of equal scores by a copy of an informative one, drawn by chance.
+    """Replaces every group of equal scores by a copy of an informative one, drawn at random.
 
-    The informative groups are shuffled and dealt out in turn, so that none is copied twice before each was once. The
-    same seed gives the same copies, whatever the order of the rows.
+    The informative groups are shuffled and used in turn, so that none is copied twice before all were copied once. The
+    same seed gives the same copies for any order of the rows.
     Source: An et al. 2025, POLARIS (a recipe without paper equation), https://hkunlp.github.io/blog/2025/Polaris.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.
         group_N: int64, equal for samples of one prompt.
-        seed: of the draw; derive it from the run's seed and the step.
-        min_replace_ratio: share of informative groups below which nothing is replaced, in [0, 1].
+        seed: seed of the draw; derive it from the run's seed and the step.
+        min_replace_ratio: fraction of informative groups below which nothing is replaced, in [0, 1].
         zero_variance_filter_tol: largest spread that counts as none, at least 0.
 
     Returns:
-        GroupSelection; incomplete, with the informative groups as rows, if their share is below `min_replace_ratio` or
-        there is none. Metrics, each of all groups: `selection/zero_variance_groups` (those of one sample not among
-        them), `selection/single_sample_groups`, `selection/replaced_groups`.
+        GroupSelection; incomplete, with the informative groups as rows, if their fraction is below `min_replace_ratio`
+        or there are none. Metrics, each relative to all groups: `selection/zero_variance_groups` (without groups of one
+        sample), `selection/single_sample_groups`, `selection/replaced_groups`.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -184,14 +184,14 @@ def dynamic_sampling_replace(
 
 
 def overlong_mask(loss_mask_T: Tensor, sequence_T: Tensor, is_truncated_N: Tensor) -> MaskSelection:
-    """Clears the loss mask of truncated sequences: what was cut off is not what the policy meant to say.
+    """Clears the loss mask of truncated sequences, because their reward is not that of a finished response.
 
     Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv 2503.14476, section 3.4.
 
     Args:
         loss_mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
-        is_truncated_N: bool, the sequence ended at the length limit, not by itself.
+        is_truncated_N: bool, whether the sequence ended at the length limit.
 
     Returns:
         MaskSelection with `selection/overlong_sequences` (cleared, of the sequences with a trained token) and
@@ -219,8 +219,8 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
 
     Args:
         lengths_N: int64, sampled tokens of each trajectory.
-        max_len: length from which the penalty is full, in tokens.
-        cache_len: tokens before it over which the penalty grows, in [1, max_len].
+        max_len: length at which the penalty reaches −1, in tokens.
+        cache_len: number of tokens before `max_len` over which the penalty grows, in [1, max_len].
 
     Returns:
         Penalties float32 [N] in [−1, 0], to be added to the outcome reward.
@@ -236,7 +236,7 @@ def soft_overlong_penalty(lengths_N: Tensor, *, max_len: int, cache_len: int) ->
 
 
 def _flat_groups(scores_N: Tensor, group_N: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids in ascending order, whether the group's scores are equal, and its size."""
+    """For each group, in ascending order of id: the id, whether its scores are equal, and its size."""
     require_same_length(scores_N=scores_N, group_N=group_N)
     require_floating(scores_N=scores_N)
     require_int64(group_N=group_N)
@@ -256,7 +256,7 @@ def _group_metrics(flat_P: Tensor, count_P: Tensor) -> Metrics:
 def _selection(
     group_N: Tensor, source_P: Tensor, target_P: Tensor, is_complete: bool, metrics: Metrics
 ) -> GroupSelection:
-    """The rows of `source_P`, group by group in ascending order of the ids `target_P` that they get."""
+    """Selects the groups `source_P`, with the new ids `target_P`, in ascending order of the new ids."""
     order_P = target_P.argsort()
     source_P, target_P = source_P[order_P], target_P[order_P]
     ids, counts = torch.unique(group_N, return_counts=True)

@@ -1,8 +1,8 @@
-"""Policy losses whose ratio is that of a whole sequence. What all losses share stands in `losses`.
+"""Policy losses with the ratio of a whole sequence. See `losses` for the conventions of all losses.
 
-A sequence is what `sequence_T` says; only its trained tokens count. With the reduction `sequence_mean` the sum that is
-minimised is the papers' objective. Here the mean over a sequence is clamped to ±20 before `exp`, not each token's
-log-ratio: a token far out moves the mean as much as the papers say. Beyond the clamp there is no gradient.
+`sequence_T` defines the sequences; only their trained tokens count. With the reduction `sequence_mean` the loss sum is
+the papers' objective. The mean over a sequence is clamped to ±20 before `exp`, instead of each token's log-ratio, so
+that outlier tokens affect the mean as in the papers. Beyond the clamp there is no gradient.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def gspo_loss(
         logprobs_T, old_logprobs_T, mask_T: as in `losses.ppo_clip_loss`.
         advantages_T: any range; meant to be equal within a sequence.
         sequence_T: int64, non-decreasing.
-        eps_clip_low: in [0, 1]; sequence ratios lie much closer to 1 than token ratios.
+        eps_clip_low: in [0, 1]; sequence ratios are much closer to 1 than token ratios.
         eps_clip_high: >= 0.
 
     Returns:
-        Loss [T]; metrics as `losses.ppo_clip_loss`, of the sequence's ratio.
+        Loss [T]; metrics as `losses.ppo_clip_loss`, for the sequence's ratio.
     """
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
     mean_T = _clamped_mean(log_ratio_T, mask_T, sequence_T)
@@ -58,10 +58,10 @@ def gspo_token_loss(
     eps_clip_low: float = 3e-4,
     eps_clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """GSPO for advantages that differ within a sequence: the sequence's ratio, the token's gradient.
+    """GSPO for advantages that differ within a sequence: value of the sequence's ratio, gradient of the token.
 
-    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. With equal advantages
-    and weights within each sequence value and gradient are those of `gspo_loss`.
+    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. If advantages and
+    weights are equal within each sequence, value and gradient equal those of `gspo_loss`.
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 13 and 14.
 
     Args:
@@ -89,7 +89,8 @@ def gmpo_loss(
     gmpo_log_clip_low: float = 0.4,
     gmpo_log_clip_high: float = 0.4,
 ) -> TokenLoss:
-    """The geometric mean of a sequence's clipped token ratios: an outlier moves it less than the arithmetic mean.
+    """The geometric mean of a sequence's clipped token ratios, on which outliers have less effect than on the
+    arithmetic mean.
 
     d_t = min(log r_t, gmpo_log_clip_high) where A_t > 0, max(log r_t, −gmpo_log_clip_low) where A_t < 0;
     loss_t = −A_t · exp(clamp(mean of d over the trained tokens of the sequence, ±20)).
@@ -101,7 +102,7 @@ def gmpo_loss(
         gmpo_log_clip_low, gmpo_log_clip_high: >= 0, bounds of log r.
 
     Returns:
-        Loss [T]; metrics as `losses.ppo_clip_loss`, of the sequence's geometric mean; clip_fraction counts tokens.
+        Loss [T]; metrics as `losses.ppo_clip_loss`, for the sequence's geometric mean; clip_fraction counts tokens.
     """
     require_between(0.0, math.inf, gmpo_log_clip_low=gmpo_log_clip_low, gmpo_log_clip_high=gmpo_log_clip_high)
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
@@ -124,12 +125,12 @@ def _token_log_ratio(
         advantages_T=advantages_T,
         sequence_T=sequence_T,
     )
-    # An infinite log-ratio becomes the largest number: a difference of two is then no NaN, and its mean is clamped.
+    # An infinite log-ratio becomes the largest float, so that differences are not NaN and the mean is clamped.
     largest = torch.finfo(logprobs_T.dtype).max
     return masked(logprobs_T - old_logprobs_T, mask_T).clamp(-largest, largest)
 
 
 def _clamped_mean(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Each trained token's sequence's mean log-ratio, within ±LOG_RATIO_LIMIT; 0 outside the mask."""
+    """For each trained token, its sequence's mean log-ratio, clamped to ±LOG_RATIO_LIMIT; 0 outside the mask."""
     mean_T = masked(mean_over_sequence(log_ratio_T, mask_T, sequence_T), mask_T)
     return mean_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

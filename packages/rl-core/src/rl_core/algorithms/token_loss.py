@@ -1,4 +1,4 @@
-"""What every loss function shares: its result, how it declares what it reads, masks, log-ratios, sequence means."""
+"""Common parts of all loss functions: result, declarations of what they read, masks, log-ratios, sequence means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Beyond it a ratio has no gradient."""
 
 
 class TokenLoss(NamedTuple):
-    """What a loss function returns: one value per token, no reduction."""
+    """Result of a loss function: one value per token, no reduction."""
 
     loss_T: Tensor
     """Carries the gradient; 0 outside the mask."""
@@ -33,10 +33,10 @@ LossFunction = Callable[..., TokenLoss]
 def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[[LossFunction], LossFunction]:
     """Decorates a loss function that needs statistics of the whole mini-batch.
 
-    `columns_function` takes batch columns by parameter name, as a loss does, but nothing of the current model; it may
-    take the keyword `seed`. The controller runs it once per mini-batch, before anything is split, so the loss does not
-    depend on the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other keyword
-    parameters become settings of the loss.
+    `columns_function` takes batch columns by parameter name, as a loss does, but no scores of the current model. It may
+    have the keyword parameter `seed`. The controller runs it once per mini-batch, before it is split, so that the loss
+    does not depend on the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other
+    keyword parameters become settings of the loss.
     """
     prepare_settings = keyword_parameters(columns_function)
     prepare_settings.pop("seed", None)
@@ -71,20 +71,20 @@ def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFun
 
 
 Corrections = Literal["scales", "reads", "refuses", "unknown"]
-"""How a loss takes the weights of off-policy corrections, each the factor of one token's loss: they scale its value,
-being multiplied into its advantages; it reads them as `correction_weights_T`; it takes none, of itself correcting or
-without advantages; or nobody knows, so that weights are refused where they are wanted."""
+"""How a loss takes off-policy correction weights, one factor per token. `scales`: they are multiplied into the
+advantages, which scale the loss. `reads`: it has the parameter `correction_weights_T`. `refuses`: it takes none,
+because it corrects by itself or has no advantages. `unknown`: a run that needs weights is refused."""
 
 
 def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Callable[[LossFunction], LossFunction]:
-    """Decorates a loss function: how it takes off-policy corrections.
+    """Decorates a loss function to declare how it takes off-policy corrections.
 
-    scales: the weights are multiplied into the advantages it is given, which must scale its value (`Objective.try_out`
-    tries that out). Its `prepare` function reads the advantages before, without weights.
-    reads: it, or its `prepare` function, has the parameter `correction_weights_T` and multiplies what they belong to.
+    scales: the weights are multiplied into its advantages, in which the loss must be linear (`Objective.try_out`
+    checks this). Its `prepare` function reads the advantages without weights.
+    reads: the loss, or its `prepare` function, has the parameter `correction_weights_T` and applies the weights itself.
     refuses: a run with a correction does not start.
-    Without this decorator the parameters decide, and whether the value is seen to scale; a loss whose `prepare`
-    function reads advantages needs it: only its author knows whether the choice is to depend on the weights.
+    Without this decorator, the parameters and a test of linearity decide. A loss whose `prepare` function reads
+    advantages needs the decorator, because only its author knows whether the chosen tokens should depend on weights.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -95,24 +95,23 @@ def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Cal
 
 
 def pairwise(function: LossFunction) -> LossFunction:
-    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes for the weights at the start of
-    the update.
+    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes at the start of the update.
 
-    It is right for two samples per prompt, one optimizer step per batch and the reduction `prompt_token_sum`, and a
-    run with others does not start.
+    It is correct only for two samples per prompt, one optimizer step per batch and the reduction `prompt_token_sum`. A
+    run with other settings does not start.
     """
     function.__dict__["is_pairwise"] = True
     return function
 
 
 def require_tokens(mask_T: Tensor, **tensors_T: Tensor) -> None:
-    """Raises ShapeError unless the mask is bool [T] and the other tensors are as long."""
+    """Raises ShapeError unless the mask is bool [T] and the other tensors have the same length."""
     require_bool(mask_T=mask_T)
     require_same_length(mask_T=mask_T, **tensors_T)
 
 
 def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The values, and 0 (without gradient) outside the mask, whatever stands there."""
+    """The values inside the mask, and 0 (without gradient) outside it, even for NaN."""
     return torch.where(mask_T, values_T, 0.0)
 
 
@@ -122,7 +121,7 @@ def log_ratio(logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor) -> 
 
 
 def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Each token gets the mean of its sequence's masked tokens; 0 in a sequence without any.
+    """For each token, the mean of its sequence's masked tokens; 0 in a sequence without any.
 
     Args:
         values_T: 0 outside the mask.
@@ -132,13 +131,13 @@ def mean_over_sequence(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> 
     changes_T = torch.zeros_like(sequence_T)
     torch.ne(sequence_T[1:], sequence_T[:-1], out=changes_T[1:])
     position_T = changes_T.cumsum_(0)
-    # There are at most T sequences: buffers of that size need no look at the data, hence no wait for the device.
+    # There are at most T sequences. Buffers of that size need no data from the device, hence no synchronisation.
     count_N = torch.zeros_like(sequence_T).index_add_(0, position_T, mask_T.long()).clamp_(min=1)
     return _SequenceMean.apply(values_T, position_T, count_N)
 
 
 class _SequenceMean(torch.autograd.Function):
-    """Sum over a token's sequence over its count. The map is symmetric, so backward is the same map."""
+    """Sum over a token's sequence / its count. The map is symmetric, so backward is the same map."""
 
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, position_T: Tensor, count_N: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Trajectories made of several sequences (steps): one value per trajectory, whatever the order of the rows.
+"""Trajectories of several sequences (steps): one value per trajectory, independent of the order of rows.
 
-A step-wise batch has N rows (steps) of M trajectories. An outcome reward sits on a trajectory's last step, so an
-estimator is given M rows and its advantages go to all steps:
+A step-wise batch has N rows (steps) of M trajectories. An outcome reward is on a trajectory's last step, so an
+estimator gets M rows, and its advantages are copied to all steps:
 
     scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
     group_M = trajectory_scores(group_N, trajectory_N, is_last_step_N)
@@ -29,7 +29,7 @@ from rl_core.trajectory_rows import why_incomplete
 def require_complete_trajectories(
     trajectory_N: Tensor, is_last_step_N: Tensor, step_index_N: Tensor | None = None
 ) -> None:
-    """Refuses trajectories that lost a step.
+    """Refuses incomplete trajectories.
 
     Args:
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
@@ -37,8 +37,8 @@ def require_complete_trajectories(
         step_index_N: int64, position among the trajectory's steps, if known.
 
     Raises:
-        ShapeError: lengths or dtypes do not fit; a trajectory has no last step or several; its step indices are not
-            0 … n − 1, or the last step has not the largest. The message names the row.
+        ShapeError: lengths or dtypes do not fit; or a trajectory has no last step or several; or its step indices are
+            not 0 … n − 1, or the last step does not have the largest. The message names the row.
     """
     require_same_length(trajectory_N=trajectory_N, is_last_step_N=is_last_step_N)
     require_int64(trajectory_N=trajectory_N)
@@ -52,7 +52,7 @@ def require_complete_trajectories(
 
 
 def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Tensor) -> Tensor:
-    """What each trajectory's last step holds: its score, or anything else a step carries, such as its group.
+    """The value of each trajectory's last step: its score, or any other column of steps, such as the group.
 
     Args:
         scores_N: any dtype; only last steps are read.
@@ -128,7 +128,7 @@ def step_returns(rewards_N: Tensor, trajectory_N: Tensor, step_index_N: Tensor, 
 
 
 def _in_time(trajectory_N: Tensor, step_index_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows sorted by trajectory, then step, and whether the next row of that order belongs to the same trajectory."""
+    """Row indices sorted by trajectory, then step; and whether the next row in this order has the same trajectory."""
     by_step_N = step_index_N.argsort(stable=True)
     order_N = by_step_N[trajectory_N[by_step_N].argsort(stable=True)]
     trajectory_N, step_index_N = trajectory_N[order_N], step_index_N[order_N]

@@ -1,4 +1,4 @@
-"""Advantages of turns: what all estimators share stands in `advantages`."""
+"""Advantages of turns. See `advantages` for the conventions of all estimators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def turn_level_advantages(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
 ) -> TokenAdvantages:
-    """A turn's return against those of the same turn in the other samples of its prompt.
+    """A turn's return compared with those of the same turn in the other samples of its prompt.
 
     G_u = R_u + gamma · G_{u+1} (`returns.turn_returns`); A of all tokens of turn u = (G_u − mean) / (std + 1e-6), mean
     and deviation (n − 1) over the u-th turns of the prompt's samples; without `grpo_norm_by_std`: G_u − mean. With one
@@ -29,14 +29,14 @@ def turn_level_advantages(
     Args:
         rewards_T: token-level rewards, finite; 0 on tokens that were not sampled.
         mask_T: bool, the sampled tokens.
-        trajectory_T: int64, non-decreasing index of the trajectory that each token belongs to; its steps lie one after
-            the other.
-        group_N: int64, by trajectory, equal for samples of one prompt.
+        trajectory_T: int64, non-decreasing index of the trajectory that each token belongs to; the steps of a
+            trajectory are consecutive.
+        group_N: int64, one per trajectory, equal for samples of one prompt.
         gamma: discount per turn, in [0, 1].
         grpo_norm_by_std: divide by the standard deviation.
 
     Returns:
-        TokenAdvantages [T] with G as returns; an advantage of 0 for a turn that no other sample of the prompt has.
+        TokenAdvantages [T] with G as returns. The advantage of a turn that no other sample of the prompt has is 0.
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or a token that was not sampled has a reward.

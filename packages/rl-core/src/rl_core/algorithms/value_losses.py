@@ -1,4 +1,4 @@
-"""The critic's loss. What all losses share stands in `losses`."""
+"""The critic's loss. See `losses` for the conventions of all losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.algorithms.token_loss import TokenLoss, masked, require_tokens
 def value_clip_loss(
     predicted_values_T: Tensor, values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, value_clip: float = 0.2
 ) -> TokenLoss:
-    """Squared error to the returns, with the prediction held near its value at the start of the update.
+    """Squared error to the returns, with the prediction clipped around its value at the start of the update.
 
     loss_t = ½ max((v_t − R_t)², (values_t + clip(v_t − values_t, ±value_clip) − R_t)²).
     Source: Engstrom et al. 2020, arXiv 2005.12729, section 3 (value function clipping of PPO's reference code).
@@ -35,7 +35,7 @@ def value_clip_loss(
     with torch.no_grad():
         moved_T = masked(predicted_values_T - values_T, mask_T)
         bounded_error_T = error_T - moved_T + moved_T.clamp(-value_clip, value_clip)
-        # Within the bounds both errors are the same but for rounding, which must not cost a token its gradient.
+        # Within the bounds both errors are equal up to rounding, which must not remove a token's gradient.
         clipped_T = (moved_T.abs() > value_clip) & (bounded_error_T.abs() > error_T.abs())
     loss_T = 0.5 * torch.where(clipped_T, bounded_error_T, error_T).square()
     return TokenLoss(loss_T, {"value_error": error_T.detach().abs(), "value_clip_fraction": clipped_T})

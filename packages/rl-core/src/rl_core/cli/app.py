@@ -23,7 +23,7 @@ from rl_core.cli.commands import CommandGroup
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
 
 RANK_THREAD = "rl-rank-"
-"""How the names of `rl_core.workers.inline`'s threads begin; that module imports torch."""
+"""Prefix of the names of `rl_core.workers.inline`'s threads. Not imported from there, because that imports torch."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and ends the process."""
     # Appended, so that a user's own module is found (trainer.callbacks=my_module:Class) and shadows nothing.
     sys.path.append(str(Path.cwd()))
-    # Read by transformers at its import: its bars would stand between the lines of a run.
+    # transformers reads this when it is imported. Its progress bars would appear between the lines of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     settings = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end_beside_a_busy_rank(status: int) -> NoReturn:
-    """Ends the process without the interpreter's own end, which kills a thread by unwinding torch's C++ code: there
-    that is an abort."""
+    """Ends the process without the interpreter's finalisation, which would end a busy thread by unwinding torch's C++
+    code and thus abort the process."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,7 +88,7 @@ def _turn_traceback_on(context: click.Context, _: click.Parameter, value: bool) 
 
 
 def _configured(command: _Command) -> _Command:
-    """The arguments of every command that takes a configuration."""
+    """Adds the arguments of every command that takes a configuration."""
     show = "Show the traceback of an error; so does RL_DEBUG=1."
     command = click.option("--traceback", is_flag=True, expose_value=False, callback=_turn_traceback_on, help=show)(
         command
@@ -218,7 +218,7 @@ def doctor(run_dir: Path) -> int:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment, which a live display replaces while it runs."""
+    """Writes to the current `sys.stderr`, which a live display replaces while it runs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
@@ -240,7 +240,7 @@ def _log_to_stderr() -> None:
 
 
 def _show_config_warnings_plainly() -> None:
-    """A `ConfigWarning` is for the user: always shown, as one line. Others keep Python's form."""
+    """Always shows a `ConfigWarning`, as one line, because it is for the user. Other warnings keep Python's form."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:

@@ -1,7 +1,7 @@
-"""Commands that other packages bring: entry points of `rl_core.commands`, each a click command.
+"""Commands of other packages: entry points of `rl_core.commands`, each a click command.
 
-`rl --help` lists them with their package and imports none; one that is broken, or not alone with its name, is an error
-when it is called. A built-in command keeps its name.
+`rl --help` lists them with their packages and imports none. A command that is broken, or whose name several packages
+have, is an error when it is called. Built-in commands cannot be replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP = "rl_core.commands"
 
 
 class CommandGroup(click.Group):
-    """The built-in commands and, behind them, those of packages."""
+    """The built-in commands, followed by those of packages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *(name for name in _installed() if name not in self.commands)]
@@ -38,7 +38,7 @@ class CommandGroup(click.Group):
 
 
 class _PackagedCommand(click.Command):
-    """Stands for a command until it is called."""
+    """Placeholder for a command that is imported when it is called."""
 
     def __init__(self, name: str, found: tuple[EntryPoint, ...]) -> None:
         super().__init__(name, short_help=f"(of {_packages(found)})")
@@ -47,13 +47,13 @@ class _PackagedCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """That of the command itself. Raises PluginError if it cannot be imported, or is none."""
+        """The context of the imported command. Raises PluginError if it cannot be imported or is no click command."""
         return load(str(self.name), self._found).make_context(info_name, args, parent, **extra)
 
 
 def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Command:
-    """The command of that name. Raises PluginError: nobody or several packages bring it, it cannot be imported, or it
-    is no click command."""
+    """The command of that name. Raises PluginError if no package or several have it, if it cannot be imported, or if it
+    is not a click command."""
     found = _installed().get(name, ()) if found is None else found
     if len(found) != 1:
         raise PluginError(f"rl {name}: brought by {_packages(found) or 'no package'}; exactly one can bring it")
@@ -83,7 +83,7 @@ def _packages(found: tuple[EntryPoint, ...]) -> str:
 
 @cache
 def _installed() -> dict[str, tuple[EntryPoint, ...]]:
-    """By name, in alphabetical order; more than one where packages disagree."""
+    """Name → entry points, in alphabetical order. Several if packages use the same name."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         found[entry.name] = (*found.get(entry.name, ()), entry)

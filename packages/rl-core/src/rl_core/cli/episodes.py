@@ -1,4 +1,4 @@
-"""Episodes of several turns as people read them."""
+"""Multi-turn episodes as readable text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 13
 
 
 def show_episodes(samples: Path) -> None:
-    """Prints the first few episodes of several turns of a file that `rl generate` wrote; of single turns none."""
+    """Prints the first few multi-turn episodes of a file that `rl generate` wrote; nothing for single turns."""
     from rl_core.reports.jsonl import read_rows
 
     for row in islice((row for row in read_rows(samples) if row.get("turns")), NUM_SHOWN):

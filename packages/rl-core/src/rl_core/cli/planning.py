@@ -1,4 +1,4 @@
-"""What `rl plan` prints: a table of each model's ranks, one of the run's phases, and one of lengths of sequences."""
+"""The output of `rl plan`: a table of each model's ranks, one of the run's phases, and one of sequence lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_core.trainer.planned_run import ArrangedModel
 
 _MANY_RANKS = 16
-"""Above it, ranks that hold the same are one row."""
+"""With more ranks than this, equal ranks share a row."""
 
 
 def show_plan(
@@ -34,12 +34,12 @@ def show_plan(
     """Plans every model of the run and its engine.
 
     Args:
-        gpu_memory_gib: of one device; a run that takes more is refused.
-        host_memory_gib: of one machine; a run that takes more is refused.
-        context: tokens of a sequence; lengths from the configured one up to it are planned.
+        gpu_memory_gib: memory of one device; a run that needs more is refused.
+        host_memory_gib: memory of one machine; a run that needs more is refused.
+        context: tokens of a sequence; plans lengths from the configured one up to this.
 
     Raises:
-        ConfigError: a model cannot be arranged, its backend does not plan, or the run does not fit.
+        ConfigError: a model's ranks form no valid mesh, its backend does not plan, or the run does not fit.
     """
     from rl_core.rank_kit.model_proof import require_proof
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_engine
@@ -76,7 +76,7 @@ class _Limits:
 
 @attrs.frozen(kw_only=True)
 class _Plan:
-    """The run with sequences of one length."""
+    """The plan of the run for one sequence length."""
 
     context: int
     models: list[ModelOnRanks]
@@ -169,7 +169,8 @@ def _ranks_table(ranks: Sequence[RankPlan]) -> Table:
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
-    """Each rank alone or, of many, those together that hold as much of the same layers, whichever experts."""
+    """Groups of ranks: each rank separately or, if there are many, grouped by equal memory and layers, whatever their
+    experts."""
     if len(ranks) <= _MANY_RANKS:
         return [[rank] for rank in ranks]
     groups: dict[object, list[RankPlan]] = {}

@@ -1,4 +1,4 @@
-"""`rl push`: the model of a run goes to the hub."""
+"""`rl push`: uploads the model of a run to the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_core.errors import ConfigError
 
 
 def push_run(run: Path, name: str, *, is_private: bool) -> None:
-    """Uploads a run's final model, or a model's own directory, and says where it is. Raises ConfigError."""
+    """Uploads a run's final model, or a model directory, and prints its address. Raises ConfigError."""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError(f"rl push: got {name!r}; expected a name such as me/my-model")
     address = hub.push_model(model_of(run), name, is_private=is_private)
@@ -19,7 +19,7 @@ def push_run(run: Path, name: str, *, is_private: bool) -> None:
 
 
 def model_of(run: Path) -> Path:
-    """The directory of the model. Raises ConfigError where there is none."""
+    """The directory of the model. Raises ConfigError if there is none."""
     for directory in (run, run / "model"):
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
             return directory

@@ -1,4 +1,4 @@
-"""What `rl rehearse` prints: of each model, a rank's phases as they were rehearsed and as they are planned."""
+"""The output of `rl rehearse`: for each model, the rehearsed and the planned memory of one rank's phases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
     """Rehearses every model of the run.
 
     Raises:
-        ConfigError: a model cannot be arranged, or its backend cannot rehearse what is asked for.
+        ConfigError: a model's ranks form no valid mesh, or its backend cannot rehearse this configuration.
     """
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
     from rl_core.trainer.rehearsed_run import rehearsed_model

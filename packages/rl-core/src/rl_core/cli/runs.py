@@ -1,4 +1,4 @@
-"""What `rl train`, `rl eval` and `rl generate` do around the trainer: load, run, say what came out."""
+"""The code of `rl train`, `rl eval` and `rl generate` around the trainer: load, run, print the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loa
 
 
 def train(loaded: configuration.Loaded, started: float) -> int:
-    """Checks, prepares and trains; the exit code."""
+    """Checks, prepares and trains. Returns the exit code."""
     from rl_core.trainer.run import run_training
 
     try:
@@ -41,7 +41,7 @@ def train(loaded: configuration.Loaded, started: float) -> int:
 
 
 def describe(loaded: configuration.Loaded) -> int:
-    """A dry run: all checks, and what the run would be."""
+    """A dry run: makes all checks and describes the run. Returns the exit code."""
     from rl_core.trainer.preflight import preflight
     from rl_core.trainer.settings import update_settings
 
@@ -73,8 +73,7 @@ def evaluate(loaded: configuration.Loaded) -> int:
 
 
 def generate(loaded: configuration.Loaded, output: Path, limit: int | None) -> int:
-    """Writes samples of all prompts, or of the first `limit`, to `output`; shows a few of those that have several
-    turns."""
+    """Writes samples of all prompts, or of the first `limit`, to `output`. Prints a few multi-turn ones."""
     from rl_core.trainer.run import run_generation
 
     count = run_generation(loaded, output, limit=limit)
@@ -96,7 +95,7 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
 
 
 def _resume_command(loaded: configuration.Loaded) -> str:
-    """What is there to go on from, and the command that does."""
+    """The checkpoint from which the run can be resumed, and the command to do so."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config
 

@@ -46,7 +46,7 @@ class UntestedPair:
     libraries: tuple[str, str]
     installed: tuple[str, str]
     known: tuple[str, str]
-    """The versions that were."""
+    """The versions that were tested together."""
 
     def __str__(self) -> str:
         how = "pinned for CUDA 13" if PINNED_FOR_CUDA_13.keys() & set(self.libraries) else "tested"

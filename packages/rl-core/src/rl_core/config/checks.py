@@ -1,8 +1,8 @@
-"""What no single key can say: combinations that cannot work, found before any process, device or file is taken.
+"""Checks of a resolved configuration before any process, device or file is taken: combinations that cannot work.
 
-Every check is made on the resolved values, and its error says what to do: on values alone (`value_checks`), on files
-(`file_checks`), and here on plug-ins. A check that depends on what another one refused is not made. Only the functions
-that a training run calls import torch.
+`value_checks` checks values only, `file_checks` checks files, and this module checks plug-ins. Every error says what to
+do. A check is skipped if it reads a key that another check has refused. Only the functions that a training run calls
+import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rl_core.interfaces import CheckingTransport, DeltaReceiving, LossSpec, Node
 _LOSS, _ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
 _TRANSPORT = "generator.inference_engine.weight_sync_backend"
 _PLAYING = ("generator.type", "environment.env_class", "generator.inference_engine.backend")
-"""Keys of the plug-ins that play prompts."""
+"""Keys that name the plug-ins with which prompts are played."""
 _GENERATOR_READS = (
     "generator.type",
     "generator.max_turns",
@@ -63,11 +63,11 @@ _ENGINE_READS = (
 
 
 def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Container[str] = ()) -> None:
-    """Notes what keeps the prompts of the key `reads` from being played without training; what only a training run
-    needs may be missing or wrong.
+    """Notes every mistake that prevents playing the prompts of the key `reads` without training. Keys that only
+    training needs may be missing or wrong.
 
     Args:
-        makes: paths that may be missing, because they are going to be made.
+        makes: paths that may be missing because they will be created.
     """
     gather_playing_values(config, mistakes)
     gather_data(config, [reads], mistakes, makes=makes)
@@ -77,14 +77,14 @@ def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Con
 
 
 def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> None:
-    """Every plug-in and function that is named can be imported, and accepts the configuration. Imports torch.
+    """Checks that every named plug-in and function can be imported and accepts the configuration. Imports torch.
 
     Args:
-        chosen: keys that the user gave, the only ones to warn of where they have no effect; None: all.
+        chosen: keys that the user gave. Only these cause a warning if they have no effect; None: all do.
 
     Raises:
-        ConfigError, PluginError: one does not.
-        ConfigErrors: several do not.
+        ConfigError, PluginError: a plug-in cannot be imported, or refuses the configuration.
+        ConfigErrors: several such errors.
     """
     mistakes = Mistakes()
     gather_plugins(config, mistakes, chosen=chosen)
@@ -92,7 +92,7 @@ def check_plugins(config: Config, *, chosen: Container[str] | None = None) -> No
 
 
 def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str] | None = None) -> None:
-    """Notes what `check_plugins` raises, as far as it does not follow from the mistakes that are known already."""
+    """Notes what `check_plugins` raises, except errors that follow from mistakes already noted."""
     _gather_unloadable(config, GROUPS, mistakes)
     for name in config.trainer.callbacks:
         mistakes.passes(plugins.load, "rl_core.callbacks", name, key="trainer.callbacks")
@@ -115,7 +115,7 @@ def gather_plugins(config: Config, mistakes: Mistakes, *, chosen: Container[str]
 
 
 def _gather_reference(config: Config, mistakes: Mistakes) -> None:
-    """Notes what keeps the reference from computing log-probs, on ranks or in an engine."""
+    """Notes every mistake that prevents the reference from computing log-probs, on ranks or in an engine."""
     if not mistakes.about("trainer.placement"):
         mistakes.add(*reference_apart(config))
     reference = config.trainer.ref
@@ -151,7 +151,7 @@ def _gather_unloadable(config: Config, keys: Iterable[str], mistakes: Mistakes) 
 
 
 def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
-    """Notes what generator and engine do not accept of what they would be told."""
+    """Notes what the generator and the engine refuse in their specs."""
     if not mistakes.about(*_GENERATOR_READS):
         mistakes.passes(_validate_generator, config)
     if not mistakes.about(*_CONTEXT_READS):
@@ -161,7 +161,7 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
 
 
 def _has_engine(config: Config, mistakes: Mistakes) -> bool:
-    """An engine is going to be started, as far as the generator is known."""
+    """Whether an engine will be started. True if the generator is unknown."""
     return bool(mistakes.about("generator.type")) or needs_engine(config)
 
 
@@ -176,7 +176,7 @@ def _validate_engine(config: Config) -> None:
 
 
 def _check_context(config: Config) -> None:
-    """A response of full length, after a prompt of one token, is within what the model, or the engine, takes."""
+    """Requires that a one-token prompt and a response of full length fit into the context of model and engine."""
     limit = context_of(config)
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         length = value_at(config, f"{key}.max_generate_length")
@@ -188,8 +188,8 @@ def _check_context(config: Config) -> None:
 
 
 def context_of(config: Config) -> int | None:
-    """Tokens of the longest sequence: the engine's `max_model_len`, else the model's positions; None where no file here
-    says it."""
+    """Longest sequence in tokens: the engine's `max_model_len`, else the model's number of positions. None if no local
+    file states it."""
     limit = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
     if isinstance(limit, int):
         return limit
@@ -203,9 +203,10 @@ def context_of(config: Config) -> int | None:
 
 
 def check_function_params(config: Config) -> None:
-    """The parameters that are given for loss and estimator are theirs. Imports torch where there are any.
+    """Checks that loss and estimator have the parameters that the configuration gives for them. Imports torch if it
+    gives any.
 
-    Raises ConfigError or PluginError; ConfigErrors for both.
+    Raises ConfigError or PluginError; ConfigErrors if both loss and estimator fail.
     """
     mistakes = Mistakes()
     if config.trainer.algorithm.policy_loss_params:
@@ -224,7 +225,7 @@ def _warn_of_unread_params(config: Config, chosen: Container[str] | None) -> Non
 
 
 def _check_routes(config: Config) -> None:
-    """The engine returns routes exactly where the policy follows them."""
+    """Requires that the engine returns routes if and only if the policy follows them."""
     backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
     section = backend.config_section
     trainer, returned = config.trainer, config.generator.inference_engine.enable_return_routed_experts
@@ -247,7 +248,7 @@ def _check_routes(config: Config) -> None:
 
 
 def _check_transport(config: Config) -> None:
-    """Weights can be sent from this machine in the way that is named."""
+    """Requires that the named transport can send weights from this machine."""
     transport = plugins.load("rl_core.weight_transports", config.weight_transport, key=_TRANSPORT)
     if config.generator.inference_engine.weight_sync_delta:
         _check_delta(config)
@@ -258,7 +259,7 @@ def _check_transport(config: Config) -> None:
 
 
 def _check_delta(config: Config) -> None:
-    """The engine makes changes, and there are whole weights to change."""
+    """Requires that the engine accepts delta syncs, and that syncs send whole weights instead of an adapter."""
     key, engine = "generator.inference_engine.weight_sync_delta", config.generator.inference_engine.backend
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
@@ -294,7 +295,7 @@ def _check_loss(config: Config) -> None:
 
 
 def _require_pairs(config: Config) -> None:
-    """What a loss of pairs is right for."""
+    """Requires the settings that a pairwise loss needs."""
     trainer, key = config.trainer, "trainer.policy_mini_batch_size"
     name = f"{_LOSS}={trainer.algorithm.policy_loss_type}"
     if config.generator.n_samples_per_prompt != 2:

@@ -52,7 +52,7 @@ class EngineKeys:
 
 @attrs.frozen(kw_only=True, slots=False)  # a base beside a class with slots
 class GeneratorKeys:
-    """Keys that contract 1 had for every generator; which of them it reads is in its own documentation."""
+    """Keys that contract 1 had for every generator; its own documentation says which it reads."""
 
     max_concurrency: int = attrs.field(default=1024, validator=at_least(1))
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
@@ -74,7 +74,7 @@ def adapted_engine(plugin: Any, config: Config) -> InferencePlugin:
 
 
 def adapted_generator(plugin: Any, config: Config) -> GeneratorPlugin:
-    """The generator as the core calls it; one of contract 1 is given `config`, whatever spec it is called with."""
+    """The generator with the current interface. A version-1 generator receives `config` and ignores the spec."""
     return _GeneratorOfContractOne(plugin, contract_one_config(config)) if is_of_contract_one(plugin) else plugin
 
 
@@ -127,8 +127,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key where contract 1 had it; for a plug-in of a later version, those of its options
-    that version 1 also had."""
+    """The configuration with every key where contract 1 had it. Of the options of a later version's plug-in, it has
+    only those that version 1 also had."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

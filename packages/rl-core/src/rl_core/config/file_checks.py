@@ -1,4 +1,4 @@
-"""Files and directories that a configuration names: they are there, or can be made."""
+"""Checks that the files and directories that a configuration names exist or can be created."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def check_files(config: Config, *, makes: Container[str] = ()) -> None:
-    """Data, models and the checkpoint to resume from are there; the run directory can be written.
+    """Checks that data, models and the checkpoint to resume from exist, and that the run directory is writable.
 
     Args:
-        makes: paths that may be missing, because they are going to be made.
+        makes: paths that may be missing because they will be created.
 
     Raises:
-        ConfigError: one is not; ConfigErrors: several.
+        ConfigError: one of these checks fails; ConfigErrors: several do.
     """
     mistakes = Mistakes()
     gather_files(config, mistakes, makes=makes)
@@ -42,7 +42,8 @@ def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = 
 
 
 def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str]) -> None:
-    """Notes every missing file of the keys, once where several name it, and that the first key names none."""
+    """Notes every missing file of the keys, once even if several keys name it. Also notes if the first key names no
+    file."""
     if not value_at(config, keys[0]):
         mistakes.add(ConfigError(f"{keys[0]}: got no file; set e.g. {keys[0]}=prompts.parquet"))
     seen: set[str] = set()
@@ -54,7 +55,7 @@ def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, make
 
 
 def _require_data(key: str, file: str) -> None:
-    """What is read from elsewhere is asked for; a data set says by itself what is wrong with it."""
+    """Looks for a local or remote file. Accepts every data set: loading it reports what is wrong with it."""
     if Path(file).is_file() or is_data_set(file):
         return
     if not is_remote(file):
@@ -64,7 +65,7 @@ def _require_data(key: str, file: str) -> None:
 
 
 def gather_policy_model(config: Config, mistakes: Mistakes, *, makes: Container[str]) -> None:
-    """Notes that there is no model to train or to play with."""
+    """Notes a missing policy model, which training and playing both need."""
     key = "trainer.policy.model.path"
     if config.trainer.policy.model.path is None:
         mistakes.add(ConfigError(f"{key}: got no model; set it to a Hugging Face model directory or name"))
@@ -90,7 +91,7 @@ def _gather_models(config: Config, mistakes: Mistakes, makes: Container[str]) ->
 
 
 def _require_same_vocabulary(config: Config) -> None:
-    """The reference scores the policy's token ids, so both must mean the same by them. Compares what is on this
+    """The reference scores the policy's token ids, so both need the same vocabulary. Compares only models on this
     machine."""
     policy, reference = config.policy_model_path, config.trainer.ref.model.path
     if reference is None or reference == policy:
@@ -109,14 +110,14 @@ def _require_same_vocabulary(config: Config) -> None:
 
 
 def _token_ids(model: Path) -> dict[str, int] | None:
-    """Token → id, from `tokenizer.json`; None if the model is not here or has no such file."""
+    """Token → id, from `tokenizer.json`; None if the model is not on this machine or has no such file."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return None
     try:
         tokenizer = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = tokenizer["model"]["vocab"]
-        # Unigram models have a list of pairs of token and score, numbered in order.
+        # Unigram models have a list of (token, score) pairs; the index is the id.
         ids = (
             dict(vocabulary)
             if isinstance(vocabulary, dict)
@@ -131,14 +132,14 @@ def _token_ids(model: Path) -> dict[str, int] | None:
 
 def _gather_model(key: str, path: str, mistakes: Mistakes, makes: Container[str]) -> None:
     directory = Path(path)
-    # What is there of it, and not whole, is made again.
+    # An incomplete model directory is created again.
     is_made = path in makes and (not directory.exists() or (directory.is_dir() and any(directory.iterdir())))
     if not is_made:
         mistakes.passes(_require_model, key, path)
 
 
 def _require_model(key: str, path: str) -> None:
-    """Looks only at local directories: a name such as `org/model` is for the backend to find."""
+    """Checks only local directories. A name such as `org/model` is resolved by the backend."""
     directory = Path(path)
     if not directory.exists():
         if is_name(path):
@@ -159,7 +160,7 @@ def _resume_path_exists(config: Config) -> None:
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
-    """Notes what stands in the way of a directory of the run, once where it is in the way of several."""
+    """Notes every file or permission that prevents creating a directory of the run, once even if it affects several."""
     for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
         if is_remote(value_at(config, key) or ""):
             mistakes.add(

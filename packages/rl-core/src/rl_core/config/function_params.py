@@ -29,8 +29,8 @@ GENERAL_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "clip_ratio_c": 3.0,
     }
 )
-"""Keys of `trainer.algorithm` that nothing but such functions reads. One that nobody gave is None: the function's own
-default counts, and for a function without one the value here."""
+"""Keys of `trainer.algorithm` that only losses and estimators read. A key that is not set is None: the function's own
+default is used, or the value here if the function has no default."""
 _CORRECTION_SWITCHES = (
     "tis_ratio_type",
     "sequence_mask_metric",
@@ -39,30 +39,30 @@ _CORRECTION_SWITCHES = (
     "token_mask_is_threshold_low",
     "token_mask_is_threshold_high",
 )
-"""Keys of `off_policy_correction` each of which switches a correction on."""
+"""Keys of `off_policy_correction`; each enables a correction."""
 
 
 def loss_params(config: Config) -> dict[str, Any]:
-    """Of the policy loss: from `policy_loss_params`, else the key `trainer.algorithm.<parameter>`, else its default.
+    """Parameters of the policy loss, each from `policy_loss_params`, else `trainer.algorithm.<parameter>`, else the
+    function's default.
 
-    Raises ConfigError for a parameter that the function does not have, or needs and did not get; PluginError for an
-    unknown function.
+    Raises ConfigError for an unknown parameter or a missing required one; PluginError for an unknown function.
     """
     algorithm = config.trainer.algorithm
     return _params(LOSSES, "policy_loss_type", "policy_loss_params", algorithm)
 
 
 def advantage_params(config: Config) -> dict[str, Any]:
-    """Of the advantage estimator, by the same rule from `advantage_params`."""
+    """Parameters of the advantage estimator, by the rule of `loss_params`, from `advantage_params`."""
     return _params(ESTIMATORS, "advantage_estimator", "advantage_params", config.trainer.algorithm)
 
 
 def correction_params(config: Config) -> dict[str, Any] | None:
-    """Of `rl_core.algorithms.off_policy_correction`; None where every correction is off.
+    """Parameters of `rl_core.algorithms.off_policy_correction`; None if every correction is off.
 
-    Samples of earlier weights are corrected for unless the configuration says otherwise, or the loss refuses it.
+    By default, samples of earlier weights are corrected unless the loss refuses corrections.
 
-    Raises ConfigError for a correction that the policy loss cannot use, also for one that is on by default.
+    Raises ConfigError for a correction that the policy loss cannot use, even if it is only on by default.
     """
     key, name = "trainer.algorithm.off_policy_correction", config.trainer.algorithm.policy_loss_type
     correction, is_stale = config.trainer.algorithm.off_policy_correction, config.pipeline_depth > 0
@@ -97,10 +97,10 @@ def _why_refused(objective: Objective) -> str:
 
 
 def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> str:
-    """Why a loss that declares nothing gets no weights, and what to do.
+    """Why a loss that declares no support for corrections gets no importance weights, and what to do.
 
-    A mask goes with such a loss: like any token that is not trained, one that a mask drops has no part in what is
-    chosen among the others.
+    Masks work with such a loss: a masked token, like any untrained token, does not affect which other tokens the loss
+    chooses.
     """
     loss, staleness = config.trainer.algorithm.policy_loss_type, config.trainer.max_staleness
     is_default = config.trainer.algorithm.off_policy_correction.tis_ratio_type is None
@@ -118,12 +118,12 @@ def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> s
 
 
 def needs_critic(config: Config) -> bool:
-    """The advantage estimator reads values: it has the positional parameter `values_T`."""
+    """Whether the advantage estimator reads values: it has the positional parameter `values_T`."""
     return "values_T" in _read_by_estimator(config)
 
 
 def needs_reference(config: Config) -> bool:
-    """A KL term, the loss or the estimator reads a reference's log-probs."""
+    """Whether a KL term, the loss or the estimator reads a reference's log-probs."""
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         return True
@@ -131,10 +131,11 @@ def needs_reference(config: Config) -> bool:
 
 
 def needs_greedy_answers(config: Config) -> bool:
-    """The advantage estimator compares with a greedy answer to each prompt: it has the parameter `greedy_scores_N`.
+    """Whether the advantage estimator compares with a greedy answer to each prompt: it has the parameter
+    `greedy_scores_N`.
 
-    Raises ConfigError where groups are chosen by how much their samples differ from each other, which says nothing of
-    how much they differ from the greedy answer.
+    Raises ConfigError if groups are filtered by the differences between their samples, because these do not show how
+    much the samples differ from the greedy answer.
     """
     if "greedy_scores_N" not in _read_by_estimator(config):
         return False
@@ -174,10 +175,10 @@ def _params(group: str, name_field: str, params_field: str, algorithm: Algorithm
 
 
 def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
-    """Of the keys in GENERAL_DEFAULTS that nobody gave: the value that a run takes, and where it is from.
+    """For each key of GENERAL_DEFAULTS that is not set: the value that a run uses, and its source.
 
-    A key that neither function reads is None. Imports the functions, and torch with them; those that cannot be loaded
-    read nothing.
+    The value is None if neither function reads the key. Imports the functions, and with them torch; a function that
+    cannot be loaded counts as one that reads no keys.
     """
     algorithm = config.trainer.algorithm
     found = {
@@ -201,7 +202,7 @@ def function_defaults(config: Config) -> dict[str, tuple[Any, str]]:
 
 
 def unread_params(config: Config) -> list[str]:
-    """Keys below `trainer.algorithm` that were given for a function that does not read them."""
+    """Keys below `trainer.algorithm` that are set, but that neither the loss nor the estimator reads."""
     taken = {*loss_params(config), *advantage_params(config)}
     algorithm, default = config.trainer.algorithm, AlgorithmConfig().value_clip
     unread = [name for name in GENERAL_DEFAULTS if name not in taken and getattr(algorithm, name) is not None]

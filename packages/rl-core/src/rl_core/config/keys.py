@@ -1,8 +1,8 @@
-"""Keys that other trainers know and this one spells otherwise or does not have, each with its successor or the reason.
+"""Keys of other trainers that this one spells differently or lacks, each with its successor or the reason.
 
-Users bring launch scripts. A key of theirs loads under its name here, with a warning that says so, or the error says
-what to write instead; a switch that changes nothing here (`trainer.flash_attn=true`) is dropped with a warning that
-says why.
+Users bring their launch scripts. A foreign key is loaded under its name here with a warning, or refused with an error
+that says what to write instead. A switch that changes nothing here (`trainer.flash_attn=true`) is dropped with a
+warning that says why.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ALIASES = {
     "trainer.ref.sequence_parallel_size": "trainer.ref.fsdp_config.sequence_parallel_size",
     "trainer.critic.sequence_parallel_size": "trainer.critic.fsdp_config.sequence_parallel_size",
 }
-"""Other spellings, accepted as they are."""
+"""Alternative spelling → key; accepted without a warning."""
 
 MODELS_OF = {"train": ("policy", "critic"), "eval": ("ref",)}
-"""`<backend>_config.train.<key>` is that key of the section of each of these models; so is `<backend>_config.eval`."""
+"""`<backend>_config.train.<key>` sets the key in the backend section of each model of `train`; likewise `eval`."""
 
 VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("trainer.strategy", "fsdp2"): "fsdp",
@@ -38,7 +38,7 @@ VALUE_ALIASES: Mapping[tuple[str, Any], Any] = {
     ("generator.inference_engine.weight_sync_backend", "nccl"): "broadcast",
     ("generator.inference_engine.weight_sync_backend", "gloo"): "broadcast",
 }
-"""Other spellings of a value, by the key's name here; accepted as they are."""
+"""(key, alternative spelling of a value) → value; the key has its name here. Accepted without a warning."""
 
 _ENGINE = "generator.inference_engine."
 _ASYNC = "trainer.fully_async."
@@ -71,18 +71,19 @@ TAKEN_AS = {
         )
     },
 }
-"""Key, or section → its name here, under which it is taken with a warning."""
+"""Key or section → its name here. It is loaded under that name, with a warning."""
 
 
 @attrs.frozen
 class Successor:
-    """A key whose value means something under another name, some values aside."""
+    """A key that has another name here. Its values are kept, except those in `values`."""
 
     key: str
     values: Mapping[Any, Any] = attrs.field(factory=dict)
-    """Value there → value here, None where it asks for what is done anyway; any other value is taken as it is."""
+    """Foreign value → value here. None: the value is dropped, because it asks for what is done anyway. All other values
+    are kept."""
     reason: str = ""
-    """Why such a value is dropped."""
+    """Why a value that maps to None is dropped."""
 
 
 SUCCESSORS = {
@@ -100,10 +101,10 @@ SUCCESSORS = {
         "trainer.num_logged_samples", {-1: None}, "trainer.num_logged_samples has a bound of its own"
     ),
 }
-"""Key → what it is here."""
+"""Foreign key → its successor here."""
 
 LOSS_SECTIONS = {f"trainer.algorithm.{name}": name for name in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")}
-"""Section of one policy loss's parameters → that loss; here they are `policy_loss_params` of the one that is chosen."""
+"""Section with the parameters of one policy loss → that loss. Here the chosen loss reads `policy_loss_params`."""
 
 RENAMED = {
     "trainer.fully_async.max_staleness_steps": "trainer.max_staleness",
@@ -136,18 +137,18 @@ RENAMED = {
     "data.val_files": "data.val_data",
     "data.max_response_length": "generator.sampling_params.max_generate_length",
 }
-"""Key, or section → what to write instead."""
+"""Key or section → what to write instead. Using it is an error."""
 
 
 @attrs.frozen
 class Unsupported:
-    """A key, or a section, that is known elsewhere and has no counterpart here."""
+    """A foreign key or section without a counterpart here."""
 
     reason: str
     harmless: Sequence[Any] = ()
-    """With these values it asks for nothing that is missing: a warning, not an error."""
+    """Values that need nothing that is missing here. They cause a warning instead of an error."""
     is_harmless: bool = False
-    """So it is with every value."""
+    """Every value is harmless."""
 
 
 _PROFILER = "there is no profiler; run torch.profiler in a callback (trainer.callbacks)"
@@ -325,7 +326,7 @@ for _name, _unsupported in {
 }.items():
     UNSUPPORTED[f"generator.inference_engine.{_name}"] = _unsupported
 for _name, _entry_of_name in list(UNSUPPORTED.items()):
-    # As they were written before the engine's keys had a section.
+    # The spelling from before the engine's keys had their own section.
     if _name.startswith(_ENGINE) and "." not in _name.removeprefix(_ENGINE):
         UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
@@ -340,11 +341,12 @@ def translated(
     is_of_a_plugin: Callable[[str], bool] = lambda path: False,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Layer:
-    """The layer in this project's keys. A key that needs its author is left out, and one of the `mistakes`.
+    """The layer in this project's keys. A key that the user must correct is left out and added to `mistakes`.
 
     Args:
-        is_of_a_plugin: a plug-in brings the key, whatever it means elsewhere; asked of keys of the tables alone.
-        values: what all layers say, by path: parameters of a loss that is not chosen are dropped.
+        is_of_a_plugin: whether a plug-in declares the key, which then keeps its name. Called only for keys of the
+            tables.
+        values: the values of all layers by path. They tell which loss is chosen: parameters of others are dropped.
     """
     kept: Layer = []
     for path, given in layer:
@@ -356,7 +358,7 @@ def translated(
 
 
 def _keys(path: str) -> Sequence[str]:
-    """A backend's section without a model is that of several."""
+    """The keys that `path` sets: several if it is a backend section that belongs to no single model."""
     section, _, below = path.partition(".")
     models, _, key = below.partition(".")
     if section.endswith("_config") and models in MODELS_OF and key:
@@ -374,14 +376,14 @@ def _translated_value(path: str, given: Given) -> Given:
 def _here(
     path: str, given: Given, is_of_a_plugin: Callable[[str], bool], values: Mapping[str, Any]
 ) -> list[tuple[str, Given]]:
-    """The key and the value as they are here: one, or none where it has no effect. Raises ConfigError."""
+    """The key and value in this project's terms: one pair, or none if it has no effect. Raises ConfigError."""
     path = ALIASES.get(path, path)
     entries = [(table, *entry) for table in _TABLES if (entry := _entry(path, table)) is not None]
     if not entries or is_of_a_plugin(path):
         return [(path, given)]
     if path.startswith(_ASYNC) and (found := _asynchronous(path, given, values)) is not None:
         return found
-    table, section, entry = max(entries, key=lambda found: len(found[1]))  # the one that speaks of the key most closely
+    table, section, entry = max(entries, key=lambda found: len(found[1]))  # the most specific entry
     below = path.removeprefix(section)
     if table is UNSUPPORTED:
         return _without_effect(path, given, entry)
@@ -397,7 +399,7 @@ def _here(
 
 
 def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tuple[str, Given]] | None:
-    """Where the section's own switch says whether it counts; None: its keys are looked up like any other."""
+    """Handles keys whose meaning depends on the section's switch `enabled`; None: look the key up like any other."""
     is_on = values.get(f"{_ASYNC}enabled")
     if is_on is False and path != f"{_ASYNC}enabled":
         return _dropped(path, given, f"{_ASYNC}enabled is false, and so trainer.max_staleness 0")
@@ -409,7 +411,7 @@ def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tu
 
 
 def _without_effect(path: str, given: Given, unsupported: Unsupported) -> list[tuple[str, Given]]:
-    """Nothing, with a warning. Raises ConfigError for a value that asks for what is not here."""
+    """Drops the key with a warning. Raises ConfigError for a value that asks for something unsupported."""
     values = unsupported.harmless
     if unsupported.is_harmless or any(type(given.value) is type(value) and given.value == value for value in values):
         return _dropped(path, given, unsupported.reason)

@@ -1,7 +1,7 @@
-"""What files, recipes and the command line say, key by key, with the place where each value stands.
+"""Values from files, recipes and the command line, key by key, each with its source.
 
-A layer is a list of (key path, `Given`) in the order of appearance, so that a key given twice can be seen. Layers are
-merged leaf by leaf; a later value replaces an earlier one at the same key, above it or below it.
+A layer is a list of (key path, `Given`) in the order of appearance, so that a repeated key can be detected. Layers are
+merged leaf by leaf; a later value replaces earlier ones at the same key, above it or below it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rl_core.errors import ConfigError, Mistakes
 
 
 class ConfigWarning(UserWarning):
-    """Something in a configuration that runs, but that its author should look at."""
+    """A configuration can run, but contains something that its author should look at."""
 
 
 @attrs.frozen
 class Given:
-    """A value that somebody gave."""
+    """A value that was set explicitly."""
 
     value: Any
     source: str
-    """Where: `recipe quickstart`, `run.yaml:12`, `command line`, `code`."""
+    """Where it was set: `recipe quickstart`, `run.yaml:12`, `command line`, `code`."""
     text: str | None = None
-    """As it was typed on the command line: a text key takes it literally, so `trainer.run_name=007` stays `007`."""
+    """The value as typed on the command line. String keys use it, so `trainer.run_name=007` stays `007`."""
 
 
 Layer = list[tuple[str, Given]]
 
 
 def file_layer(path: Path, mistakes: Mistakes) -> Layer:
-    """The keys of a YAML file, nested or dotted, each with its line; what is no key is one of the `mistakes`.
+    """The keys of a YAML file, nested or dotted, each with its line. Invalid keys are added to `mistakes`.
 
     Raises ConfigError if the file cannot be read.
     """
@@ -60,13 +60,13 @@ def file_layer(path: Path, mistakes: Mistakes) -> Layer:
 
 
 def mapping_layer(mapping: Mapping[str, Any], source: str, mistakes: Mistakes) -> Layer:
-    """The keys of a dict, nested or dotted; what is no key is one of the `mistakes`."""
+    """The keys of a dict, nested or dotted. Invalid keys are added to `mistakes`."""
     return list(_leaves_of_mapping(mapping, "", source, mistakes))
 
 
 def override_layer(overrides: Iterable[str], mistakes: Mistakes) -> Layer:
-    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). A word
-    that is none is one of the `mistakes`."""
+    """The `key.path=value` words of a command line; values are YAML (`[a, b]`, `{a: 1}`, `true`, `null`, text). Other
+    words are added to `mistakes`."""
     layer: Layer = []
     for override in overrides:
         with mistakes.gathered():
@@ -125,9 +125,9 @@ def _leaves_of_mapping(
 
 
 def merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """One value per key: later layers win. A key twice in one layer warns, and its last value wins.
+    """One value per key: later layers win. A key that is repeated within a layer causes a warning; its last value wins.
 
-    An empty section (`{}` or `null`) clears what earlier layers said below it.
+    An empty section (`{}` or `null`) clears the keys that earlier layers set below it.
     """
     merged: dict[str, Given] = {}
     for layer in layers:
@@ -161,7 +161,7 @@ def nested(merged: Mapping[str, Given]) -> dict[str, Any]:
 
 
 def plain(node: Any) -> Any:
-    """A tree of `nested` without the places."""
+    """A tree of `nested` with plain values, without their sources."""
     if isinstance(node, Given):
         return node.value
     return {key: plain(child) for key, child in node.items()}

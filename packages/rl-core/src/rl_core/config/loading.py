@@ -1,9 +1,11 @@
-"""From a tree of given values to the frozen classes, exactly: an unknown key or a wrong type is an error that names it.
+"""Builds the frozen classes from a tree of given values. An unknown key or a wrong type is an error that names it.
 
-Driven by the classes' fields and type hints: bool, int, float (an int will do), str, None, Literal, unions, tuples (one
-value stands for a tuple of one), mappings and nested classes. Nothing is guessed: `"3"` is no int and `1` no bool.
+Fields and type hints of the classes determine what is accepted: bool, int, float (also an int), str, None, Literal,
+unions, tuples (a single value becomes a tuple of one), mappings and nested classes. Nothing is guessed: `"3"` is no int
+and `1` no bool.
 
-Every mistake is noted, and its key left out: what is loaded then has the default there, and serves only to find more.
+Every mistake is noted and its key left out. The result then has the default there, and serves only to find more
+mistakes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rl_core.errors import ConfigError, Mistakes, nearest
 
 _T = TypeVar("_T")
 OF_PLUGINS = ("backend_sections", "plugin_options")
-"""Fields of a class that hold what is written as keys of plug-ins."""
+"""Fields that hold the keys of plug-ins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -34,23 +36,22 @@ class PluginKeys:
     load_options: Callable[[Any, Mapping[str, Any], str, Mistakes], Mapping[str, Any]] = (
         lambda section, keys, path, mistakes: {}
     )
-    """Of a section with `plugin_options` that has its own keys, the other keys given there, and its path: the options
-    objects by plug-in."""
+    """Loads the plug-ins' keys of a section. Arguments: the section with its own keys loaded, the other keys given in
+    it, its path, and `mistakes`. Returns the options objects by plug-in."""
     paths: Callable[[], Sequence[str]] = tuple
-    """Every key that an installed plug-in has in such a section."""
+    """Returns the path of every key that an installed plug-in declares in such a section."""
 
 
 LEFT_OUT: Any = object()
-"""Stands for what could not be loaded."""
+"""Placeholder for a value that could not be loaded."""
 
 
 def load_class(cls: type[_T], node: Any, path: str, plugins: PluginKeys, mistakes: Mistakes) -> _T:
     """An instance of the attrs class `cls` from a tree of `Given` leaves, or `LEFT_OUT`.
 
     Args:
-        path: its key, empty for the whole.
-        mistakes: gathers the unknown keys and the wrong values; where it has some, the instance is not what was asked
-            for.
+        path: the key of `node`; empty for the whole configuration.
+        mistakes: collects unknown keys and wrong values. If there are any, the instance must not be used to run.
     """
     if isinstance(node, Given):
         if node.value is None or node.value == {}:
@@ -84,18 +85,18 @@ def _without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(cls: type[_T], values: Mapping[str, Any], path: str, mistakes: Mistakes) -> _T:
-    """The instance, or `LEFT_OUT`. A value that its validator refuses is left out, so that the others are asked too."""
+    """The instance, or `LEFT_OUT`. A value that its validator refuses is left out, so that the other validators run."""
     values, has_refused = dict(values), False
     while True:
         try:
             return cls(**values)
-        except ConfigError as error:  # a validator's: it begins with the field's name
+        except ConfigError as error:  # raised by a validator: the message begins with the field's name
             mistakes.add(ConfigError(f"{path}.{error}"))
             field = str(error).partition(":")[0]
             if values.pop(field, LEFT_OUT) is LEFT_OUT:
                 return LEFT_OUT
             has_refused = True
-        except (TypeError, ValueError) as error:  # also of a combination, of which a value may be left out by now
+        except (TypeError, ValueError) as error:  # may be about a combination, part of which has been left out
             if not has_refused:
                 mistakes.add(ConfigError(f"{path}: {error}"))
             return LEFT_OUT
@@ -109,7 +110,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def own_keys(cls: type) -> list[str]:
-    """The keys that a class has itself; not those of plug-ins."""
+    """The keys that a class declares itself, without those of plug-ins."""
     return [name for name in hints(cls) if name not in OF_PLUGINS]
 
 
@@ -145,14 +146,14 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
 
 
 def _has_exponent(given: Given) -> bool:
-    """A whole number that is written as 1e8; a file does not keep how its numbers were written."""
+    """Whether a whole number was written as 1e8. Guessed from its size for a file, which does not keep the notation."""
     if not isinstance(given.value, float) or not given.value.is_integer():
         return False
     return given.value >= 1e6 if given.text is None else "e" in given.text.lower()
 
 
 def _fit(hint: Any, value: Any) -> Any:
-    """`value` as the type hint wants it, or `_MISMATCH`."""
+    """`value` converted to the type of the hint, or `_MISMATCH`."""
     if hint is Any:
         return value
     if hint is None or hint is type(None):
@@ -189,7 +190,7 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A type hint in the words of an error message and of the reference page."""
+    """A type hint as readable text, for error messages and the reference page."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is None or hint is type(None):
         return "null"
@@ -220,12 +221,12 @@ def _wrong(given: Any, path: str, expected: str) -> ConfigError:
 def unknown_key(
     node: Any, path: str, siblings: Mapping[str, str], paths: Sequence[str], *, chosen: str = ""
 ) -> ConfigError:
-    """The error of a key that nobody knows.
+    """The error for an unknown key.
 
     Args:
-        siblings: the keys of its section, each with a remark on whose it is, empty for those that a run reads.
-        paths: keys of plug-ins, besides the core's.
-        chosen: which plug-in the section has, e.g. `backend=local`.
+        siblings: keys of its section → a remark that names the key's plug-in; empty for keys that this run reads.
+        paths: keys of plug-ins, to be suggested in addition to the core's.
+        chosen: the plug-in that the section chooses, e.g. `backend=local`.
     """
     from rl_core.config.tree import Config
 

@@ -1,4 +1,4 @@
-"""The keys that name plug-ins, and whether what they name is installed. Nothing is imported."""
+"""The keys that name plug-ins, and whether these plug-ins are installed. Imports no plug-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = {
 
 
 def gather_missing(config: Config, keys: Iterable[str], mistakes: Mistakes) -> None:
-    """Notes every name at one of `keys` that no installed plug-in has; an import path is left to who imports it."""
+    """Notes every name in `keys` that is not an installed plug-in. Import paths are not checked until imported."""
     for key in [key for key in GROUPS if key in keys and not mistakes.about(key)]:
         for name in names_at(config, key):
             if ":" not in name and name not in {plugin.name for plugin in plugins.installed(GROUPS[key])}:
@@ -31,6 +31,6 @@ def gather_missing(config: Config, keys: Iterable[str], mistakes: Mistakes) -> N
 
 
 def names_at(config: Config, key: str) -> tuple[str, ...]:
-    """The plug-ins that a key names: none, one or several."""
+    """The names of the plug-ins that a key selects: none, one or several."""
     value = value_at(config, key)
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -1,8 +1,8 @@
-"""Keys that engines and generators bring, written in a section of the core beside its own keys.
+"""Keys that engine and generator plug-ins declare, written in a section of the core next to the core's own keys.
 
-The chosen plug-in's keys are read. Those of another installed one are checked, kept and written again, so that a file
-that was written for one engine serves for another; that they have no effect is a warning. What no installed plug-in has
-is an error.
+The chosen plug-in's keys are read. Keys of other installed plug-ins have no effect, which causes a warning; they are
+checked, kept and written back, so that one file can be used with several engines. A key that no installed plug-in
+declares is an error.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rl_core.errors import ConfigError, Mistakes, PluginError, RLError
 
 @attrs.frozen
 class Section:
-    """A section of the core in which plug-ins have keys."""
+    """A section of the core in which plug-ins may declare keys."""
 
     path: str
     cls: type
     group: str
     """Entry-point group of the plug-ins."""
     field: str
-    """The key of the section that chooses one."""
+    """The key of the section that chooses the plug-in."""
 
     def node(self, config: Config) -> Any:
-        """The section of a configuration."""
+        """This section of `config`."""
         node: Any = config
         for name in self.path.split("."):
             node = getattr(node, name)
         return node
 
     def chosen(self, config: Config) -> str:
-        """The chosen plug-in's name, as it is written."""
+        """The chosen plug-in's name as written in the configuration."""
         return getattr(self.node(config), self.field)
 
 
@@ -51,7 +51,7 @@ SECTIONS = (
 
 
 def options_class(section: Section, name: str) -> type | None:
-    """The class of a plug-in's own keys; None if it has none.
+    """The options class of a plug-in; None if it declares no keys.
 
     Raises:
         PluginError: the plug-in is not installed or cannot be imported, or its class cannot hold keys of this section.
@@ -67,11 +67,11 @@ def options_class(section: Section, name: str) -> type | None:
 
 
 def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *, key: str) -> Any:
-    """The plug-in's options with `values`, which are written at `key` instead of in the section.
+    """The plug-in's options with `values`, which the user wrote at `key` instead of in the section.
 
     Raises:
         PluginError: the plug-in is not installed, or its class cannot hold keys.
-        ConfigError: a value has another type, or the plug-in has no such key; ConfigErrors: several of these.
+        ConfigError: a value has the wrong type, or the plug-in has no such key; ConfigErrors: several of these.
     """
     cls = options_class(section, plugin_name)
     if cls is None:
@@ -103,16 +103,16 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
 
 
 def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistakes) -> dict[str, Any]:
-    """The options objects of the plug-ins that have these keys, by plug-in.
+    """The options objects of the plug-ins that declare these keys, by plug-in.
 
-    The chosen plug-in has the first claim on a key, then the other installed ones: what is written for one of several
-    that share a name is checked by the first whose type it has. Keys of a chosen plug-in that cannot be loaded are kept
-    raw, with a warning: what then starts, fails. Where the choice itself is a mistake, nothing is said of its keys.
+    If several plug-ins declare the same key, the chosen one comes first, then the other installed ones; the first one
+    whose type fits gets the value. If the chosen plug-in cannot be imported, its keys are kept raw with a warning, and
+    starting it fails later. If the choice itself is a mistake, its keys are not reported.
 
     Args:
-        node: the section with its own keys.
-        keys: the other ones, trees of `Given` leaves.
-        mistakes: gathers keys that nobody has, and values of another type.
+        node: the section, with its own keys loaded.
+        keys: the section's other keys, trees of `Given` leaves.
+        mistakes: collects keys that no plug-in declares, and values of the wrong type.
     """
     section = _section_of(node)
     chosen = getattr(node, section.field)
@@ -144,14 +144,14 @@ def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistak
 def _unclaimed(
     section: Section, chosen: str, keys: Mapping[str, Any], path: str, refusals: Sequence[Mistakes]
 ) -> Iterator[RLError]:
-    """What is wrong with keys that are left: no plug-in has them, or each that has refuses the value; the first that
-    does so says why."""
+    """The errors of keys that no plug-in took: none declares the key, or all that do refuse the value. Then the error
+    of the first one is yielded."""
     owners: dict[str, str] = {}
     for name, cls in _classes(section, chosen):
         owners = dict.fromkeys(own_keys(cls), name) | owners
     if keys.keys() - owners.keys():
         for error in _broken(section):
-            warnings.warn(str(error), ConfigWarning, stacklevel=2)  # the key may be its
+            warnings.warn(str(error), ConfigWarning, stacklevel=2)  # this plug-in may declare the key
     remarks = {key: "" if name == chosen else f" (of {section.field}={name})" for key, name in owners.items()}
     siblings = dict.fromkeys(own_keys(section.cls), "") | remarks
     for key, node in keys.items():
@@ -163,7 +163,7 @@ def _unclaimed(
 
 
 def _classes(section: Section, chosen: str) -> Iterator[tuple[str, type]]:
-    """Plug-ins that have keys in a section, with their classes: the chosen one first, then the other installed ones."""
+    """Plug-ins that declare keys in a section, with their options classes: the chosen one, then the other installed."""
     cls = options_class(section, chosen)
     if cls is not None:
         yield chosen, cls
@@ -177,8 +177,8 @@ def _section_of(node: Any) -> Section:
 
 
 def installed_classes(section: Section) -> list[tuple[str, type]]:
-    """Installed plug-ins with keys of their own in a section, by name; broken ones are left out. Those of contract 1,
-    whose keys are not known, come last."""
+    """Installed plug-ins that declare keys in a section, by name, without broken ones. Those of contract 1, whose keys
+    are not known, come last."""
     found = [(name, cls) for name, cls in _examined(section) if isinstance(cls, type)]
     return sorted(found, key=lambda entry: entry[1] is KEYS[section.group])
 
@@ -196,14 +196,15 @@ def _examined(section: Section) -> Iterator[tuple[str, type | PluginError | None
 
 
 def installed_paths() -> tuple[str, ...]:
-    """The path of every key of installed plug-ins."""
+    """The path of every key that an installed plug-in declares."""
     classes = ((section, cls) for section in SECTIONS for _, cls in installed_classes(section))
     paths = (path for section, cls in classes for path in known_paths(cls, f"{section.path}."))
     return tuple(dict.fromkeys(paths))
 
 
 def is_known(path: str, given: Mapping[str, Any]) -> bool:
-    """A plug-in has the key, or a section above it: an installed one, or one that these values, by path, choose."""
+    """Whether a plug-in declares the key or a section above it. Considers installed plug-ins, and those that `given`
+    (values by path) chooses."""
     paths = {*installed_paths(), *_chosen_paths(given)}
     return any(f"{path}.".startswith(f"{known}.") for known in paths)
 
@@ -215,26 +216,26 @@ def _chosen_paths(given: Mapping[str, Any]) -> set[str]:
         try:
             cls = options_class(section, name) if isinstance(name, str) else None
         except PluginError:
-            continue  # whatever uses it says so
+            continue  # the error is raised where the plug-in is used
         if cls is not None:
             paths |= set(known_paths(cls, f"{section.path}."))
     return paths
 
 
 def with_defaults(section: Section, node: Any) -> Any:
-    """The section with the options of the chosen plug-in, where it has some; of one that cannot be loaded, as it is."""
+    """The section with the options of the chosen plug-in added, if it declares keys and can be loaded."""
     name = getattr(node, section.field)
     try:
         cls = options_class(section, name)
     except PluginError:
-        return node  # whatever uses it says so
+        return node  # the error is raised where the plug-in is used
     if cls is None or name in node.plugin_options:
         return node
     return attrs.evolve(node, plugin_options={**node.plugin_options, name: cls()})
 
 
 def written(node: Any) -> dict[str, Any]:
-    """The options of a section as its keys: all of the chosen plug-in's, of the others those that were changed."""
+    """The options of a section as keys: all keys of the chosen plug-in, and the changed keys of the others."""
     keys = dict(node.options if isinstance(node.options, Mapping) else _values(node.options))
     for _, options in _of_others(node):
         keys = changed_keys(options) | keys

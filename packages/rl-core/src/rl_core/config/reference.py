@@ -1,4 +1,4 @@
-"""The configuration reference page, made from the classes and the texts under their fields, those of plug-ins included.
+"""The configuration reference page, generated from the classes and the docstrings of their fields, plug-ins included.
 
 Run as `python -m rl_core.config.reference > docs/configuration.md`; a test fails when the page is stale.
 """
@@ -84,7 +84,7 @@ def _sections(cls: type, above: str) -> Iterator[str]:
 
 
 def _section(cls: type, title: str, text: str) -> str:
-    """One table; nested classes are sections of their own."""
+    """A table of the keys of `cls`, without those of nested classes, which get their own sections."""
     docs, fields = field_docs(cls), attrs.fields_dict(cls)
     rows = [
         f"| `{name}` | {_cell(describe(hints(cls)[name]))} | {_default(fields[name])} | {_cell(docs.get(name, ''))} |"
@@ -96,7 +96,7 @@ def _section(cls: type, title: str, text: str) -> str:
 
 
 def _sections_of_plugins(cls: type) -> Iterator[str]:
-    """The keys that installed plug-ins have in a section of the core."""
+    """Tables of the keys that installed plug-ins declare in a section of the core."""
     for section in SECTIONS:
         if section.cls is cls:
             packages = {plugin.name: plugin.distribution for plugin in plugins.installed(section.group)}
@@ -107,7 +107,7 @@ def _sections_of_plugins(cls: type) -> Iterator[str]:
 
 
 def _backend_sections() -> Iterator[str]:
-    """Backends that share a section, as `fsdp` and `fsdp1` do, share its table."""
+    """Tables of the backends' sections. Backends that share a section, such as `fsdp` and `fsdp1`, share its table."""
     strategies: dict[str, list[plugins.Plugin]] = {}
     for plugin in plugins.installed("rl_core.backends"):
         section = plugins.load("rl_core.backends", plugin.name).config_section
@@ -121,7 +121,7 @@ def _backend_sections() -> Iterator[str]:
 
 
 def _with_nested(cls: type, path: str, title: str, text: str) -> Iterator[str]:
-    """A plug-in's table, and those of the classes in it."""
+    """A plug-in's table, then the tables of its nested classes."""
     yield _section(cls, f"### {title}", " ".join(filter(None, [inspect.getdoc(cls), text])))
     for name in own_keys(cls):
         if attrs.has(hints(cls)[name]):
@@ -134,7 +134,7 @@ def _package(distribution: str) -> str:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name → the text under the field."""
+    """Field name → the docstring below the field."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if attrs.has(base):

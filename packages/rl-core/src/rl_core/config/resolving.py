@@ -1,4 +1,4 @@
-"""Values that follow from others: each rule stated once, applied once, undone when a configuration is written."""
+"""Derived values: each rule is stated once, applied once, and undone when a configuration is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Rule:
-    """What a key is when nobody gave it."""
+    """How the value of a key is derived if it is not set."""
 
     key: str
     text: str
@@ -106,30 +106,31 @@ PATHS = (
     "data.train_data",
     "data.val_data",
 )
-"""Keys in which a leading `~` is the home directory and `${key.path}` the value of another key."""
+"""Keys in whose values a leading `~` means the home directory and `${key.path}` the value of another key."""
 
 _SECTION_PACKAGES = {"fsdp_config": "rl-fsdp", "megatron_config": "rl-megatron", "deepspeed_config": "rl-deepspeed"}
 
 
 def _are_on_one_host(config: Config) -> bool:
-    """Of the policy's ranks and the engines, as far as configuration and plug-in say; and it has memory to share."""
+    """Whether the policy's ranks and the engines run on one host that has shared memory, as far as configuration and
+    plug-in say."""
     if config.trainer.placement.policy_num_nodes != 1 or not hasattr(os, "memfd_create"):
         return False
     engine = config.generator.inference_engine
     try:
         plugin = plugins.load("rl_core.inference", engine.backend)
-    except PluginError:  # said by whoever uses it
+    except PluginError:  # the error is raised where the plug-in is used
         return False
     return isinstance(plugin, HostSharing) and plugin.is_on_this_host(engine.options)
 
 
 def resolve(config: Config) -> Config:
-    """Every rule applied to the keys that are None, and present the selected backend's sections and the options of the
-    chosen engine and generator.
+    """Applies every rule to the keys that are None, and adds the missing sections of the selected backend and the
+    options of the chosen engine and generator.
 
     Resolving twice changes nothing. Raises PluginError if the selected backend is not installed, ConfigError for a
-    `${key.path}` that cannot be replaced, ConfigErrors for several of both; a missing engine or generator is the error
-    of what uses it, so that a model can be planned and trained without one.
+    `${key.path}` that cannot be replaced, ConfigErrors for several of these. A missing engine or generator raises only
+    where it is used, so that a model can be planned and trained without one.
     """
     mistakes = Mistakes()
     for section in plugin_options.SECTIONS:
@@ -154,7 +155,7 @@ def resolve(config: Config) -> Config:
 
 
 def expanded(config: Config, key: str, text: Any) -> Any:
-    """A text, or each of several, with `~` and `${key.path}` replaced; `key` names it in messages."""
+    """`text`, a string or several, with `~` and `${key.path}` replaced. Error messages name `key`."""
     if isinstance(text, tuple):
         return tuple(expanded(config, key, one) for one in text)
     if text is None:
@@ -173,7 +174,7 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
 
 def unresolved(config: Config) -> Config:
-    """None wherever a rule gives the same value, so that a changed key moves what follows from it."""
+    """The configuration with None for every value that a rule derives, so that it follows when a key is changed."""
     for rule in reversed(RULES):
         without = with_value(config, rule.key, None)
         if rule.value(without) == value_at(config, rule.key):
@@ -182,8 +183,9 @@ def unresolved(config: Config) -> Config:
 
 
 def section_class(strategy: str) -> Callable[[str], type | None]:
-    """Which class a `<backend>_config` section is loaded into; `dict` if its backend is known but not installed, or may
-    be the selected one, which cannot be loaded."""
+    """Returns a function from the name of a `<backend>_config` section to the class that it is loaded into. The class
+    is `dict` if the backend is known but not installed, or if the section may belong to the selected backend and that
+    one cannot be loaded."""
 
     def find(section: str) -> type | None:
         if not section.endswith("_config"):
@@ -194,7 +196,7 @@ def section_class(strategy: str) -> Callable[[str], type | None]:
                 backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
             except PluginError as error:
                 if name == strategy:
-                    is_selected_missing = True  # `resolve` says so
+                    is_selected_missing = True  # `resolve` raises the error
                 else:
                     warnings.warn(str(error), ConfigWarning, stacklevel=2)
                 continue
@@ -215,7 +217,7 @@ def section_class(strategy: str) -> Callable[[str], type | None]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value of a key path; in a section that a plug-in shares, also of the chosen plug-in's options."""
+    """The value at a key path, which may also be an option of the chosen plug-in."""
     for name in key.split("."):
         is_option = not hasattr(config, name) and hasattr(config, "plugin_options")
         config = getattr(config.options if is_option else config, name)
@@ -223,7 +225,7 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def _is_option(config: Config, key: str) -> bool:
-    """A key of the chosen engine's or generator's own."""
+    """Whether the chosen engine or generator declares the key."""
     return any(
         key in known_paths(type(section.node(config).options), f"{section.path}.")
         for section in plugin_options.SECTIONS
@@ -232,14 +234,14 @@ def _is_option(config: Config, key: str) -> bool:
 
 
 def with_value(config: _T, key: str, value: Any) -> _T:
-    """A copy of the tree with another value at a key path."""
+    """A copy of the tree with `value` at a key path."""
     name, _, below = key.partition(".")
     changed = with_value(getattr(config, name), below, value) if below else value
     return attrs.evolve(config, **{name: changed})  # pyright: ignore[reportArgumentType]
 
 
 def as_mapping(node: Any) -> Any:
-    """The tree as plain dicts and lists: what a file holds."""
+    """The tree as plain dicts and lists, as written to a file."""
     if attrs.has(type(node)):
         fields = {field.name: getattr(node, field.name) for field in attrs.fields(type(node))}
         fields |= fields.pop("backend_sections", {})
@@ -254,7 +256,7 @@ def as_mapping(node: Any) -> Any:
 
 
 def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key path of a tree of `as_mapping` with its value; an empty section is a leaf."""
+    """Every key path of an `as_mapping` tree with its value; an empty section is a leaf."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{above}{name}.")
@@ -265,7 +267,7 @@ def leaves(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 def dump_yaml(config: Config) -> str:
     """The complete configuration as YAML: loading it gives the same resolved configuration.
 
-    Keys that a rule gives are null, so that `rl train config.yaml trainer.run_dir=elsewhere` moves the checkpoints too.
+    Derived values are written as null, so that `rl train config.yaml trainer.run_dir=elsewhere` moves the checkpoints.
     Raises ConfigError for a value that YAML cannot hold.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a resolved configuration says to the chosen engine and to the chosen generator. Nothing is started."""
+"""Builds the specs of the chosen engine and generator from a resolved configuration. Starts nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GENERATOR, _ENGINE = plugin_options.SECTIONS
 
 
 def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
-    """The engine, and what it is told.
+    """The engine plug-in and its spec.
 
     Raises:
         PluginError: it is not installed.
@@ -48,11 +48,11 @@ def engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec]:
 
 
 def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] | None:
-    """The engine that computes the reference's log-probs, and what it is told; None if ranks compute them.
+    """The engine plug-in that computes the reference's log-probs, and its spec; None if ranks compute them.
 
     Raises:
         PluginError: it is not installed.
-        ConfigError: it cannot serve as a reference, or does not take its options.
+        ConfigError: it cannot serve as a reference, or refuses its options.
     """
     reference = config.trainer.ref
     if reference.inference_backend is None:
@@ -79,7 +79,7 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
 
 
 def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
-    """The generator, and what it is told.
+    """The generator plug-in and its spec.
 
     Raises:
         PluginError: it is not installed.
@@ -106,13 +106,13 @@ def generator_spec(config: Config) -> tuple[GeneratorPlugin, GeneratorSpec]:
 
 
 def needs_engine(config: Config) -> bool:
-    """The generator samples, so an engine is started. Raises PluginError for one that is not installed."""
+    """Whether the generator samples, so that an engine is started. Raises PluginError if it is not installed."""
     plugin = plugins.load(_GENERATOR.group, config.generator.type, key=f"{_GENERATOR.path}.{_GENERATOR.field}")
     return not (isinstance(plugin, EngineFree) and plugin.needs_no_engine)
 
 
 def _environment_options(environment: EnvironmentConfig) -> Mapping[str, Any]:
-    """With the functions that judge in place of an environment, where there are any."""
+    """The environment's options, with the reward functions that replace an environment, if there are any."""
     if not environment.reward_functions:
         return environment.options
     functions = {

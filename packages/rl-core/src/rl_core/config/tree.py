@@ -436,7 +436,7 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Sampling excludes some tokens."""
+        """Whether sampling excludes some tokens (top-p, top-k or min-p)."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def to_params(self) -> SamplingParams:
@@ -675,7 +675,7 @@ class Config:
 
     @property
     def weight_transport(self) -> str:
-        """By which weights get to the engines: a name of `rl plugins` or `package.module:object`."""
+        """The transport that sends weights to the engines: a name of `rl plugins` or `package.module:object`."""
         engine = self.generator.inference_engine
         return resolved("generator.inference_engine.weight_sync_backend", engine.weight_sync_backend)
 

@@ -1,4 +1,4 @@
-"""What the values of a configuration rule out by themselves, before any process, device or file is taken."""
+"""Checks that need only the values of a configuration, made before any process, device or file is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.config.tree import Config
 from rl_core.errors import ConfigError, Mistakes
 from rl_core.interfaces import LoraConfig
 
-# key → the least and the largest value it may have; None: no bound.
+# key → smallest and largest allowed value; None: no bound.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "trainer.placement.policy_num_nodes": (1, None),
     "trainer.placement.policy_num_gpus_per_node": (1, None),
@@ -81,7 +81,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
-# key → more than any run could do, which would only end in a machine without memory or a step without an end.
+# key → a value above what any run can use. More would only exhaust memory or make a step endless.
 LARGEST: dict[str, float] = {
     "trainer.seed": 2**63 - 1,
     "trainer.num_threads": 1024,
@@ -93,11 +93,11 @@ LARGEST: dict[str, float] = {
     "generator.n_samples_per_prompt": 2**16,
     "generator.eval_n_samples_per_prompt": 2**16,
     "generator.inference_engine.weight_verification.num_tokens": 2**20,
-    # The proof's noise moves log-probs by 1.5 nats, of which a ninth is the most that it can tell from nothing.
+    # The proof's noise moves log-probs by 1.5 nats. With a limit above a ninth of that it could not detect the noise.
     "generator.inference_engine.weight_verification.limit": 0.16,
 }
 _LARGEST_RATE = 10.0
-"""AdamW moves each weight by about the rate: above this a model is noise after one step, and no number after three."""
+"""AdamW moves each weight by about the rate: above this value a model is noise after one step and NaN after three."""
 ABOVE_ZERO = (
     "trainer.policy.optimizer_config.lr",
     "trainer.critic.optimizer_config.lr",
@@ -124,7 +124,7 @@ _PLAYING_READS = (
     "trainer.num_threads",
     "trainer.seed",
 )
-"""How the keys begin that prompts are played by."""
+"""Prefixes of the keys that playing prompts reads."""
 _TRAINING = frozenset(
     {
         "generator.sampling_params.temperature",
@@ -134,7 +134,7 @@ _TRAINING = frozenset(
         "generator.inference_engine.weight_verification.num_tokens",
     }
 )
-"""Keys among them whose bounds are those of training."""
+"""Keys with these prefixes whose bounds matter only in training."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -148,11 +148,11 @@ ESTIMATORS_OF_GROUPS = (
 """Estimators whose baseline is the group's other samples."""
 
 LOSSES_WITHOUT_ADVANTAGES = ("cross_entropy", "dpo", "reward_model")
-"""Losses that read no advantages, so it does not matter which estimator is named beside them."""
+"""Losses that read no advantages, so that the estimator does not matter."""
 
 
 def check_values(config: Config) -> None:
-    """The checks that need nothing but the values; raises a ConfigError, or ConfigErrors of several."""
+    """Makes the checks that need only the values. Raises ConfigError, or ConfigErrors for several."""
     mistakes = Mistakes()
     gather_values(config, mistakes)
     mistakes.raise_found()
@@ -170,7 +170,7 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
 
 
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
-    """Notes what of `gather_values` is about playing prompts, and not about training on them."""
+    """Notes those mistakes of `gather_values` that concern playing prompts instead of training on them."""
     gather_run_name(config, mistakes)
     gather_out_of_bounds(config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and key not in _TRAINING)
     mistakes.add(*_reward_functions(config))
@@ -184,7 +184,7 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
 def gather_out_of_bounds(
     config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
 ) -> None:
-    """Notes every key that is read whose value is outside its bounds; before `resolve` a key may have none yet."""
+    """Notes every key that is read and whose value is out of bounds. Before `resolve`, a key may have no value yet."""
     for key, (low, high) in BOUNDS.items():
         value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
@@ -203,7 +203,7 @@ def gather_out_of_bounds(
 
 
 def gather_run_name(config: Config, mistakes: Mistakes) -> None:
-    """A directory below `runs` can have the run's name; with an empty one the run would take `runs` for its own."""
+    """Requires a run name that can name a directory below `runs`. An empty one would claim `runs` itself."""
     name = config.trainer.run_name
     if not name.strip() or name.startswith(".") or "/" in name or "\0" in name:
         mistakes.add(
@@ -248,7 +248,7 @@ def _warn_of_temperatures(config: Config) -> None:
 
 
 def _lora(config: Config) -> Iterator[ConfigError]:
-    """What only an adapter that is sent alone makes use of."""
+    """Refuses LoRA keys that have an effect only if the adapter is sent without the base weights."""
     policy, critic = config.trainer.policy.model.lora, config.trainer.critic.model.lora
     served = LoraConfig()
     for key in ("merge_lora", "max_loras", "max_cpu_loras"):
@@ -280,7 +280,7 @@ def _placement(config: Config) -> Iterator[ConfigError]:
 
 
 def reference_apart(config: Config) -> Iterator[ConfigError]:
-    """The error of a reference that is to share the policy's devices and has another number of ranks."""
+    """Refuses a reference that shares the policy's devices but has a different number of ranks."""
     placement = config.trainer.placement
     policy, reference = placement.policy_shape, placement.ref_shape
     is_on_ranks = config.trainer.ref.inference_backend is None
@@ -325,7 +325,7 @@ def _longest_prompt(config: Config) -> tuple[str, int]:
 
 
 def undivided_batch(config: Config, key: str) -> Iterator[ConfigError]:
-    """The error of a mini-batch size that does not divide the batch."""
+    """Refuses a mini-batch size that does not divide the batch size."""
     batch, mini = config.trainer.train_batch_size, value_at(config, key)
     if mini > batch:
         yield ConfigError(
@@ -434,4 +434,4 @@ _VALUE_CHECKS: dict[Callable[[Config], Iterator[ConfigError]], tuple[str, ...]] 
     _kept_checkpoints: (),
     _reward_functions: (),
 }
-"""Check → the keys that have to be within their bounds for it to be asked."""
+"""Check → the keys that must be within their bounds, else the check is skipped."""

@@ -17,13 +17,13 @@ _SCALARS = (
 
 
 class Yaml12Loader(yaml.SafeLoader):
-    """Reads."""
+    """Loader with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - add_implicit_resolver of PyYAML fills the class's own dict
 
 
 class Yaml12Dumper(yaml.SafeDumper):
-    """Writes what `Yaml12Loader` reads back: text that would be read as a number is quoted."""
+    """Writes YAML that `Yaml12Loader` reads back unchanged: text that looks like a number is quoted."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - as above
 

@@ -193,8 +193,8 @@ class IdleMeasuring(Protocol):
     """A client of several engines that knows which of them had nothing to do."""
 
     def idle_lap(self) -> Mapping[str, float]:
-        """Of every engine, by its number: seconds since the last call in which no sample was asked of it, those in
-        which it was down among them."""
+        """Engine number → seconds since the last call of this method in which the engine had no request, including the
+        time that it was down."""
         ...
 
 
@@ -218,12 +218,12 @@ class LossDetecting(Protocol):
     """A client that restarts failed engines, and knows whether one failed in an update."""
 
     async def has_lost_engines(self) -> bool:
-        """Asked after an update that failed: whether an engine was lost in it, so that another update may succeed. An
-        engine can fail its part of an update before anybody knows that it is dead; this waits until it would be known.
-        If no engine is left, it returns when one was started again.
+        """Called after a failed update: whether an engine was lost in it, so that another update may succeed. An engine
+        can fail its part of an update before its death is detected, so this waits until it would be detected. If no
+        engine is left, it returns when one has restarted.
 
         Raises:
-            DeadlineError: none was started again in time.
+            DeadlineError: none restarted in time.
         """
         ...
 

@@ -363,7 +363,7 @@ class RankPlan:
     layers: tuple[int, ...]
     """Transformer layers that the rank holds, whole or in part."""
     experts: tuple[int, ...]
-    """Of each layer that has any."""
+    """Indices of the experts that the rank holds, in each layer that has experts."""
     place: str
     """The rank's place in splits of matrices, tokens or parameters, as readable text."""
     num_parameters: int
@@ -413,7 +413,7 @@ class RehearsedPhase:
 
     phase: Literal["train", "step", "score"]
     parts: Mapping[str, int]
-    """Bytes by what they are of: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (all others)."""
+    """Kind → bytes: `parameters`, `gradients`, `optimizer`, `gathered`, `activations` (everything else)."""
     flops: int
     """Operations of matrix products and attention, including recomputation. Causal attention counts half of full
     attention."""
@@ -524,8 +524,8 @@ class OwnLosses(Protocol):
     """A backend that can add losses of its own to what is minimised, such as those that balance experts."""
 
     def has_own_losses(self, options: Any) -> bool:
-        """Whether these options of the policy ask for any: each then weighs in every call of `forward_backward` as for
-        a whole mini-batch."""
+        """Whether these options of the policy enable any. Each then has the weight of a whole mini-batch in every call
+        of `forward_backward`."""
         ...
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import attrs
 
 CONTRACT_VERSION = 1
-"""The number that plug-ins import that were written when all contracts shared one. It stays 1. Newer plug-ins state
-their number as a literal, because an imported one would follow the installed rl-core."""
+"""Imported by plug-ins from the time when all contracts shared one number. It stays 1. Newer plug-ins state their
+number as a literal, because an imported one would follow the installed rl-core."""
 
 
 @attrs.frozen(kw_only=True)

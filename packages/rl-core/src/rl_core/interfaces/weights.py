@@ -39,7 +39,7 @@ class WeightBucket:
         if self._data is None and self.parts is None:
             raise ValueError(f"WeightBucket: neither `data` nor `parts`; first {self.names[:1]}")
         if self._data is not None:
-            object.__setattr__(self, "parts", None)  # of other bytes, where `attrs.evolve` gave the data
+            object.__setattr__(self, "parts", None)  # after `attrs.evolve` with new data, the old parts do not match it
 
     @property
     def data(self) -> Tensor:

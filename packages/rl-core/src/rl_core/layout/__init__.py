@@ -1,4 +1,4 @@
-"""Index functions, from lengths and parallel sizes alone: what goes to which rank, micro-batch, slice and stage."""
+"""Index functions of lengths and parallel sizes: they assign data to ranks, micro-batches, slices and stages."""
 
 from __future__ import annotations
 

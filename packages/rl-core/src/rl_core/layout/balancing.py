@@ -1,4 +1,4 @@
-"""What a sequence costs, and how to split costs into parts of nearly equal sums.
+"""The cost of a sequence, and partitions of costs into parts with nearly equal sums.
 
 Every partition function takes costs and a number of parts and returns the part of each item. Ties are broken by index,
 so the same costs always give the same parts.
@@ -32,7 +32,7 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
         lengths_N: tokens of each sequence.
         hidden_size: width of the attention's queries (heads · head size).
         num_layers: transformer layers.
-        num_parameters: weights that one token passes through (for mixtures of experts, the active ones).
+        num_parameters: parameters that one token uses (for mixtures of experts, the active ones).
 
     Returns:
         float64 [N].
@@ -42,7 +42,7 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
 
 
 def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Largest first, each to the part with the smallest sum so far.
+    """Assigns items, largest first, each to the part with the smallest sum so far.
 
     Bounds: the parts' sums differ by at most the largest cost; the largest sum is at most 4/3 − 1/(3·num_parts) of the
     best possible. Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
@@ -59,12 +59,12 @@ def greedy_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
 
 def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """As `greedy_partition`, but no part takes more than ⌈N / num_parts⌉ items: equal counts where num_parts divides N.
+    """Like `greedy_partition`, but no part gets more than ⌈N / num_parts⌉ items: equal counts if num_parts divides N.
 
     Bound: the parts' sums differ by at most the largest cost M. Proof: let a part have sum L and room for r more items,
     and let c be the cost of the next one. An item of cost c leaves L + r·c unchanged, so for any two parts |L − L'| and
-    |(L + r·c) − (L' + r'·c)| stay at most M: both are so at first, c only falls, and the difference is linear in c. The
-    first holds among parts with room as for greedy; and where L' is full, L + c ≤ L + r·c ≤ L' + M.
+    |(L + r·c) − (L' + r'·c)| stay at most M: both hold initially, c never increases, and the difference is linear in c.
+    Among parts with room, the first holds as for greedy; if L' is full, L + c ≤ L + r·c ≤ L' + M.
     """
     costs_N = _checked(costs_N, num_parts)
     part_N = np.empty(len(costs_N), np.int64)
@@ -81,9 +81,9 @@ def equal_count_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
 
 
 def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray:
-    """Largest differencing: joins the two partial partitions of largest spread, large to small, until one is left.
+    """Largest differencing: repeatedly joins the two partial partitions with the largest spread, large part to small.
 
-    Closer to equal than `greedy_partition`, and slower. Bound: the parts' sums differ by at most the largest cost.
+    More even than `greedy_partition`, and slower. Bound: the parts' sums differ by at most the largest cost.
     Source: Karmarkar & Karp 1982, "The differencing method of set partitioning" (multi-way form).
     """
     costs_N = _checked(costs_N, num_parts)
@@ -102,11 +102,11 @@ def karmarkar_karp_partition(costs_N: npt.ArrayLike, num_parts: int) -> IntArray
 
 
 class _Forest:
-    """Sets of items, built by union; a set's number is its item, or N + the number of the union that made it."""
+    """Sets of items, built by unions. A set's number is its item, or N + the number of the union that created it."""
 
     def __init__(self, num_items: int):
         self.num_items = num_items
-        # Each [k, 2]: the sets that the next k numbers join.
+        # Each [k, 2]: the pairs of sets that the next k unions join.
         self.unions: list[IntArray] = []
         self.size = num_items
 
@@ -129,7 +129,7 @@ class _Forest:
 def _join(
     sums_a: FloatArray, sets_a: IntArray, sums_b: FloatArray, sets_b: IntArray, num_parts: int, forest: _Forest
 ) -> tuple[FloatArray, IntArray]:
-    """Two partial partitions (sums descending, empty parts left out) as one: the largest sum meets the smallest."""
+    """Joins two partial partitions (sums descending, without empty parts), largest sum with smallest."""
     overlap = max(0, len(sums_a) + len(sums_b) - num_parts)
     keep_a, keep_b = len(sums_a) - overlap, len(sums_b) - overlap
     sums = np.concatenate([sums_a[:keep_a], sums_b[:keep_b], sums_a[keep_a:] + sums_b[keep_b:][::-1]])

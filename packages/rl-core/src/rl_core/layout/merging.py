@@ -1,9 +1,10 @@
 """Prefix merging: the steps of a trajectory whose prompts continue each other become one sequence.
 
-Step k+1 of an agent usually begins with the whole text of step k, and training on both computes that text twice. The
-model is causal: its output at a token depends on the tokens before it alone. So one pass over the last step's text
-yields what all the steps would. Each token is taken from the first step that has it: the one that sampled it, if any.
-Its routed experts are the last step's, which fed every token but its last: a later turn's replace earlier ones.
+Step k+1 of an agent usually begins with the whole text of step k, and training on both would compute that text twice.
+The model is causal: its output at a token depends only on the tokens before it. So one pass over the last step's text
+gives the outputs of all steps. Each token is taken from the first step that has it, which is the one that sampled it,
+if any. Routed experts are taken from the last step, whose input contains every token except its own last one; so a
+later turn's routes replace earlier ones.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class PrefixMerge:
     offsets: IntArray
     """[M+1] of the merged stream."""
     token_index: IntArray
-    """[U] for what speaks of the token itself or of predicting it: where the first step that has the token holds it."""
+    """[U] for columns about the token or its prediction: the token's position in the first step that has it."""
     input_index: IntArray
-    """[U] for what speaks of the token as an INPUT (routed experts): where the last step holds the token."""
+    """[U] for columns about the token as an INPUT (routed experts): its position in the last step."""
     last_step: IntArray
-    """[M] the row of the last step in each merged sequence, ascending."""
+    """[M] row of the last step of each merged sequence, ascending."""
     num_tokens_before: int
-    """T"""
+    """T, tokens before merging."""
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +41,7 @@ class PrefixMerge:
 
     @property
     def tokens_saved(self) -> float:
-        """The part of the tokens that need not be computed, 0 (nothing merged) to 1."""
+        """Fraction of the tokens that need not be computed, from 0 (nothing merged) to 1."""
         return 1.0 - self.num_tokens / self.num_tokens_before
 
 
@@ -53,10 +54,10 @@ def merge_prefixes(
     step_index_N: npt.ArrayLike,
     is_last_step_N: npt.ArrayLike,
 ) -> PrefixMerge:
-    """Which steps merge. A step joins the one before it if its prompt starts with that step's full text.
+    """Determines which steps merge. A step joins the previous one if its prompt starts with that step's full text.
 
-    The prompt is what stands before the first sampled token. A step that does not join starts a new sequence. Rows may
-    come in any order; merged sequences are ordered by the row of their last step: where nothing merges, nothing moves.
+    The prompt is the text before the first sampled token. A step that does not join starts a new sequence. Rows may be
+    in any order. Merged sequences are ordered by the row of their last step, so if nothing merges, nothing moves.
 
     Raises:
         DataError: a trajectory is incomplete; see `require_complete_trajectories`.
@@ -88,8 +89,8 @@ def require_complete_trajectories(
     """The rows sorted by trajectory, then step.
 
     Raises:
-        DataError: a trajectory has not the steps 0, 1, … once each, or another last step than its final one; the
-            message names the row.
+        DataError: a trajectory does not have the steps 0, 1, … once each, or another step than its final one is marked
+            as the last. The message names the row.
         ShapeError: the columns differ in length.
     """
     trajectory_id_N, step_index_N = np.asarray(trajectory_id_N, np.int64), np.asarray(step_index_N, np.int64)

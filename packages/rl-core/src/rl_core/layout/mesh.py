@@ -1,6 +1,6 @@
-"""How the ranks of one model are arranged, who receives which part of a batch, and who holds results.
+"""The arrangement of one model's ranks, the part of a batch that each receives, and the ranks that hold results.
 
-Ranks are numbered as Megatron numbers them (order tp-cp-ep-dp-pp), the first axis varying fastest:
+Ranks are numbered as in Megatron (order tp-cp-ep-dp-pp), with the first axis varying fastest:
 
     dense layers    rank = tensor + T·(sequence + S·(context + C·(data + D·pipeline)))
     expert layers   rank = expert_tensor + ET·(expert + E·(expert_data + ED·pipeline))
@@ -24,7 +24,7 @@ _EXPERT: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands on each axis of its mesh, counted from 0."""
+    """A rank's index on each axis of its mesh."""
 
     tensor: int
     sequence: int
@@ -41,7 +41,7 @@ class Mesh:
     """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallel.
 
     Raises:
-        ConfigError: the sizes do not divide `world_size`; names the nearest that do.
+        ConfigError: the product of the sizes does not divide `world_size`. The message names the nearest that do.
     """
 
     world_size: int
@@ -50,13 +50,13 @@ class Mesh:
     pipeline: int = 1
     """Ranks that split the layers."""
     context: int = 1
-    """Ranks that split each sequence for ring attention, two mirrored chunks each."""
+    """Ranks that split each sequence for ring attention, into two mirrored chunks each."""
     sequence: int = 1
-    """Ulysses: ranks that split a micro-batch's tokens outside attention and its heads inside."""
+    """Ulysses: ranks that split a micro-batch's tokens outside attention, and heads inside."""
     expert: int = 1
     """Ranks that split the experts of a mixture-of-experts layer."""
     expert_tensor: int = 0
-    """Ranks that split each expert's matrices; 0 becomes `tensor`, as in Megatron."""
+    """Ranks that split each expert's matrices; 0 means `tensor`, as in Megatron."""
     virtual_pipeline: int = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
 
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks: the parts a batch is split into."""
+        """Data-parallel ranks: the number of parts of a batch."""
         return self.world_size // (self.tensor * self.sequence * self.context * self.pipeline)
 
     @property
@@ -88,25 +88,26 @@ class Mesh:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Micro-batches per rank come in multiples of this: an interleaved schedule runs rounds of `pipeline`."""
+        """The number of micro-batches per rank must be a multiple of this: an interleaved schedule runs rounds of
+        `pipeline`."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this: 2·context chunks, each of which `tensor` ranks can split."""
+        """Each sequence is padded to a multiple of this, so that `tensor` ranks can split each of 2·context chunks."""
         return self.tensor * (2 * self.context if self.context > 1 else 1)
 
     def micro_batch_tokens_multiple(self, *, rows_multiple: int = 1) -> int:
-        """A packed micro-batch as a whole is padded to a multiple of this, so that all ranks hold equal slices.
+        """A packed micro-batch is padded to a multiple of this in total, so that all ranks hold equal slices.
 
         Args:
-            rows_multiple: what a rank's share of the tokens must be a multiple of: 16 for fp8, 32 for mxfp8, 128 for
-                blockwise fp8 matrix products; 1 otherwise.
+            rows_multiple: the number of tokens per rank must be a multiple of this: 16 for fp8, 32 for mxfp8, 128 for
+                blockwise fp8 matrix products; else 1.
         """
         return math.lcm(self.sequence_multiple, self.tensor * self.context * self.sequence * rows_multiple)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands."""
+        """The coordinates of `rank`."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"mesh: rank {rank} is outside 0…{self.world_size - 1}")
         place: dict[str, int] = {}
@@ -128,7 +129,7 @@ class Mesh:
         return rank
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks that differ only on `axis`, each ascending; they partition the ranks."""
+        """All groups of ranks that differ only on `axis`, each ascending. They are a partition of the ranks."""
         axes = _DENSE if axis in _DENSE else _EXPERT
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -137,17 +138,18 @@ class Mesh:
         return list(members.values())
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data` parts of a batch `rank` receives; all ranks of a model replica receive the same one."""
+        """Index of the part of a batch that `rank` receives; the same for all ranks of a model replica."""
         return self.coordinates(rank).data
 
     def returns_results(self, rank: int) -> bool:
-        """True on one rank per replica: the last pipeline stage (it has the logits), first on every other axis."""
+        """Whether `rank` returns results. One rank per replica does: on the last pipeline stage, which has the logits,
+        and first on every other axis."""
         place = self.coordinates(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == place.sequence == place.context == 0
 
 
 def _require_divisor(world_size: int, sizes: dict[str, int]) -> None:
-    """Raises ConfigError, with the nearest arrangements that fit, unless the sizes' product divides `world_size`."""
+    """Raises ConfigError, which names the nearest sizes that fit, unless the product of sizes divides `world_size`."""
     if world_size % math.prod(sizes.values()) == 0:
         return
     used = {name: size for name, size in sizes.items() if size > 1}

@@ -1,4 +1,4 @@
-"""Which sequences go to which data-parallel rank, and which of them share a micro-batch."""
+"""Assigns sequences to data-parallel ranks and to micro-batches."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ def plan_micro_batches(
     counts_N: npt.ArrayLike | None = None,
     partition: Partition | None = None,
 ) -> list[list[IntArray]]:
-    """Splits sequences over data-parallel ranks and each rank's share into micro-batches, from lengths alone.
+    """Splits sequences over data-parallel ranks, and each rank's part into micro-batches, from lengths only.
 
-    First `partition` gives each rank sequences of nearly equal total cost. Then every rank packs its own into the same
-    number of micro-batches, the smallest multiple of `multiple` for which all ranks are packed within the limits, with
-    nearly equal tokens each. A rank's micro-batches come largest first: ranks in lockstep run like with like.
+    First, `partition` gives each rank sequences of nearly equal total cost. Then each rank's sequences are packed into
+    the same number of micro-batches: the smallest multiple of `multiple` for which all ranks stay within the limits.
+    The micro-batches of a rank have nearly equal numbers of tokens, and are ordered largest first, so that ranks in
+    lockstep run micro-batches of similar size.
 
-    A rank with fewer sequences than there are micro-batches ends its list with empty ones (all of them, if there are
-    fewer sequences than ranks): it takes part in the collectives of that step and contributes nothing.
+    A rank with fewer sequences than micro-batches has empty ones at the end (only empty ones if it has no sequence). It
+    then joins the collectives without contributing.
 
     Args:
         lengths_N: tokens of each sequence, at least 1.
         num_data_ranks: `Mesh.data`.
-        max_tokens: most tokens of a micro-batch, each sequence padded to `sequence_multiple`; counted before context
-            parallelism splits them. None: no limit.
-        max_sequences: most sequences of a micro-batch. None: no limit. With neither limit a rank has
+        max_tokens: largest number of tokens of a micro-batch, with each sequence padded to `sequence_multiple`, before
+            context parallelism splits them. None: no limit.
+        max_sequences: largest number of sequences of a micro-batch. None: no limit. Without both limits, a rank has
             `multiple` micro-batches.
         multiple: `Mesh.micro_batch_multiple`.
         sequence_multiple: `Mesh.sequence_multiple`.
-        counts_N: sequences that stand together as one item and are never parted, each counted against `max_sequences`
-            and none above it; None: an item is a sequence.
-        costs_N: what to balance over the ranks; None: the padded lengths. See `flop_cost`.
-        partition: None: `equal_count_partition` where `max_sequences` is given, since the rank with most sequences then
-            sets the number of micro-batches; else `greedy_partition`.
+        counts_N: number of sequences in each item, at most `max_sequences`. Items are not split, and their sequences
+            count against `max_sequences`. None: each item is a single sequence.
+        costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
+        partition: None: `equal_count_partition` if `max_sequences` is given, because the rank with the most sequences
+            then determines the number of micro-batches; else `greedy_partition`.
 
     Returns:
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Deterministic.
 
     Raises:
-        ConfigError: a sequence alone exceeds `max_tokens`, or a limit is below 1.
-        ShapeError: lengths that are not positive integers, or costs that do not fit them.
+        ConfigError: a single sequence exceeds `max_tokens`, or a limit is below 1.
+        ShapeError: lengths are not positive integers, or costs do not fit them.
     """
     lengths_N = padded_lengths(lengths_N, sequence_multiple)
     for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
@@ -131,12 +132,13 @@ def _largest_micro_batch_first(micro_batches: list[IntArray], lengths_N: IntArra
 
 
 def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Largest first, each to the bin with the fewest tokens: balanced, but may fail where a packing exists."""
+    """Packs largest first, each into the bin with the fewest tokens: balanced, but may fail although a packing
+    exists."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [slots] * num_bins
     heap = [(0, b) for b in range(num_bins)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # A bin without free slots has left the heap, so the least filled of the others decides.
+        # Bins without free slots are not in the heap, so the emptiest of the others decides.
         if not heap or heap[0][0] + lengths[i] > budget or room[heap[0][1]] < counts[i]:
             return None
         tokens, b = heapq.heappop(heap)
@@ -148,7 +150,7 @@ def _spread(lengths: list[int], counts: list[int], num_bins: int, budget: int, s
 
 
 def _first_fit(lengths: list[int], counts: list[int], num_bins: int, budget: int, slots: int) -> list[list[int]] | None:
-    """Largest first, each to the first bin with room: tight (11/9 of the fewest bins), not balanced."""
+    """Packs largest first, each into the first bin with room: tight (11/9 of the fewest bins), but not balanced."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, room = [0] * num_bins, [slots] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

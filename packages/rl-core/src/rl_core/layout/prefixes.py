@@ -1,7 +1,7 @@
-"""Which tokens of a batch stand in the same place after the same tokens, so that a model need compute them only once.
+"""Finds shared prefixes of the sequences in a batch, so that a model computes them only once.
 
-The samples of a prompt share it, the turns and branches of an episode share their beginnings. What a causal model
-computes at a token depends on the tokens up to it alone: equal beginnings give equal states, whatever follows.
+The samples of a prompt share the prompt; the turns and branches of an episode share prefixes. A causal model's state at
+a token depends only on the tokens up to it, so equal prefixes give equal states.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from rl_core.layout.balancing import IntArray, greedy_partition, part_sums
 from rl_core.layout.slices import index_runs
 
 _LEAST_SAVED = 16
-"""Tokens that a shared beginning has to save, over all that share it: below, its own call of the attention kernel costs
-more."""
+"""Least number of tokens that sharing a prefix must save over all its sequences. Below it, the prefix's separate call
+of the attention kernel costs more."""
 _REPEATED = 0.01
-"""Part of a family's tokens that it may repeat of another's, so that families which share little may be parted."""
+"""Fraction of a family's tokens that may be recomputed in another family, so that families that share little can be
+separated."""
 _PARTS_OF_A_SHARE = (2.0, 1.5, 1.0, 0.5, 0.25)
-"""Sizes that are tried for a family, in a rank's share of the tokens: parts of a cut family repeat what they share, so
-the best is often above 1."""
+"""Family sizes to try, as multiples of a rank's equal share of the tokens. The parts of a cut family recompute what
+they share, so the best size is often above 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixForest:
-    """The sequences of a stream as paths through trees. A node is a run of tokens, laid out in consecutive cells; the
-    nodes lie end to end, each after its parent."""
+    """The sequences of a stream as paths in trees. A node is a run of tokens in consecutive cells. Nodes are
+    concatenated, each after its parent."""
 
     cell_T: IntArray
-    """[T] the cell of each token of the stream; tokens of the same cell have the same tokens before them."""
+    """[T] cell of each token of the stream. Tokens with the same cell have the same prefix."""
     length_M: IntArray
-    """[M] tokens of each node, at least 1."""
+    """[M] number of tokens of each node, at least 1."""
     parent_M: IntArray
-    """[M] the node whose last token stands before this one's first; −1 where a sequence begins."""
+    """[M] parent of each node, whose last token precedes the node's first; −1 for a root."""
     order_N: IntArray
-    """[N] the sequences in an order in which those that share most are neighbours."""
+    """[N] the sequences, ordered so that those that share the most are neighbours."""
     new_N: IntArray
-    """[N] tokens of each sequence of `order_N` that it shares with none before it there."""
+    """[N] for each sequence in the order of `order_N`, the number of tokens that it shares with no earlier one."""
 
     @property
     def num_cells(self) -> int:
-        """Tokens that are left to compute."""
+        """Number of tokens to compute."""
         return int(self.length_M.sum())
 
 
 def separate_sequences(offsets: npt.ArrayLike) -> PrefixForest:
-    """Sequences of which none shares anything: every sequence is a node, cell t is token t."""
+    """The forest without sharing: every sequence is a node, and cell t is token t."""
     offsets = np.asarray(offsets, np.int64)
     lengths = np.diff(offsets)
     return PrefixForest(
@@ -63,23 +64,23 @@ def separate_sequences(offsets: npt.ArrayLike) -> PrefixForest:
 def prefix_forest(
     offsets: npt.ArrayLike, *columns: npt.NDArray[np.generic], least_saved: int = _LEAST_SAVED
 ) -> PrefixForest:
-    """Finds what sequences share at their beginning, by comparing it.
+    """Finds shared prefixes by comparing tokens.
 
     Args:
-        offsets: of the stream, int64 [N+1].
-        columns: [T, …] each: two tokens are the same where all columns are. Token ids, and whatever else a model reads
-            of a token, such as the experts that it is sent to.
-        least_saved: a beginning is shared where it saves so many tokens, compared with sharing the next shorter one.
+        offsets: offsets of the stream, int64 [N+1].
+        columns: each [T, …]; two tokens are equal if all columns are. Token ids, and everything else that a model reads
+            per token, such as its experts.
+        least_saved: a prefix is shared if this saves at least so many tokens compared with the next shorter prefix.
 
     Returns:
-        The forest; the same for the same input.
+        The forest. Deterministic.
     """
     offsets = np.asarray(offsets, np.int64)
     order_N = _sorted_sequences(offsets, columns)
     start_N, length_N = offsets[order_N], np.diff(offsets)[order_N]
     common = _common_lengths(columns, start_N[:-1], start_N[1:], np.minimum(length_N[:-1], length_N[1:]))
     shared = _shared_nodes(common.tolist(), least_saved)
-    # A node's sequences are neighbours, and the last of the nodes that hold one is its innermost.
+    # A node's sequences are neighbours, and the last node that contains a sequence is its innermost one.
     inner_N = np.full(len(order_N), -1)
     np.maximum.at(
         inner_N, index_runs(shared.first_M, shared.count_M), np.repeat(np.arange(len(shared)), shared.count_M)
@@ -105,13 +106,13 @@ def families(
     max_sequences: int | None = None,
     num_data_ranks: int = 1,
 ) -> tuple[list[IntArray], IntArray]:
-    """Sequences to keep together in a micro-batch: those that share something worth it, as many as its limits let in.
+    """Families of sequences to keep in one micro-batch because they share enough, within the micro-batch's limits.
 
-    Over several ranks a large family is cut where that makes the ranks' parts of the tokens more equal; what it shares
-    is then computed once per cut.
+    With several ranks, a large family is cut if this balances the ranks' numbers of tokens. Its shared tokens are then
+    computed once per part.
 
     Returns:
-        The sequences of each family, ascending, and the tokens [families] that are computed for it.
+        The sequences of each family, ascending, and the number of tokens computed for each family, [families].
     """
     offsets = np.asarray(offsets, np.int64)
     length_N = np.diff(offsets)[forest.order_N]
@@ -128,7 +129,7 @@ def families(
 
 
 def _cut(length_N: IntArray, new_N: IntArray, budget: int, max_sequences: int | None) -> tuple[list[int], list[int]]:
-    """Where families begin among sequences in the forest's order, and the tokens of each."""
+    """The starts of families among sequences in the forest's order, and the number of tokens of each family."""
     starts, tokens = [0], [int(length_N[0])]
     for i, (length, new) in enumerate(zip(length_N.tolist(), new_N.tolist(), strict=True)):
         is_full = tokens[-1] + new > budget or i - starts[-1] == max_sequences
@@ -146,25 +147,25 @@ def _largest_load(tokens: list[int], num_ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InputCells:
-    """What a model is given to predict every token of a stream: each sequence but its last token, which precedes
-    nothing. Nodes as in `PrefixForest`."""
+    """The model's input for predicting every token of a stream: each sequence without its last token, which predicts
+    nothing. Nodes are as in `PrefixForest`."""
 
     index_C: IntArray
-    """[C] a token of the stream that stands in each cell; −1 for padding."""
+    """[C] stream index of a token in each cell; −1 for padding."""
     position_C: IntArray
-    """[C] its place in its sequence, from 0."""
+    """[C] position of this token in its sequence, from 0."""
     cell_T: IntArray
-    """[T] the cell of each token, −1 where it is not given."""
+    """[T] cell of each token; −1 if it is not part of the input."""
     given_N: IntArray
-    """[N] tokens of each sequence that are given, its first ones."""
+    """[N] number of first tokens of each sequence that are part of the input."""
     length_M: IntArray
     parent_M: IntArray
 
 
 def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple: int = 1) -> InputCells:
-    """Leaves out what precedes nothing, and pads the whole by a node of padding to a multiple.
+    """Leaves out tokens that predict nothing, and pads the total to a multiple with a node of padding.
 
-    At least one cell is left: a rank that has nothing to predict still runs its collectives.
+    At least one cell remains, because a rank without predictions must still run its collectives.
     """
     offsets = np.asarray(offsets, np.int64)
     parents = np.unique(forest.parent_M[forest.parent_M >= 0])
@@ -197,19 +198,19 @@ def input_cells(forest: PrefixForest, offsets: npt.ArrayLike, *, total_multiple:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixBlocks:
-    """What nodes see of the nodes before them: block b is a node with children, whose tokens are the queries and which,
-    with all nodes before it, is the keys."""
+    """Attention of nodes to their ancestors. There is one block per node with children: its queries are the tokens of
+    the children, its keys are the tokens of the node and its ancestors."""
 
     query_Q: IntArray
-    """Cells, block after block. Every cell of a node that has a parent is in exactly one."""
+    """Cells, block after block. Every cell of a node with a parent is in exactly one block."""
     query_length_B: IntArray
     key_K: IntArray
-    """Cells, block after block; a cell is in as many as there are nodes with children on the way."""
+    """Cells, block after block. A cell is in the block of its node and in those of all descendants with children."""
     key_length_B: IntArray
 
 
 def prefix_blocks(length_M: IntArray, parent_M: IntArray) -> PrefixBlocks:
-    """The blocks of nodes that lie end to end (`InputCells`)."""
+    """The blocks of concatenated nodes (`InputCells`)."""
     starts = np.cumsum(length_M) - length_M
     children = np.argsort(parent_M, kind="stable")
     children = children[parent_M[children] >= 0]
@@ -228,7 +229,7 @@ def prefix_blocks(length_M: IntArray, parent_M: IntArray) -> PrefixBlocks:
 
 
 def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic], ...]) -> IntArray:
-    """[N] the sequences in an order in which equal beginnings are neighbours."""
+    """[N] the sequences, ordered so that those with equal prefixes are neighbours."""
     num_tokens = int(offsets[-1])
     parts = [np.ascontiguousarray(column).reshape(num_tokens, -1).view(np.uint8) for column in columns]
     keys = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
@@ -241,9 +242,9 @@ def _sorted_sequences(offsets: IntArray, columns: tuple[npt.NDArray[np.generic],
 def _common_lengths(
     columns: tuple[npt.NDArray[np.generic], ...], one_P: IntArray, other_P: IntArray, most_P: IntArray
 ) -> IntArray:
-    """For each pair of places in the stream the number of tokens, up to `most_P`, that are the same from there on.
+    """For each pair of stream positions, the number of equal tokens from there on, at most `most_P`.
 
-    Looks at a few tokens of each pair first, and at twice as many of those pairs that are the same so far.
+    Compares a few tokens of each pair first, then twice as many of the pairs that are still equal, and so on.
     """
     common_P, at_once = np.zeros_like(most_P), 32
     pairs = np.arange(len(most_P))
@@ -271,21 +272,21 @@ def _common_at_once(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Nodes:
-    """Runs of neighbours among sorted sequences, and which of their tokens are one: parents first, then as they lie."""
+    """Runs of neighbours among sorted sequences, and the tokens that they share. Parents come before children."""
 
     first_M: IntArray
     count_M: IntArray
     start_M: IntArray
-    """The tokens of each are those from here…"""
+    """Position in the sequences of each node's first token."""
     end_M: IntArray
-    """…to before here."""
+    """Position after each node's last token."""
     parent_M: IntArray
 
     def __len__(self) -> int:
         return len(self.first_M)
 
     def with_one(self, first: IntArray, start: IntArray, end: IntArray, parent: IntArray) -> _Nodes:
-        """And nodes of one sequence each, with what it shares with no other."""
+        """Adds nodes of one sequence each, with the tokens that it shares with no other."""
         firsts, starts = np.append(self.first_M, first), np.append(self.start_M, start)
         order = np.lexsort((starts, firsts))
         number = np.append(np.argsort(order), -1)
@@ -299,9 +300,9 @@ class _Nodes:
 
 
 def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
-    """[T] the cell of each token of sorted sequences that start there."""
+    """[T] cell of each token of the sorted sequences, which start at `start_N`."""
     first_cell_M = np.cumsum(length_M) - length_M
-    # Each pair of a node and a sequence that goes through it is a run of the stream.
+    # Each pair of a node and a sequence that contains it is a run of the stream.
     token = start_N[index_runs(nodes.first_M, nodes.count_M)] + np.repeat(nodes.start_M, nodes.count_M)
     cell, length = (np.repeat(values_M, nodes.count_M) for values_M in (first_cell_M, length_M))
     order = np.argsort(token)
@@ -309,9 +310,9 @@ def _cells(nodes: _Nodes, start_N: IntArray, length_M: IntArray) -> IntArray:
 
 
 def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
-    """The nodes of two sequences and more, from what each sequence has in common with the next."""
+    """The nodes that several sequences share, from the prefix length that each sequence shares with the next."""
     nodes: list[tuple[int, int, int, int, int]] = []
-    path: list[tuple[int, int, int]] = []  # (end of the run, tokens, number) of the nodes that the next run may be in
+    path: list[tuple[int, int, int]] = []  # (end of run, tokens, node) of the nodes that may contain the next run
     for first, shared, end in sorted(_shared_runs(common, least_saved)):
         while path and path[-1][0] <= first:
             path.pop()
@@ -323,10 +324,10 @@ def _shared_nodes(common: list[int], least_saved: int) -> _Nodes:
 
 
 def _shared_runs(common: list[int], least_saved: int) -> list[tuple[int, int, int]]:
-    """Runs (first, shared, end) of neighbours that share so many tokens, the next ones fewer, and that are worth it:
-    as seen from the next larger run, so many tokens are computed once and not once for each path through them."""
+    """Maximal runs (first, shared, end) of neighbours that share `shared` tokens, if sharing them is worthwhile: it
+    saves at least `least_saved` tokens compared with the next larger run."""
     runs: list[tuple[int, int, int]] = []
-    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each within the one before
+    begun: list[tuple[int, int, int]] = []  # (first, shared, paths so far), each nested in the previous one
     for i, shared in enumerate([*common, 0]):
         first, paths = i, 1
         while begun and begun[-1][1] > shared:

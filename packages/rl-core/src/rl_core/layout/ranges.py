@@ -1,4 +1,4 @@
-"""Numbers of ranks, layers and experts, as people read them."""
+"""Numbers of ranks, layers and experts as short text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def ranges(numbers: Iterable[int], *, dash: str = "-", separator: str = " ") -> str:
-    """`0-3 8-11`: of consecutive numbers the first and the last; `-` where there are none."""
+    """For example `0-3 8-11`: first and last of each run of consecutive numbers; `-` if there are none."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

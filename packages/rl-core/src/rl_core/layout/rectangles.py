@@ -1,6 +1,6 @@
-"""Sequences of similar length as right-padded rows of one rectangle, for kernels that take rectangles only.
+"""Sequences of similar length as right-padded rows of a rectangle, for kernels that only take rectangles.
 
-Under a causal mask padding on the right is never seen by a real token.
+Under a causal mask, no real token sees padding on its right.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 _SHORT = 32
-"""Sequences up to this length share a rectangle: there a kernel call costs more than the padding."""
+"""All sequences up to this length share a rectangle, because another kernel call would cost more than the padding."""
 _GROWTH = 1.25
-"""Longer ones share it within this ratio of lengths, which bounds a rectangle's padding to 25 % of its tokens."""
+"""Longer sequences share a rectangle within this ratio of lengths, so padding is at most 25 % of its tokens."""
 
 
 def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tuple[IntArray, IntArray]:
@@ -20,7 +20,7 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 
     Args:
         lengths_N: tokens of each sequence.
-        alike_N: sequences share a rectangle only where this number is the same; None: it is for all.
+        alike_N: sequences share a rectangle only if this number is equal; None: it is equal for all.
 
     Returns:
         int64 [N] twice: each sequence's rectangle, counted from the one with the shortest sequences, and its row there.
@@ -38,14 +38,14 @@ def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tupl
 def rectangle_cells(
     lengths_N: IntArray, rectangle_N: IntArray, row_N: IntArray
 ) -> tuple[tuple[tuple[int, int], ...], IntArray]:
-    """Where the tokens of sequences lie whose rows are known; cells are numbered one rectangle after the other.
+    """The cells of the tokens of sequences whose rows are known. Cells are numbered through all rectangles.
 
     Args:
-        lengths_N: tokens of each sequence; they need not be those that the rows were made for.
+        lengths_N: tokens of each sequence; may differ from the lengths for which the rows were computed.
         rectangle_N, row_N: see `rectangle_rows`.
 
     Returns:
-        (rows, width) of each rectangle, and int64 [T]: the cell of each token, the sequences end to end.
+        (rows, width) of each rectangle, and int64 [T]: the cell of each token of the concatenated sequences.
     """
     rows = np.bincount(rectangle_N)
     widths = np.zeros(len(rows), np.int64)

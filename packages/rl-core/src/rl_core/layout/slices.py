@@ -1,8 +1,8 @@
-"""Where each token of a micro-batch stands in a model's input, and which of those positions a rank holds.
+"""The position of each token of a micro-batch in a model's input, and the positions that a rank holds.
 
 A layout is a set of index arrays into the token stream; a shard is an array of positions in a layout. `index[shard]`
-moves whatever speaks of the input token (tokens, positions, routed experts), `target_index[shard]` whatever speaks of
-the predicted token (target, mask, advantage, log-prob), and `inverse_index` brings results back to the stream.
+gathers columns about input tokens (tokens, positions, routed experts), `target_index[shard]` gathers columns about
+predicted tokens (target, mask, advantage, log-prob), and `inverse_index` maps results back to the stream.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from rl_core.layout.packing import padded_lengths
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """A micro-batch as a model sees it: S positions, each sequence followed by its padding."""
+    """A micro-batch as model input: S positions, each sequence followed by its padding."""
 
     index: IntArray
-    """[S] the stream index of the input token, −1 for padding."""
+    """[S] stream index of the input token; −1 for padding."""
     target_index: IntArray
-    """[S] the stream index of the next token of the same sequence, −1 at its last token and for padding."""
+    """[S] stream index of the next token of the same sequence; −1 at its last token and for padding."""
     position: IntArray
-    """[S] place in the sequence, from 0; counts on through its padding."""
+    """[S] position in the sequence, from 0; continues through its padding."""
     boundaries: IntArray
-    """[segments + 1] where each padded sequence begins, then S: attention never crosses one (`cu_seqlens`)."""
+    """[segments + 1] the start of each padded sequence, then S. Attention never crosses a boundary (`cu_seqlens`)."""
 
 
 def packed_layout(
     offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, sequence_multiple: int = 1, total_multiple: int = 1
 ) -> Layout:
-    """Sequences end to end, for models that take boundaries.
+    """Concatenated sequences, for models that take boundaries.
 
     Args:
-        offsets: of the stream, int64 [N+1].
-        sequences: indices of the micro-batch's sequences, in the order wanted.
-        sequence_multiple: each sequence is padded to it; `Mesh.sequence_multiple`.
-        total_multiple: the whole is padded to it by one more segment, of padding alone;
+        offsets: offsets of the stream, int64 [N+1].
+        sequences: indices of the micro-batch's sequences, in the desired order.
+        sequence_multiple: each sequence is padded to a multiple of this; `Mesh.sequence_multiple`.
+        total_multiple: the total is padded to a multiple of this by a further segment that is only padding;
             `Mesh.micro_batch_tokens_multiple`.
 
     Returns:
-        The layout. Without sequences it is one segment of padding: a rank that has nothing still runs its collectives.
+        The layout. Without sequences it is one segment of padding, because an idle rank still runs its collectives.
     """
     starts, lengths = _starts_and_lengths(offsets, sequences)
     widths = padded_lengths(lengths, sequence_multiple)
@@ -60,12 +60,13 @@ def packed_layout(
 
 
 def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_multiple: int = 1) -> Layout:
-    """One row per sequence, all of one width, padded on the right; `index.reshape(len(boundaries) - 1, -1)` shows it.
+    """One row per sequence, all of the same width, padded on the right; `index.reshape(len(boundaries) - 1, -1)` is the
+    rectangle.
 
     Args:
-        offsets: of the stream, int64 [N+1].
-        sequences: indices of the micro-batch's sequences, in the order wanted.
-        width_multiple: the width is the longest sequence rounded up to it; `Mesh.sequence_multiple`.
+        offsets: offsets of the stream, int64 [N+1].
+        sequences: indices of the micro-batch's sequences, in the desired order.
+        width_multiple: the width is the longest length rounded up to a multiple of this; `Mesh.sequence_multiple`.
 
     Returns:
         The layout. Without sequences it is one row of padding.
@@ -80,10 +81,10 @@ def padded_layout(offsets: npt.ArrayLike, sequences: npt.ArrayLike, *, width_mul
 def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
     """Positions of a layout that context-parallel rank r of `size` holds: chunks r and 2·size−1−r of EVERY segment.
 
-    The early chunk sees few keys and the late one many, so that all ranks do the same work under a causal mask.
+    The early chunk sees few keys and the late one many, so all ranks do the same work under a causal mask.
 
     Raises:
-        ShapeError: a segment's length is no multiple of 2·size (only looked at for size > 1).
+        ShapeError: a segment's length is not a multiple of 2·size (checked only for size > 1).
     """
     _require_rank(rank, size, "context")
     if size == 1:
@@ -104,7 +105,7 @@ def even_slice(num_positions: int, rank: int, size: int) -> slice:
     """The contiguous part that rank `rank` of `size` holds: Ulysses ranks, or tensor ranks under sequence parallelism.
 
     Raises:
-        ShapeError: `num_positions` is no multiple of `size`.
+        ShapeError: `num_positions` is not a multiple of `size`.
     """
     _require_rank(rank, size, "slice")
     if num_positions % size:
@@ -117,9 +118,9 @@ def even_slice(num_positions: int, rank: int, size: int) -> slice:
 
 
 def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
-    """Positions of a packed layout that enter the model on `rank`: its context chunks, of those its Ulysses slice.
+    """Positions of a packed layout that are the model's input on `rank`: its Ulysses slice of its context chunks.
 
-    Tensor ranks enter the same tokens; inside, with sequence parallelism, each holds
+    Tensor ranks have the same input; inside the model, with sequence parallelism, each holds
     `positions[even_slice(len(positions), tensor_rank, mesh.tensor)]`.
     """
     place = mesh.coordinates(rank)
@@ -128,10 +129,10 @@ def rank_positions(boundaries: IntArray, mesh: Mesh, rank: int) -> IntArray:
 
 
 def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
-    """Where each token of the stream is found in the concatenation of what was computed at `indices`.
+    """For each token of the stream, its position in the concatenation of the results computed at `indices`.
 
-    `stream_values = np.concatenate(values)[inverse]`, taking 0 where inverse is −1. Pass `index` arrays for what speaks
-    of the input token, `target_index` arrays for what speaks of the predicted one (−1 then stands at first tokens).
+    `stream_values = np.concatenate(values)[inverse]`, taking 0 where inverse is −1. Pass `index` arrays for results
+    about input tokens, `target_index` arrays for results about predicted tokens (first tokens then have −1).
 
     Args:
         indices: arrays of stream indices (−1 for none), in the order in which their results are concatenated.
@@ -141,7 +142,7 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
         int64 [T], −1 where no array holds the token.
 
     Raises:
-        ShapeError: a token occurs twice, or lies outside the stream.
+        ShapeError: a token occurs twice or is outside the stream.
     """
     flat = np.concatenate([np.asarray(index, np.int64).ravel() for index in indices])
     places = np.flatnonzero(flat >= 0)
@@ -157,7 +158,7 @@ def inverse_index(indices: Sequence[IntArray], num_tokens: int) -> IntArray:
 
 
 def index_runs(starts: IntArray, counts: IntArray) -> IntArray:
-    """start, start+1, …, start+count−1 of each pair, one after the other."""
+    """Concatenates start, start+1, …, start+count−1 of all pairs."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 

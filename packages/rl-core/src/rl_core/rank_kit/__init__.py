@@ -1,31 +1,31 @@
-"""What a rank of any training backend is built from. Public: made for authors of backends, and used by our own.
+"""Building blocks for the ranks of any training backend. Public: for authors of backends, and used by our own.
 
-    worker_specs       a `WorkerSpec` in the words of the configuration
+    worker_specs       the configuration keys of a `WorkerSpec`, and checks of it
     process_group      joining the other ranks, and agreeing on one outcome
     objectives         from the name of a loss to its value on a micro-batch
-    learning_rates     the rate of each optimizer step
-    optimizer_steps    all numbers of one step: configured, scheduled, or the caller's
-    weight_buckets     packing and checking what a weight sync sends
-    publishing         `Worker.publish`: whole weights or the adapter alone, from rank 0
-    state_files        the list, with checksums, that makes a worker's state on disk whole
-    background_writer  saving while training goes on
+    learning_rates     the learning rate of each optimizer step
+    optimizer_steps    all settings of one step: configured, scheduled, or the caller's
+    weight_buckets     packing and checking the data of a weight sync
+    publishing         `Worker.publish`: whole weights or only the adapter, from rank 0
+    state_files        the list of files, with checksums, that completes a worker's state on disk
+    background_writer  saving while training continues
     model_files        a model in Hugging Face format
     model_shapes       a model's sizes, read from its `config.json`
-    shipped_configs    configurations of public models that installed packages bring
-    route_checks       whether a batch's routes fit the model that is to follow them
-    expert_choices     the experts that a transformers model's routers choose, read or given
-    scoring            a package: a whole rank of a Hugging Face model, over whatever shards its parameters
-    device_copies      copies of a batch to the device that computes
-    row_moves          rows of a tensor to distinct places and back, without sums in the gradient
-    perturbation       noise on the parameters for a moment
-    model_proof        whether a backend with model code of its own computes a model as transformers does
-    shrunken_models    a model's configuration made small
-    reference_models   a small model of transformers with random weights, and its numbers
-    proof_process      the process that compares
+    shipped_configs    configurations of public models that installed packages contain
+    route_checks       whether a batch's routes fit the model that follows them
+    expert_choices     recording and replaying the routes of transformers models
+    scoring            a package: a complete rank for Hugging Face models, for any kind of sharding
+    device_copies      copies of a batch to the computing device
+    row_moves          moving rows of a tensor to distinct places and back, with gradients that need no sums
+    perturbation       temporary noise on the parameters
+    model_proof        whether a backend with its own model code computes a model as transformers does
+    shrunken_models    a small version of a model's configuration
+    reference_models   a small transformers model with random weights, and its scores and gradients
+    proof_process      the process that makes the comparison
 
-Every rank of a model calls the same functions in the same order: some of them talk to the other ranks. Nothing here
-knows the controller. A module is loaded when a name of it is used; `worker_specs`, `learning_rates`, `model_shapes`,
-`shipped_configs`, `shrunken_models` and `model_proof` import no torch.
+All ranks of a model call the same functions in the same order, because some of them are collective. Nothing here
+depends on the controller. A module is loaded when one of its names is first used; `worker_specs`, `learning_rates`,
+`model_shapes`, `shipped_configs`, `shrunken_models` and `model_proof` import no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saving a worker's state while training goes on: what every `BackgroundSaver` needs besides its file format."""
+"""Saving a worker's state while training continues: the part of a `BackgroundSaver` that is independent of formats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rl_core.rank_kit.state_files import state_not_written
 
 
 class BackgroundWriter:
-    """One state at a time is written while the calling thread goes on. Belongs to one rank; all ranks make theirs
-    together."""
+    """Writes one state at a time while the calling thread continues. Each rank has its own; creating it is
+    collective."""
 
     def __init__(self, *, is_alone: bool) -> None:
         self.group: dist.ProcessGroup | None = None if is_alone else new_cpu_group()
-        """For the writing's messages between ranks, which must not fall between those of training; None for one rank
-        alone."""
+        """Process group for the collectives of writing, which must not mix with those of training. None for a single
+        rank."""
         self._writing: Future[Any] | None = None
         self._found_no_room = False
         self._directory = Path()
@@ -32,14 +32,14 @@ class BackgroundWriter:
         """Begins to write a state.
 
         Args:
-            directory: of the state; is made.
-            write: copies the state to memory of the CPU's own, starts writing the copy, and returns the result to come.
-            finish: is given that result when this rank's files are there, in the thread that asks `is_done`.
+            directory: the state's directory; it is created.
+            write: copies the state to separate CPU memory, starts writing the copy, and returns the future result.
+            finish: called with that result when this rank's files are written, in the thread that calls `is_done`.
 
         Raises:
-            WorkerError: the state before is still being written.
-            CheckpointError: this state cannot be written; or the one before could not, unless it found no room and that
-                was told.
+            WorkerError: the previous state is still being written.
+            CheckpointError: this state cannot be written; or the previous one could not, unless the disk was full and
+                `is_done` has already raised that.
         """
         if not self._found_no_room and not self.is_done():
             raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
@@ -51,10 +51,10 @@ class BackgroundWriter:
         self._found_no_room = False
 
     def is_done(self) -> bool:
-        """What was started is written and finished on this rank; never waits.
+        """Whether the state is written and finished on this rank. Never waits.
 
         Raises:
-            CheckpointError: the storage failed, on this rank or on another.
+            CheckpointError: storage failed on this rank or on another.
             RuntimeError: another rank was lost.
         """
         if self._writing is None:
@@ -72,6 +72,6 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Its thread is at work. It would crash without the process group, so a rank that closes leaves the group to
-        the end of the process."""
+        """Whether the writing thread is running. It would crash without the process group, so a closing rank then does
+        not destroy the group; it ends with the process."""
         return self._writing is not None and not self._writing.done()

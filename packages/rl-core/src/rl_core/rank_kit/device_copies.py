@@ -1,4 +1,4 @@
-"""Copies of a batch to the device that computes."""
+"""Copies of a batch to the computing device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; itself where it is there already.
+    """The tensor on `device`; the same tensor if it is already there.
 
-    A copy to a GPU goes through page-locked memory, so that it runs beside what is computed before it: the caller does
-    not wait, and nothing else may wait for it but the device itself. torch keeps such memory until the copy is done.
+    A copy to a GPU goes through page-locked memory, so that it overlaps with earlier computation. The caller does not
+    wait for it; only work on the device is ordered after it. torch keeps the memory until the copy is done.
     """
     if is_pinned_first(tensor, device):
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -18,6 +18,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_pinned_first(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the copy goes through page-locked memory: from host memory to a GPU. Tensors without data, by which
-    memory is planned, have none."""
+    """Whether the copy goes through page-locked memory: from host memory to a GPU, except for fake tensors, which have
+    no data (memory planning uses them)."""
     return device.type == "cuda" and tensor.device.type == "cpu" and type(tensor) is Tensor and tensor.numel() > 0

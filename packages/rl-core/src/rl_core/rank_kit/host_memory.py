@@ -1,4 +1,4 @@
-"""Memory of the host that weights are received in."""
+"""Host memory in which weights are received."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LEAST_BYTES = 1 << 22
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] that nobody used before and that goes back to the system with the tensor: in huge pages where
-    there are any, because what comes through 4 KiB pages costs three times as much to receive as to copy."""
+    """uint8 [num_bytes] of newly mapped memory, which is unmapped with the tensor. Uses huge pages if available: with
+    4 KiB pages, page faults make receiving three times as expensive as copying."""
     import torch
 
     if num_bytes < _LEAST_BYTES or _HUGE is None:
         return torch.empty(num_bytes, dtype=torch.uint8)
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         mapped.madvise(_HUGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)

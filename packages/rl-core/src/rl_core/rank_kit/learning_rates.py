@@ -1,4 +1,4 @@
-"""Learning rate of each optimizer step, and which schedules can be followed."""
+"""The learning rate of each optimizer step, and checks of the schedule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rl_core.interfaces import OptimizerConfig
 
 
 def require_schedule(config: OptimizerConfig, total_steps: int | None, where: str) -> None:
-    """Raises ConfigError where `learning_rate` cannot follow the schedule.
+    """Raises ConfigError if `learning_rate` cannot compute the schedule.
 
     Args:
         config: warm-up and shape.
-        total_steps: optimizer steps of the run, if they are known.
+        total_steps: optimizer steps of the run; None: unknown.
         where: the section's key, for the message.
     """
     if config.num_warmup_steps < 0:
@@ -25,14 +25,14 @@ def require_schedule(config: OptimizerConfig, total_steps: int | None, where: st
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
-    """Rate of optimizer step `step`, the first being 0.
+    """Learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up over W steps: lr · (step + 1) / W, so the first step already moves and step W − 1 has the full rate.
-    Afterwards, with x = (step − W) / (total − W): constant lr; linear lr · (1 − x); cosine lr · (1 + cos πx) / 2, which
-    reach 0 right after the last step. A run that is not longer than its warm-up ends within it.
+    Warm-up over W steps: lr · (step + 1) / W, so the first step already has a rate above 0 and step W − 1 has the full
+    rate. Afterwards, with x = (step − W) / (total − W): constant lr; linear lr · (1 − x); cosine lr · (1 + cos πx) / 2.
+    Linear and cosine reach 0 right after the last step. A run no longer than its warm-up ends within it.
 
     Args:
-        step: >= 0; a skipped step is not counted.
+        step: >= 0; skipped steps do not count.
         config: peak rate, warm-up, shape.
         total_steps: optimizer steps of the run; None only for the constant shape.
     """

@@ -1,7 +1,7 @@
-"""The files of a model in Hugging Face format: weights, written file by file (never more than one file's tensors
-exist), configuration, tokenizer, and a critic's head.
+"""The files of a model in Hugging Face format: weights (written file by file, with only one file's tensors in memory),
+configuration, tokenizer, and a critic's head.
 
-transformers is imported where it is needed: rl_core does not depend on it.
+transformers is imported inside functions, because rl_core does not depend on it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from rl_core.rank_kit.weight_buckets import draining, unpack_bucket
 from rl_core.stored_files import is_disk_full
 
 ADAPTER_FOLDER = "adapter"
-"""Of a saved model: the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
+"""Folder of a saved model that contains only the adapters, as `peft.PeftModel.from_pretrained` reads them."""
 HEAD_FILE = "value_head.safetensors"
-"""Of a critic, beside the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1], float32."""
+"""File of a critic's head, next to the base model's files: `value_head.weight` [1, H] and `value_head.bias` [1],
+float32."""
 MAX_FILE_BYTES = 2 << 30
 
 
@@ -52,14 +53,13 @@ def write_weights(
     is_first: bool = True,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """One file, or several and their index, as transformers reads them.
+    """Writes one file, or several and their index, as transformers reads them.
 
     Args:
-        tensors: whole ones by their Hugging Face names, on any device; made as they are asked for, by all ranks
-            together.
-        directory: is made; files of an earlier model in it are not removed.
-        is_first: this rank writes; the others only drain `tensors`.
-        max_file_bytes: of a file; a larger tensor has one of its own.
+        tensors: whole tensors with their Hugging Face names, on any device. Advancing the iterator is collective.
+        directory: is created; files of an earlier model in it are not removed.
+        is_first: whether this rank writes; the others only drain `tensors`.
+        max_file_bytes: largest size of a file; a larger tensor has its own file.
     """
     parts, num_bytes = [], 0
     buckets = pack_on_first(tensors, max_file_bytes, is_first=is_first)
@@ -71,7 +71,7 @@ def write_weights(
         directory.mkdir(parents=True, exist_ok=True)
         for bucket in buckets:
             part = directory / f"part-{len(parts)}"
-            # Copies: views of one memory are not what safetensors writes.
+            # Copies, because safetensors does not write views that share memory.
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in unpack_bucket(bucket)}
             save_file(copies, part, {"format": "pt"})
             parts.append((part, bucket.names))
@@ -88,14 +88,14 @@ def write_weights(
 
 
 def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation: Any = None, **changes: Any) -> None:
-    """`config.json` and, where the model generates, `generation_config.json`.
+    """Writes `config.json` and, if the model generates, `generation_config.json`.
 
     Args:
         config: transformers' configuration of the model.
-        directory: of the model.
-        dtype: of the weights in the files.
+        directory: the model's directory.
+        dtype: dtype of the weights in the files.
         generation: transformers' GenerationConfig, if the model has one.
-        changes: further fields of `config.json`.
+        changes: fields of `config.json` to set in addition.
     """
     config.save_pretrained(directory)
     if generation is not None:
@@ -106,7 +106,7 @@ def write_config(config: Any, directory: Path, *, dtype: torch.dtype, generation
 
 
 def write_tokenizer(model: str, directory: Path) -> None:
-    """The tokenizer of `model` (a directory or name). Raises ConfigError where it has none."""
+    """Writes the tokenizer of `model` (a directory or name). Raises ConfigError if it has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -116,16 +116,16 @@ def write_tokenizer(model: str, directory: Path) -> None:
 
 
 def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """A critic's head, by the names in `HEAD_FILE`."""
+    """Writes a critic's head, with the names in `HEAD_FILE`."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, directory / HEAD_FILE, {"format": "pt"})
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """The head that `write_head` wrote, on the CPU; None where the directory has none: a base model's.
+    """The head that `write_head` wrote, on the CPU. None if the directory has none, because it is a base model's.
 
     Args:
-        directory: of the model.
-        expected: the head that is to take it, by the names in `HEAD_FILE`.
+        directory: the model's directory.
+        expected: the critic's own head, with the names in `HEAD_FILE`; gives the expected shapes.
         where: section of the configuration, for messages.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Whether a backend computes a model as transformers does: proved on a small copy of it, before a rank loads.
+"""Proves on a small copy of a model, before any rank loads, that a backend computes it as transformers does.
 
-A backend with model code of its own says how a small model is run by it (`ModelProving`). Everything else is done here:
-the copy (`shrunken_models`), its weights and numbers by transformers (`reference_models`), the comparison in a process
-of its own (`proof_process`), and a file by which the next start knows. Imports no torch, and transformers only to read
-a configuration.
+A backend with its own model code runs the small model (`ModelProving`). This module does everything else: the small
+configuration (`shrunken_models`), random weights and transformers' results (`reference_models`), the comparison in a
+separate process (`proof_process`), and a cache file that records the proof for later starts. Imports no torch, and
+transformers only to read a configuration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "RL_CACHE_DIR"
-"""Environment variable: the directory in which proofs are kept; `~/.cache/rl` without it."""
+"""Environment variable with the directory of cached proofs; default `~/.cache/rl`."""
 _DEADLINE_S = 600.0
 _proved_here: set[Path] = set()
 """Results of this process, including those that could not be written to the cache."""
@@ -45,17 +45,17 @@ REMEDY = "Set trainer.strategy=fsdp, which trains transformers' own model"
 
 
 def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
-    """Proves that the backend computes the model as transformers does, unless that was proved before.
+    """Proves that the backend computes the model as transformers does, unless this was proved before.
 
     Args:
-        backend: of any kind; one that is not `ModelProving` has nothing to prove.
-        spec: of one model of a run.
+        backend: any backend; one that is not `ModelProving` has nothing to prove.
+        spec: the spec of one model of a run.
 
     Returns:
-        None where it is proved, else the reason why it cannot be proved here and now.
+        None if it is proved; else the reason why it cannot be proved on this machine now.
 
     Raises:
-        ConfigError: it computes otherwise, cannot build the model, or died of it.
+        ConfigError: the backend's results differ, or it cannot build the model, or its process died.
     """
     if not isinstance(backend, ModelProving) or spec.model.path is None:
         return None
@@ -86,7 +86,7 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
 
 
 def written_config(path: str) -> Mapping[str, Any] | None:
-    """`config.json` of a local directory, or of a model that was fetched from the hub before; None: nothing is here."""
+    """`config.json` of a local directory or of a downloaded hub model; None if there is none on this machine."""
     if (local := read_config(path)) is not None:
         return local
     from transformers import PretrainedConfig
@@ -100,7 +100,7 @@ def written_config(path: str) -> Mapping[str, Any] | None:
 
 
 def config_at_hand(path: str, where: str) -> Any:
-    """transformers' configuration of a model that is in a local directory, or in the cache of the hub; else None.
+    """transformers' configuration of a model in a local directory or in the hub's cache; else None.
 
     Raises:
         ConfigError: transformers cannot read it. The message begins with `where`.
@@ -112,7 +112,7 @@ def config_at_hand(path: str, where: str) -> Any:
     try:
         with _quiet():
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever its checks of fields raise
+    except Exception as error:  # transformers' field checks may raise anything
         raise ConfigError(f"{where}: transformers cannot read the configuration of {path}: {error}") from error
 
 
@@ -152,7 +152,7 @@ def _code_digest(package: Path) -> str:
 
 
 def code_digest(package: Path) -> str:
-    """Of the Python files in a folder and those below it: a version number does not change with every edit."""
+    """A digest of the Python files in and below a folder. A version number would not change with every edit."""
     files = sorted(package.rglob("*.py"))
     return _digest([[str(file.relative_to(package)), file.read_text(encoding="utf-8")] for file in files])
 
@@ -167,7 +167,7 @@ def _cache_directory() -> Path:
 
 
 def _is_proved(file: Path) -> bool:
-    """The file is there and whole: it repeats its own name."""
+    """Whether the file exists and is complete: its content is its own name."""
     try:
         return json.loads(file.read_text(encoding="utf-8")) == {"proved": file.stem}
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def _is_proved(file: Path) -> bool:
 
 
 def _note(file: Path) -> None:
-    """Whole or not there; without a place to write, the next start proves it again."""
+    """Writes the cache file atomically. If the cache is not writable, the next start repeats the proof."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
@@ -224,7 +224,7 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """A pipe's end to read from, which ends when this process does: the child ends with it, however that is."""
+    """The read end of a pipe that closes when this process ends, however it ends. The child then ends too."""
     reading, writing = os.pipe()
     try:
         yield reading

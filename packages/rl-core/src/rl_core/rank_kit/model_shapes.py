@@ -1,7 +1,7 @@
-"""The sizes of a model that its mesh must divide and its plan counts, read from `config.json` without any library.
+"""The sizes of a model that meshes and memory plans need, read from `config.json` without other libraries.
 
-Activations are estimated: what a forward pass keeps for backward, from the shapes of the tensors that gradients of
-matrix products, norms, rotary embedding, gating and attention (whose scores are not kept) need.
+Activation memory is estimated from the shapes of the tensors that a forward pass keeps for the backward pass of matrix
+products, norms, rotary embedding, gating and attention (whose scores are not kept).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from rl_core.errors import ConfigError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Fields of a `config.json` that say how many experts a layer has; a dense model has none of them above 0."""
+"""Fields of `config.json` with the number of experts per layer. In a dense model, none is above 0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -25,7 +25,7 @@ class LatentAttention:
     """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     q_rank: int | None
-    """Rank of the query projection; None: it is one whole matrix."""
+    """Rank of the query projection; None: a single full-rank matrix."""
     kv_rank: int
     qk_head_dim: int
     """Head size of queries and keys, without the rotary part."""
@@ -48,7 +48,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     is_tied: bool
-    """The output layer shares the input embedding."""
+    """Whether the output layer shares the input embedding."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     latent: LatentAttention | None = None
@@ -60,18 +60,18 @@ class ModelShape:
     shared_ffn_hidden_size: int = 0
     """Total feed-forward size of all shared experts."""
     has_expert_bias: bool = False
-    """A bias per expert in the choice of experts, kept as a buffer."""
+    """Whether the router adds a bias per expert, stored as a buffer."""
 
     @property
     def is_moe(self) -> bool:
-        """Some layer has experts."""
+        """Whether any layer has experts."""
         return bool(self.moe_layers)
 
     def layer_parameters(
         self, layer: int, *, tensor: int = 1, expert: int = 1, expert_tensor: int = 1
     ) -> tuple[int, int]:
-        """Parameters of one layer outside of its experts, and those of its experts, on one of `tensor` ranks that split
-        matrices, where `expert` ranks split the experts and `expert_tensor` ranks each expert's matrices."""
+        """Number of parameters of one layer on one rank: (outside the experts, in the experts). `tensor` ranks split
+        the matrices, `expert` ranks split the experts, and `expert_tensor` ranks split each expert's matrices."""
         hidden = self.hidden_size
         outside = 2 * hidden + self._attention_parameters(tensor)
         if layer not in self.moe_layers:
@@ -81,7 +81,8 @@ class ModelShape:
         return outside, self.num_experts // expert * per_expert
 
     def vocabulary_parameters(self, tensor: int = 1) -> int:
-        """Of the embedding, or of the output layer, on one of `tensor` ranks that split its rows."""
+        """Number of parameters of the embedding (or of the output layer) on one of `tensor` ranks that split its
+        rows."""
         return -(-self.vocab_size // tensor) * self.hidden_size
 
     def num_parameters(self) -> int:
@@ -90,15 +91,15 @@ class ModelShape:
         return layers + self.hidden_size + self.vocabulary_parameters() * (1 if self.is_tied else 2)
 
     def num_active_parameters(self) -> int:
-        """Of those, the ones that a token meets: of experts the chosen ones alone."""
+        """Number of parameters that one token uses: of the experts, only the chosen ones."""
         if not self.is_moe:
             return self.num_parameters()
         per_layer = 3 * self.hidden_size * self.expert_ffn_hidden_size * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - per_layer * len(self.moe_layers)
 
     def key_value_elements(self, *, tensor: int = 1) -> int:
-        """Elements that one layer's cache has for a token, on one of `tensor` ranks: a rank has one key/value head at
-        least, and latent attention's vectors whole."""
+        """Elements per token in one layer's cache, on one of `tensor` ranks. A rank has at least one key/value head,
+        and with latent attention the complete latent vectors."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.qk_rope_head_dim
         return 2 * max(1, self.num_kv_heads // tensor) * self.head_dim
@@ -119,8 +120,8 @@ class ModelShape:
         return query + down + up + self.num_heads * latent.v_head_dim // tensor * hidden
 
     def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
-        """Estimate of the elements that one layer keeps per token until backward, on one of `tensor` ranks that split
-        heads, units, and between matrices the tokens."""
+        """Estimated elements per token that one layer keeps until backward, on one of `tensor` ranks. They split heads
+        and feed-forward units, and the tokens outside matrix products."""
         hidden = 4 * self.hidden_size / tensor
         if self.latent is None:
             query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -137,7 +138,7 @@ class ModelShape:
 
 
 def read_config(path: str | None) -> dict[str, Any] | None:
-    """`config.json` of a local model directory; None for a hub name, or where a recipe has yet to make the model."""
+    """`config.json` of a local model directory; None for a hub name or a directory that a recipe has yet to create."""
     file = Path(path or "") / "config.json"
     if path is None or not file.is_file():
         return None
@@ -148,10 +149,10 @@ def read_config(path: str | None) -> dict[str, Any] | None:
 
 
 def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape that a `config.json` describes.
+    """The shape of the model that a `config.json` describes.
 
     Args:
-        config: its contents.
+        config: the contents of `config.json`.
         where: key path of the model, for messages.
 
     Raises:

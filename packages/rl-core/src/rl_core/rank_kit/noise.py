@@ -1,4 +1,4 @@
-"""Random numbers that are a function of their place: any part of a tensor can be made alone, on any device."""
+"""Random numbers that depend only on seed and element index, so any part of a tensor can be generated on any device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 
 def element_index(shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """int64 of `shape`: the places of a piece's elements in the whole tensor, counted row by row.
+    """int64 of `shape`: row-major indices of a piece's elements in the whole tensor.
 
     Args:
-        shape: of the piece.
-        offset: of its first element.
+        shape: shape of the piece.
+        offset: position of its first element in the whole tensor.
         whole: shape of the whole tensor.
     """
     index = torch.zeros((), dtype=torch.int64)
@@ -28,7 +28,7 @@ def element_index(shape: Sequence[int], offset: Sequence[int], whole: Sequence[i
 
 
 def normal_noise(index: Tensor, seed: int) -> Tensor:
-    """Standard normal float32 numbers, one for each index (int64), each of seed and index alone.
+    """Standard normal float32 numbers, one per index (int64). Each depends only on seed and index.
 
     Two halves of a hash are uniform numbers u, v in (0, 1]; sqrt(−2 ln u) cos(2πv) is normal (Box & Muller 1958).
     """
@@ -38,7 +38,7 @@ def normal_noise(index: Tensor, seed: int) -> Tensor:
 
 
 def hash_of(index: Tensor, seed: int) -> Tensor:
-    """int64: number `index` of the sequence SplitMix64 that starts at `seed`, its 64 bits read as signed.
+    """int64: element `index` of the SplitMix64 sequence with the given seed, its 64 bits read as signed.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators, figure 17.
     """
@@ -49,5 +49,5 @@ def hash_of(index: Tensor, seed: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """To the right, zeros from the left."""
+    """Logical shift to the right, filled with zeros."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

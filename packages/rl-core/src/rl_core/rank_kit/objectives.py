@@ -1,4 +1,4 @@
-"""From the name of a loss to its value on a micro-batch: what every training backend does around a loss function."""
+"""From the name of a loss to its value on a micro-batch: the code around a loss that all training backends share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rl_core.plugins import load_function
 from rl_core.rank_kit.device_copies import on_device
 
 _CURRENT = {"logprobs": "logprobs_T", "entropies": "entropies_T", "values": "predicted_values_T"}
-"""A score of the current model → the parameter under which a loss reads it."""
+"""Score of the current model → the loss parameter that receives it."""
 
 
 def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
-    """Loads a loss by entry point or `package.module:function`, checks its parameters, runs it on four tokens.
+    """Loads a loss by entry point or `package.module:function`, checks its parameters, and runs it on four tokens.
 
     Args:
-        spec: what is minimised.
+        spec: the loss and its settings.
         key: the configuration key that chose the loss, for messages.
 
     Raises:
-        PluginError: no such function, or one whose parameters or result are not those of a loss.
-        ConfigError: an unknown or missing setting, or one out of range.
+        PluginError: the function does not exist, or its parameters or result are not those of a loss.
+        ConfigError: a setting is unknown, missing or out of range.
     """
     function = load_function("rl_core.policy_losses", spec.name, spec.params, key=key)
     objective = Objective(
@@ -47,14 +47,14 @@ def objective_from_spec(spec: LossSpec, *, key: str | None = None) -> Objective:
 def batch_loss(
     objective: Objective, batch: Batch, scores: Mapping[str, Tensor], device: torch.device
 ) -> tuple[Tensor, Any]:
-    """The weighted sum that is minimised, over one micro-batch, and its metrics.
+    """The weighted loss sum of one micro-batch, to be minimised, and its metrics.
 
     Args:
         objective: the loss.
-        batch: with the columns that the objective reads, on any device.
-        scores: of the current model with gradient, each [T]: `logprobs`, `entropies` where `needs_entropies` says so,
+        batch: has the columns that the objective reads, on any device.
+        scores: scores of the current model with gradient, each [T]: `logprobs`, and `entropies` if `needs_entropies`;
             or a critic's `values`.
-        device: where the scores are.
+        device: the device of the scores.
     """
     return objective(
         {name: on_device(batch[name], device) for name in objective.call_columns},
@@ -64,19 +64,19 @@ def batch_loss(
 
 
 def needs_entropies(objective: Objective, spec: LossSpec, returns: Sequence[str]) -> bool:
-    """Whether a training pass computes entropies: the loss reads them, or they are measured or returned."""
+    """Whether a training pass must compute entropies: the loss reads them, or they are reported or returned."""
     return "entropies" in objective.reads or spec.measures_entropy or "entropies" in returns
 
 
 def total_metrics(parts: Iterable[Any]) -> Metrics:
-    """The metrics of several micro-batches as those of one call, whose `loss` is a sum and weighs 1; empty without
-    any."""
+    """Combines the metrics of several micro-batches into those of one call; its `loss` is a sum with weight 1. Empty
+    without micro-batches."""
     totals = sum_metrics(list(parts))
     return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
 
 
 def require_scores(returns: Sequence[str], score_names: Sequence[str], role: str) -> None:
-    """Raises ConfigError where `returns` of `Worker.forward_backward` asks for a score that the model does not have."""
+    """Raises ConfigError if `returns` of `Worker.forward_backward` names a score that the model does not have."""
     for name in returns:
         if name not in score_names:
             raise ConfigError(f"{role}: returns={name!r} is no score of this model; it has {', '.join(score_names)}")

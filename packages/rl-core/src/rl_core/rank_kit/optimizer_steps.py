@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step: the configuration's, the schedule's, or the caller's."""
+"""The settings of one optimizer step: from the configuration, the schedule, or the caller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class StepSettings:
     gradient_scale: float
 
     def put_into(self, param_groups: Iterable[dict[str, Any]]) -> None:
-        """Into the groups of a torch AdamW, or of one that has the same keys; scaling and clipping are the caller's."""
+        """Writes the settings into the param groups of torch's AdamW, or of an optimizer with the same keys. The caller
+        does scaling and clipping."""
         for group in param_groups:
             group["lr"] = self.learning_rate
             group["betas"] = self.adam_betas
@@ -31,12 +32,12 @@ class StepSettings:
 
 
 def step_settings(config: OptimizerConfig, update: OptimizerUpdate | None, *, scheduled_rate: float) -> StepSettings:
-    """What one step is taken with.
+    """The settings of one step.
 
     Args:
-        config: what holds for every step.
-        update: what this one does otherwise.
-        scheduled_rate: the schedule's learning rate of this step (`learning_rates.learning_rate`).
+        config: settings of all steps.
+        update: settings of this step that differ; None: none do.
+        scheduled_rate: the schedule's learning rate for this step (`learning_rates.learning_rate`).
     """
     update = update or OptimizerUpdate()
 

@@ -1,7 +1,7 @@
-"""Noise on the trained parameters for a moment, taken away bit for bit: how the path of every tensor is proved.
+"""Temporary noise on the trained parameters, removed bit for bit. It proves the path of every tensor to the engines.
 
 The noise of an element is a hash of the seed, the parameter's name in the whole model and the element's index in it
-(`noise.py`): no mesh changes it, each rank makes its own part alone, and copies stay equal.
+(`noise.py`). So it does not depend on the mesh, each rank computes its part locally, and copies stay equal.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rl_core.rank_kit.noise import element_index, normal_noise
 from rl_core.seeds import seed_of
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Hashes are made for so many elements at a time."""
+"""Number of elements hashed at a time."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Piece:
-    """What one rank holds of one trained parameter."""
+    """One rank's part of a trained parameter."""
 
     tensor: Tensor
-    """Has elements and at least one axis; changed in place."""
+    """Not empty, at least one axis; changed in place."""
     name: str
     """Name of the parameter in the whole model."""
     offset: tuple[int, ...]
@@ -44,7 +44,7 @@ class Piece:
 
 
 class Perturbation:
-    """Noise that is on; made by `perturb`, undone by `restore`."""
+    """Noise that has been added by `perturb` and can be removed by `restore`."""
 
     def __init__(self, kept: dict[tuple[str, tuple[int, ...]], Tensor]):
         self._kept = kept
@@ -52,11 +52,12 @@ class Perturbation:
     @classmethod
     @torch.no_grad()
     def perturb(cls, pieces: Sequence[Piece], *, seed: int, scale: float) -> Perturbation:
-        """Collective: sizes are those of whole parameters. A copy of this rank's pieces is kept on the CPU.
+        """Adds the noise. Collective, because its scale depends on whole parameters. Keeps a copy of this rank's pieces
+        on the CPU.
 
         Args:
             pieces: all trained parameters of this rank, each element once.
-            seed: of the noise.
+            seed: seed of the noise.
             scale: see `rl_core.interfaces.Perturbable.perturb`.
         """
         mean_squares = _mean_squares(pieces)
@@ -73,7 +74,8 @@ class Perturbation:
 
     @torch.no_grad()
     def restore(self, pieces: Iterable[Piece]) -> None:
-        """Of this rank alone; `pieces` are those of `perturb`, in whatever memory they are now."""
+        """Restores this rank's pieces; not collective. `pieces`: the same as for `perturb`, possibly moved to other
+        memory."""
         for piece in pieces:
             piece.tensor.copy_(self._kept[piece.place])
 

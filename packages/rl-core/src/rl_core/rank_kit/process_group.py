@@ -1,4 +1,4 @@
-"""The ranks of one model as torch.distributed sees them: joining, and agreeing on one outcome."""
+"""The process group of one model's ranks: joining it, and agreeing on one outcome."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from rl_core.interfaces import RankInfo
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""The controller's deadline ends a call sooner, and kills the ranks; this one ends ranks whose controller is gone."""
+"""The controller's deadline is shorter and kills the ranks. This timeout ends ranks whose controller has died."""
 
 
 def own_device(rank: RankInfo) -> torch.device:
-    """The node's GPU of this rank, made the current one (a rank that sees one GPU only takes that); else the CPU."""
+    """This rank's GPU on its node, which becomes the current device. A rank that sees a single GPU takes that one;
+    without GPUs, the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", rank.local_rank % torch.cuda.device_count())
@@ -28,10 +29,10 @@ def own_device(rank: RankInfo) -> torch.device:
 
 
 def join_process_group(rank: RankInfo, device: torch.device) -> None:
-    """Makes the default process group; returns when all ranks have joined."""
+    """Creates the default process group; returns when all ranks have joined."""
     is_alone = rank.world_size == 1
     dist.init_process_group(
-        # gloo serves what lies on the CPU: offloaded parameters, checkpoints, messages.
+        # gloo is for CPU tensors: offloaded parameters, checkpoints, messages.
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=None if is_alone else f"tcp://{rank.master_address}:{rank.master_port}",
         store=HashStore() if is_alone else None,
@@ -42,19 +43,19 @@ def join_process_group(rank: RankInfo, device: torch.device) -> None:
 
 
 def new_cpu_group() -> dist.ProcessGroup:
-    """Another process group of all ranks, for what lies on the CPU; all make it together."""
+    """Creates another process group of all ranks, for CPU tensors. Collective."""
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _is_rehearsed() -> bool:
-    """This rank stands for all of them: the others are not there (`scoring/rehearsal.py`)."""
+    """Whether this is a rehearsal (`scoring/rehearsal.py`), in which a single rank runs without the others."""
     return dist.get_backend() == "fake"
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on all ranks; an RLError that it raises there is raised on all of them."""
+    """Calls `make` on rank 0 and returns its result on all ranks. An RLError raised there is raised on all ranks."""
     if _is_rehearsed():
         return make()
     made: list[tuple[T | None, RLError | None]] = [(None, None)]
@@ -71,7 +72,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def agree(act: Callable[[], T]) -> T:
-    """What `act` returns on this rank. If it raises an RLError on any rank, the first one is raised on all."""
+    """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise the
+    first one."""
     if _is_rehearsed():
         return act()
     result, error = None, None

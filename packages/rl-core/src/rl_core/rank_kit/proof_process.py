@@ -1,10 +1,9 @@
-"""The process in which a small model is computed by transformers and by a backend, and compared.
+"""The process that computes a small model with transformers and with a backend, and compares the results.
 
     python -m rl_core.rank_kit.proof_process JOB RESULT
 
-A process of its own: a backend may make process groups or change its libraries, and whatever happens to it there leaves
-nothing behind. It ends when its stdin does, so also when the process that started it is killed. Code that already runs
-in a process of its own calls `compare`.
+It is a separate process, because a backend may create process groups, modify its libraries, or crash. It ends when its
+stdin closes, hence also when its parent is killed. Code that already runs in a separate process calls `compare`.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from rl_core.rank_kit.reference_models import one_thread, random_model, referenc
 from rl_core.rank_kit.shrunken_models import MANY_TOKENS, shrunken
 
 LOGPROB_LIMIT = 2e-5
-"""Largest difference of a log-prob. Two right float32 models of this size differ by rounding: seen 5e-6 at most."""
+"""Largest allowed difference of a log-prob. Rounding of correct float32 models of this size: at most 5e-6 measured."""
 GRADIENT_LIMIT = 1e-3
-"""Relative, of every parameter; see `_gradient_error`. Seen 3e-6."""
+"""Largest allowed relative gradient difference of each parameter; see `_gradient_error`. Measured: 3e-6."""
 ACCELERATOR_LOGPROB_LIMIT, ACCELERATOR_GRADIENT_LIMIT = 1e-2, 0.2
-"""On an accelerator: of the mean difference, because its kernels may round to ten bits (TF32), which sends some tokens
-to other experts. No accelerator was at hand to measure its rounding; the weakest of the faults in
-tests/megatron/test_model_proof.py has a mean of 0.04 (and, on a CPU, a largest difference of 0.39)."""
+"""Limits on an accelerator; the log-prob limit is for the mean difference. Its kernels may round to ten bits (TF32),
+which sends some tokens to other experts. This rounding has not been measured, for lack of an accelerator. The weakest
+fault in tests/megatron/test_model_proof.py has a mean of 0.04 (and, on a CPU, a largest difference of 0.39)."""
 _MOST_CHARACTERS = 500
-"""Maximum length of an error that is passed on."""
+"""Maximum length of a reported error message."""
 _LENGTHS = (MANY_TOKENS, 23, 1500)
-"""Sequences; the last one is scored alone: positions at which slow rotary frequencies show."""
+"""Sequence lengths. The last sequence is scored but not trained; at its positions slow rotary frequencies matter."""
 
 
 @attrs.frozen(kw_only=True)
 class ProofJob:
-    """What is compared."""
+    """The backend and the model to compare."""
 
     backend: ModelProving
     spec: WorkerSpec
@@ -59,20 +58,20 @@ class ProofJob:
 
 @attrs.frozen(kw_only=True)
 class Differences:
-    """Between a backend and transformers."""
+    """Differences between the results of a backend and of transformers."""
 
     logprob: float
-    """Largest absolute one."""
+    """Largest absolute difference of a log-prob."""
     mean_logprob: float
     gradient: float
-    """Largest of a parameter's, relative."""
+    """Largest relative difference of a parameter's gradient."""
     parameter: str
-    """The one with it."""
+    """The parameter with this difference."""
     on_accelerator: bool = False
-    """The backend computed there."""
+    """Whether the backend computed on an accelerator."""
 
     def complaint(self) -> str | None:
-        """What is wrong, if anything is."""
+        """Describes the difference if it is above a limit; else None."""
         logprob, limit, gradient_limit = self.logprob, LOGPROB_LIMIT, GRADIENT_LIMIT
         if self.on_accelerator:
             limit, gradient_limit = ACCELERATOR_LOGPROB_LIMIT, ACCELERATOR_GRADIENT_LIMIT
@@ -85,11 +84,11 @@ class Differences:
 
 
 def compare(job: ProofJob) -> Differences:
-    """Makes the small model and runs both.
+    """Creates the small model, runs it with transformers and the backend, and compares the results.
 
     Raises:
-        ConfigError: transformers cannot build it.
-        Exception: the backend cannot; whatever it raised.
+        ConfigError: transformers cannot build the model.
+        Exception: whatever the backend raises.
     """
     config = shrunken(job.config, job.where)
     with one_thread(), held_folder(job.backend.name, "proof") as folder:
@@ -144,7 +143,7 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 
 
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Log-probs of the stream, and the gradient over its trained sequences in one micro-batch."""
+    """Log-probs of the stream, and the gradients over its trained sequences as one micro-batch."""
     if not isinstance(worker, Inspectable):
         raise ConfigError(f"{type(worker).__name__} does not show its gradients (Inspectable), so it cannot be proved")
     last = batch.num_sequences - 1
@@ -157,10 +156,10 @@ def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]
 def _gradient_error(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], magnitudes: Mapping[str, float]
 ) -> tuple[float, str]:
-    """The largest relative difference (L2) of a parameter's gradient, and the parameter.
+    """The largest relative difference (L2) of a parameter's gradient, and the parameter's name.
 
-    A parameter's gradient counts by its weights' magnitude, as what a relative change of them does; one that does less
-    than 1 % of all together counts as 1 %.
+    Each gradient is multiplied by the magnitude of its weights: the effect of a relative change. The divisor is the
+    parameter's own effect, but at least 1 % of the effects of all parameters together.
     """
     if missing := sorted(expected.keys() ^ found.keys()):
         return float("inf"), missing[0]
@@ -181,14 +180,14 @@ def main(job_file: str, result_file: str) -> None:
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
     try:
         result: dict[str, Any] = {"differences": attrs.asdict(compare(pickle.loads(content)))}
-    except Exception as error:  # a model's code or a backend's may raise anything; it is the answer
+    except Exception as error:  # code of a model or backend may raise anything; the error is the result
         what = "" if isinstance(error, RLError) else f"{type(error).__name__}: "
         result = {"error": what + " ".join(str(error).split())[:_MOST_CHARACTERS]}
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _end_with_parent() -> None:
-    """Ends this process when stdin ends; what it leaves is reclaimed (`held_folders`)."""
+    """Ends this process when stdin closes. Its leftover folders are reclaimed later (`held_folders`)."""
     sys.stdin.buffer.read()
     os._exit(1)
 

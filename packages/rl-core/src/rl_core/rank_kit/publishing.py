@@ -1,4 +1,4 @@
-"""What a rank sends in a weight sync, whatever its backend: whole weights or the adapter alone, packed on rank 0."""
+"""Sends a rank's weights in a weight sync, for any backend: whole weights or only the adapter, packed on rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Exporting(Protocol):
-    """A worker that hands out its weights, and the adapter of a LoRA policy alone."""
+    """A worker that can export its weights, and separately the adapter of a LoRA policy."""
 
     spec: WorkerSpec
 
@@ -23,12 +23,12 @@ class Exporting(Protocol):
         ...
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The adapter's tensors under peft's names."""
+        """Yields the adapter's tensors under peft's names."""
         ...
 
 
 def publish(worker: Exporting, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-    """`Worker.publish` of a backend that can export both."""
+    """Implements `Worker.publish` for an `Exporting` worker."""
     export = worker.export_adapter if worker.spec.model.lora.is_sent_alone else worker.export_weights
     return sender.send(export(max_bucket_bytes), version)
 
@@ -36,12 +36,12 @@ def publish(worker: Exporting, sender: WeightSender, version: int, max_bucket_by
 def pack_on_first(
     tensors: Iterator[tuple[str, Tensor]], max_bucket_bytes: int, *, is_first: bool
 ) -> Iterator[WeightBucket]:
-    """Buckets of whole tensors on rank 0; on the others none: see `on_first`."""
+    """Yields buckets of whole tensors on rank 0, and nothing on other ranks: see `on_first`."""
     return pack_buckets(on_first(tensors, is_first=is_first), max_bucket_bytes)
 
 
 def on_first(gathered: Iterator[T], *, is_first: bool) -> Iterator[T]:
-    """`gathered` on rank 0. The others yield nothing, and take part: all ranks gather each of these together."""
+    """Yields from `gathered` on rank 0. Other ranks only exhaust it, because advancing it is collective."""
     for item in gathered:
         if is_first:
             yield item

@@ -1,8 +1,8 @@
-"""A model of transformers with random weights by which one way of computing can be told from another, and its numbers.
+"""A transformers model with random weights that expose differences in computation, and its scores and gradients.
 
-Every norm is given inputs whose mean square is a few times its eps, so that another eps shows; attention is sharp,
-biases are not zero, experts' scores lie apart, and log-probs spread over some nats, whatever the configuration says of
-initial weights. transformers is imported where it is needed: rl_core does not depend on it.
+The mean square of every norm's input is a few times its eps, so that a wrong eps has an effect. Attention is sharp,
+biases are not zero, experts' scores are well separated, and log-probs spread over some nats. The configuration's
+initial weights are not used. transformers is imported inside functions, because rl_core does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from torch import Tensor, nn
 from rl_core.errors import ConfigError
 
 _MOST_PARAMETERS = 50_000_000
-"""Of a small model: more than that comes from a size that `shrunken` does not know."""
+"""Limit for a small model. A larger one has a size that `shrunken` does not know."""
 _SHARPNESS = 1.2
-"""Standard deviation of queries, keys and routers' scores, by element."""
+"""Standard deviation of the elements of queries, keys and router scores."""
 _LOGITS = 1.0
 """Standard deviation of the logits."""
 _WRITERS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "down_proj", "w2", "embed_tokens", "wte", "word_embeddings")
-"""Layers whose outputs are added up in the residual stream, which only norms read."""
+"""Layers whose outputs are added to the residual stream, which only norms read."""
 _NORMALISED = {"q_proj": "q_norm", "k_proj": "k_norm", "q_a_proj": "q_a_layernorm"}
-"""Layers whose outputs a norm beside them reads alone."""
+"""Layer → the norm next to it that alone reads its output, if the model has it."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ReferenceScores:
-    """What a model is compared by."""
+    """The results by which models are compared."""
 
     logprobs_T: Tensor
-    """float32, of all sequences end to end; 0 at the first token of each."""
+    """float32, all sequences concatenated; 0 at the first token of each."""
     gradients: Mapping[str, Tensor]
-    """Of sum_t weights[t] · −logprobs[t], under the names of a checkpoint; a tied weight once."""
+    """Gradients of sum_t weights[t] · −logprobs[t], under the names of a checkpoint; a tied weight appears once."""
     magnitudes: Mapping[str, float]
     """Root mean square of each of these weights."""
 
 
 def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any:
-    """Transformers' model of a small configuration, float32, in evaluation mode.
+    """The transformers model of a small configuration, float32, in evaluation mode.
 
     Args:
-        config: all fields, `model_type` among them.
+        config: all fields, including `model_type`.
         where: key path of the model, for messages.
         seed: the same seed makes the same weights.
 
@@ -66,12 +66,12 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size > _MOST_PARAMETERS:
                 raise ConfigError(f"{where}: a small copy of the model still has {size:,} parameters")
-            # Experts one by one: a grouped product asks for sizes that are multiples of 16 bytes.
+            # Experts one by one, because a grouped product needs sizes that are multiples of 16 bytes.
             plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plainly).eval()
         except ConfigError:
             raise
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise ConfigError(f"{where}: transformers cannot build a small copy of the model: {error}") from error
         _fill(model)
     return model
@@ -106,7 +106,7 @@ def _fill(model: Any) -> None:
             gain = _LOGITS if layer == "lm_head" else _SHARPNESS
             nn.init.normal_(tensor, std=gain * scale * tensor.shape[-1] ** -0.5)
             if layer == "kv_a_proj_with_mqa":
-                tensor[: config.kv_lora_rank] *= small  # what stands behind it is rotated, not normalised
+                tensor[: config.kv_lora_rank] *= small  # the remaining rows are rotated, not normalised
 
 
 def _is_last_norm(parts: list[str]) -> bool:
@@ -114,12 +114,12 @@ def _is_last_norm(parts: list[str]) -> bool:
 
 
 def write_model(model: Any, config: Mapping[str, Any], directory: Path) -> None:
-    """The weights as a checkpoint has them, and the configuration word for word: saving would write transformers' own.
+    """Writes the weights as in a checkpoint, and the configuration unchanged (`save_pretrained` would rewrite it).
 
     Args:
-        model: as `random_model` made it.
-        config: from which it was made.
-        directory: exists.
+        model: created by `random_model`.
+        config: the configuration from which it was created.
+        directory: an existing directory.
     """
     weights = {**dict(model.named_parameters()), **dict(_kept_buffers(model))}
     tensors = as_in_a_checkpoint(model, {name: tensor.detach() for name, tensor in weights.items()})
@@ -135,20 +135,20 @@ def _kept_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in a checkpoint: transformers holds all experts of a layer as one, a checkpoint names
-    each."""
+    """Tensors by their checkpoint names. transformers holds all experts of a layer in one tensor; a checkpoint has one
+    per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 def reference_scores(model: Any, sequences: list[Tensor], weights_T: Tensor) -> ReferenceScores:
-    """Log-probs of sequences, each alone, and the gradient of their weighted sum.
+    """Log-probs of sequences, each computed alone, and the gradient of their weighted sum.
 
     Args:
-        model: of transformers.
-        sequences: int64 tokens of each.
-        weights_T: float, of all of them end to end; sequences without a weight are scored without a gradient.
+        model: a transformers model.
+        sequences: int64 tokens of each sequence.
+        weights_T: float, for all sequences concatenated. Sequences with zero weights are scored without a gradient.
     """
     parts, start = [], 0
     for tokens_S in sequences:
@@ -173,7 +173,7 @@ def reference_scores(model: Any, sequences: list[Tensor], weights_T: Tensor) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tiny models are many times slower with two threads on a busy machine."""
+    """Context with one torch thread: on a busy machine, tiny models are many times slower with two."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

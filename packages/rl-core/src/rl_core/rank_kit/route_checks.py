@@ -1,7 +1,7 @@
-"""Whether a batch's routes (`routed_experts` [T, L, K], `routed` [T]) fit the model that is to follow them.
+"""Checks that a batch's routes (`routed_experts` [T, L, K], `routed` [T]) fit the model that follows them.
 
-L counts all transformer layers of the whole model, as engines return them; what stands in layers without experts, and
-where `routed` is False, is never read.
+L counts all transformer layers of the whole model, as engines return them. Values in layers without experts, and at
+tokens whose `routed` is False, are never read.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from rl_core.errors import ConfigError, ShapeError
 
 @attrs.frozen(kw_only=True)
 class RouteShape:
-    """What a model's routes look like."""
+    """The shape of a model's routes."""
 
     num_layers: int
-    """L: all transformer layers of the model, wherever they are computed."""
+    """L: number of all transformer layers of the model, on all ranks."""
     layers: tuple[int, ...]
-    """The layers among these whose experts follow routes on this rank."""
+    """Indices of the layers on this rank whose experts follow routes."""
     num_experts: int
     experts_per_token: int
     """K"""
 
 
 def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
-    """The batch carries routes that fit where they are followed, and none where they are not.
+    """Requires that the batch has fitting routes if router replay is on, and no routes if it is off.
 
-    One that says of every token that its route is unknown (`routed` alone, False throughout) fits everywhere: the
-    router's own choices score it.
+    A batch in which every route is unknown (only the column `routed`, all False) is always accepted: routers then make
+    their own choices.
 
     Args:
-        batch: about to be scored or trained on.
-        shape: of the model; None where replay is off.
+        batch: the batch to be scored or trained on.
+        shape: the model's route shape; None: replay is off.
         key: configuration key that switches replay on, for messages.
 
     Raises:
-        ConfigError: routes arrived and replay is off, or the other way round.
-        ShapeError: L or K is another, an expert's id is out of range, or a token has an expert twice.
+        ConfigError: the batch has routes and replay is off, or vice versa.
+        ShapeError: L or K differs, an expert id is out of range, or a token has the same expert twice.
     """
     if "routed_experts" not in batch and "routed" in batch and not batch["routed"].any():
         return
@@ -72,7 +72,7 @@ def _require_fitting(batch: Batch, shape: RouteShape) -> None:
         )
     layers = list(shape.layers)
     routes_TLK = batch["routed_experts"] if len(layers) == num_layers else batch["routed_experts"][:, layers]
-    # Pairs of whole planes: a quarter of the time of a sort of every token's few ids.
+    # Comparing pairs of planes takes a quarter of the time of sorting each token's few ids.
     routes_KTL = routes_TLK.permute(2, 0, 1).contiguous()
     is_wrong_TL = ((routes_KTL < 0) | (routes_KTL >= shape.num_experts)).any(0)
     is_twice_TL = torch.zeros_like(is_wrong_TL)

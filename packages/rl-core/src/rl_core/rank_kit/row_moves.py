@@ -1,4 +1,4 @@
-"""Rows of a tensor, moved to distinct places: the gradient of a copy is a copy, where torch's indexing would sum."""
+"""Moves rows of a tensor to distinct places. The gradient is then a copy, whereas torch's indexing would sum."""
 
 from __future__ import annotations
 

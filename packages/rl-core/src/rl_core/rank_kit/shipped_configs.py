@@ -1,4 +1,4 @@
-"""Configurations of public models that installed packages bring: sizes are known without weights or a network."""
+"""Configurations of public models in installed packages, so that sizes are known without weights or network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GROUP = "rl_core.model_configs"
 
 
 def shipped_config(path: str | None) -> Path | None:
-    """The directory that has the `config.json` of the model with this name; None: no installed package brings it, or a
-    local directory is meant."""
+    """The directory with the shipped `config.json` of the model with this name. None if no installed package has it, or
+    if the path is a local directory."""
     if path is None or path.count("/") != 1 or path.startswith((".", "/", "~")) or Path(path).exists():
         return None
     roots = (plugins.load(GROUP, plugin.name) for plugin in plugins.installed(GROUP))
@@ -23,7 +23,7 @@ def shipped_config(path: str | None) -> Path | None:
 
 
 def known_config(path: str | None) -> Mapping[str, Any] | None:
-    """The fields of a local model's `config.json`, or of one that is shipped; None: neither is there."""
+    """The fields of a local model's `config.json`, else of a shipped one; None if there is neither."""
     local = read_config(path)
     if local is None and (directory := shipped_config(path)) is not None:
         return read_config(str(directory))
@@ -31,8 +31,8 @@ def known_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def here_or_shipped(path: str | None) -> str | None:
-    """Where a model's configuration can be read: its own path, or the directory of one that is shipped where the model
-    was not fetched yet."""
+    """The path from which a model's configuration can be read: its own, or that of a shipped configuration if the model
+    has not been downloaded."""
     if path is None or written_config(path) is not None:
         return path
     shipped = shipped_config(path)

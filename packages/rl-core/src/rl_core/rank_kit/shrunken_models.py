@@ -1,9 +1,9 @@
-"""A model's configuration made small: few layers, narrow matrices, few experts, and all else as it was. No torch.
+"""Shrinks a model's configuration: few layers, narrow matrices, few experts, everything else unchanged. No torch.
 
-What decides how a model is computed stays: the size of a head, so that rotary frequencies are the model's, kinds of
-layers, norms and their eps, biases, groups of experts and how many are taken, tied or not, what divides what. A
-length that only a long sequence would reach (a window, or where rotary frequencies depend on the length) becomes
-shorter than `MANY_TOKENS`.
+Everything that determines how a model is computed is kept: the head size, and with it the rotary frequencies; kinds of
+layers; norms and their eps; biases; expert groups and how many are chosen; tied embeddings; divisibility of sizes.
+Lengths that only long sequences reach (windows, and thresholds of length-dependent rotary frequencies) become shorter
+than `MANY_TOKENS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.rank_kit.model_shapes import EXPERT_COUNTS
 
 MANY_TOKENS = 97
-"""Length of a sequence that exceeds every window of a small model."""
+"""A sequence length that exceeds every window of a small model."""
 _SIZES = {
     "vocab_size": 61,
     "intermediate_size": 48,
@@ -25,14 +25,14 @@ _SIZES = {
     "kv_lora_rank": 28,
     "n_shared_experts": 2,
 }
-"""Sizes that nothing else depends on, and the most that a small model has; they differ, so that none stands in for
-another."""
+"""Sizes on which no other size depends → their maximum in a small model. The maxima differ, so that a mix-up of two
+sizes is detected."""
 _HIDDEN_PER_HEAD = 20
 _WINDOWS = {"sliding_window": 24, "attention_chunk_size": 24}
 _FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers")
-"""The layers before this number are of another kind."""
+"""Fields with a number of first layers that are of another kind."""
 _SOME_LAYERS = ("mlp_only_layers",)
-"""Numbers of layers of another kind."""
+"""Fields with a list of the layers that are of another kind."""
 _EVERY_NTH_LAYER = (
     "decoder_sparse_step",
     "moe_layer_freq",
@@ -43,7 +43,7 @@ _EVERY_NTH_LAYER = (
 )
 _MOST_LAYERS = 12
 _SAME_AT_ANY_LENGTH = (None, "default", "linear", "llama3", "yarn", "proportional")
-"""Rotary embeddings whose frequencies do not depend on the sequence."""
+"""Rotary embedding types whose frequencies do not depend on the sequence length."""
 _ORIGINAL_LENGTH = 32
 _NOT_OF_THE_MODEL = ("quantization_config", "transformers_version", "torch_dtype", "_name_or_path")
 
@@ -52,11 +52,11 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The small configuration.
 
     Args:
-        config: what transformers' configuration says, all fields (`to_dict()`).
+        config: all fields of transformers' configuration (`to_dict()`).
         where: key path of the model, for messages.
 
     Raises:
-        ConfigError: it describes no language model alone, or lacks a size.
+        ConfigError: the configuration is not that of a plain language model, or lacks a size.
     """
     if any(isinstance(config.get(name), Mapping) for name in ("text_config", "vision_config", "encoder", "decoder")):
         raise ConfigError(f"{where}: {config.get('model_type')} is a model of several; expected a language model alone")
@@ -76,7 +76,7 @@ def shrunken(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fewer of them, as odd or even as before; queries per key/value head and the size of a head stay of their kind."""
+    """Fewer heads, with the same parity. The kind of grouping and the head size are kept."""
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads")
     if groups is None or groups == heads:
@@ -92,13 +92,13 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _few(count: int, most: int) -> int:
-    """At most `most`, or 3 of an odd number: 3 does not divide what 2 and 4 do."""
+    """`count` if it is at most `most`; else 3 if it is odd, so that 2 and 4 still do not divide it; else `most`."""
     return count if count <= most else (3 if count % 2 else most)
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """The product of heads and their size where it was, else another multiple of the heads; with a remainder where
-    there was one."""
+    """heads · head size if that was the hidden size, else another multiple of the heads. Keeps a remainder if there was
+    one."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads
@@ -112,7 +112,7 @@ def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fewer to choose from; as many are chosen, from as many groups."""
+    """Fewer experts. The number of chosen experts and chosen groups is kept."""
     chosen, groups, best = (config.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
     small: dict[str, Any] = {}
     for name in EXPERT_COUNTS:
@@ -132,7 +132,8 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The first layer of each kind and one more, or, where every n-th is of another kind, the first ones."""
+    """Keeps the first layer of each kind and one more. If every n-th layer is of another kind, keeps the first
+    layers."""
     count = config["num_hidden_layers"]
     lists = {
         name: value
@@ -179,7 +180,7 @@ def _kept_layers(config: Mapping[str, Any], count: int, lists: Sequence[Sequence
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Where frequencies depend on the length of the sequence, the lengths at which they change."""
+    """Small windows, and small thresholds of rotary frequencies that depend on the sequence length."""
     rope = config.get("rope_parameters") or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]
     if all(part.get(key) in _SAME_AT_ANY_LENGTH for part in parts for key in ("rope_type", "type")):
@@ -201,7 +202,7 @@ def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(small: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens that the small vocabulary has."""
+    """Ids of special tokens, within the small vocabulary."""
     size = small["vocab_size"]
     found: dict[str, Any] = {}
     for number, (name, value) in enumerate(sorted(small.items())):

@@ -1,8 +1,8 @@
-"""`state.json`, written last beside the files of a worker's state: it lists them with sizes and checksums, and without
-it there is no state.
+"""`state.json`, written last, lists the files of a worker's state with sizes and checksums. Without it there is no
+state.
 
-Each rank computes the checksums of what it wrote (`FileSystemWriter`), and reads a part of all
-files again before any rank loads one (`require_complete_state`).
+Each rank computes the checksums of its own files (`FileSystemWriter`). Before any rank loads the state, the ranks share
+the work of checking all files (`require_complete_state`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, re
 
 STATE_LIST = "state.json"
 _OF_A_RANK = ".checksums"
-"""Ends the name of the file in which a rank notes what it wrote, until all is listed."""
+"""Suffix of the file in which a rank records its files until all are listed."""
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
-    """torch's writer of a rank's files, which also notes their checksums for `write_state_list`."""
+    """torch's writer of a rank's files, which also records their checksums for `write_state_list`."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes, as torch's does, and reads once what was written."""
+        """Writes like torch's writer, then reads the files once for their checksums."""
         written = super().write_data(plan, planner)
         directory, names = Path(self.path), {result.storage_data.relative_path for result in written.value()}
         for name, record in recorded(directory, names).items():
@@ -37,8 +37,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
 
 def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) -> None:
-    """Lists the state's files with sizes and checksums, and the optimizer steps behind it. Called by one rank, when all
-    have written."""
+    """Writes the list of the state's files, with sizes, checksums and the number of optimizer steps. Called by one rank
+    after all have written."""
     wanted = {name for name in names if not name.endswith(_OF_A_RANK)}
     notes = {path.name.removesuffix(_OF_A_RANK): path for path in directory.glob(f"*{_OF_A_RANK}")}
     files = {name: FileRecord.from_json(json.loads(path.read_text())) for name, path in notes.items()}
@@ -50,10 +50,10 @@ def write_state_list(directory: Path, names: Iterable[str], *, steps_done: int) 
 
 
 def require_complete_state(directory: Path) -> int:
-    """The optimizer steps behind a state. All ranks call it: each reads its part of the files.
+    """Checks a state and returns its number of optimizer steps. All ranks call it; each checks a part of the files.
 
     Raises:
-        CheckpointError: a file is missing or cut off, or one that this rank reads is not what was written.
+        CheckpointError: a file is missing or truncated, or a file that this rank checks has changed.
     """
     path = directory / STATE_LIST
     try:
@@ -71,8 +71,8 @@ def require_complete_state(directory: Path) -> int:
 
 
 def listed_files(directory: Path) -> dict[str, FileRecord]:
-    """The files that lists of workers' states name with checksums, anywhere below `directory`, by their paths in it.
-    Those of a list that cannot be read are left out."""
+    """Relative path → record, for all files in the lists of workers' states anywhere below `directory`. Unreadable
+    lists are skipped."""
     files: dict[str, FileRecord] = {}
     for path in directory.rglob(STATE_LIST):
         above = path.parent.relative_to(directory)
@@ -86,17 +86,17 @@ def listed_files(directory: Path) -> dict[str, FileRecord]:
 
 
 def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """A DiskFullError where there was no room, a CheckpointError where the storage failed otherwise; else, as when a
-    rank is lost, an error of this program.
+    """The exception for a failed write: DiskFullError if the disk was full, CheckpointError if storage failed
+    otherwise, else (for example if a rank was lost) RuntimeError.
 
     Args:
-        directory: of the state.
-        error: what torch's writer raised.
+        directory: the state's directory.
+        error: the exception of torch's writer.
         how: "in the background", for the message.
     """
     failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     what = f"{directory}: could not be written{how and ' '}{how} ({reason_of(error)})"
-    # torch may say only that it found itself at another place in the file than it had written to.
+    # On a full disk, torch may only report an unexpected file position.
     if any(is_disk_full(failure, directory) for failure in failures):
         return DiskFullError(f"disk full: {what}")
     kind = CheckpointError if all(isinstance(failure, OSError) for failure in failures) else RuntimeError
@@ -104,7 +104,7 @@ def state_not_written(directory: Path, error: BaseException, how: str = "") -> E
 
 
 def reason_of(error: BaseException) -> str:
-    """In a line, of all ranks; torch tells it with every rank's traceback, in an exception that is no `Exception`."""
+    """The reasons of all ranks in one line. torch raises them with every rank's traceback, in a BaseException."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())

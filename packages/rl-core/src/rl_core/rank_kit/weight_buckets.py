@@ -1,4 +1,4 @@
-"""Buckets and manifests: what a weight sync sends, and how both sides know that it arrived whole."""
+"""Buckets hold the data of a weight sync; with manifests both sides check that it arrived completely."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces import Manifest, TensorRecord, WeightBucket
 
 _CHUNK_BYTES = 1 << 17
-"""Copied and summed at a time, in the cache: 1.05 of the speed of one after the other; 1 MiB at a time has 0.9."""
+"""Bytes that are copied and checksummed at a time, while they are in the CPU cache. Takes 1.05 times the speed of
+separate passes; chunks of 1 MiB have 0.9."""
 
 
 def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: int) -> Iterator[WeightBucket]:
     """Puts tensors into buckets of at most `max_bucket_bytes` (a larger tensor is a bucket of its own).
 
     Args:
-        named_tensors: full tensors, drained lazily: at most one bucket exists at a time. Each stays what it is until
+        named_tensors: full tensors, drained lazily: at most one bucket exists at a time. A tensor must not change until
             the bucket after its own is drawn.
-        max_bucket_bytes: bound of a bucket's data.
+        max_bucket_bytes: largest size of a bucket's data.
     """
     pending: list[tuple[str, Tensor]] = []
     pending_bytes = 0
@@ -39,7 +40,7 @@ def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], max_bucket_bytes: 
 
 
 def _packed_when_left(bucket: WeightBucket) -> Iterator[WeightBucket]:
-    """Whoever keeps a bucket and reads it after the next has been drawn finds its bytes of now."""
+    """Yields the bucket, and packs it before the next one is drawn, so that a consumer may read it later."""
     yield bucket
     if bucket.parts:
         bucket.data  # noqa: B018 - packs
@@ -56,11 +57,11 @@ def bucket_of(named_tensors: Sequence[tuple[str, Tensor]]) -> WeightBucket:
 
 
 def packed_into(memory: Tensor, bucket: WeightBucket) -> WeightBucket:
-    """Packs a bucket into memory of the host, tensor by tensor, and lets its parts go; the bucket that lies there, with
-    the checksums of what was read.
+    """Packs a bucket into host memory, tensor by tensor, and releases its parts. Returns the packed bucket, with
+    checksums computed during the copy.
 
     Args:
-        memory: uint8, `bucket.num_bytes` of them, contiguous.
+        memory: uint8 [`bucket.num_bytes`], contiguous.
     """
     pieces = _pieces(bucket)
     if any(piece.device != memory.device for piece in pieces):
@@ -82,7 +83,7 @@ def packed_into(memory: Tensor, bucket: WeightBucket) -> WeightBucket:
 
 
 def _pieces(bucket: WeightBucket) -> list[Tensor]:
-    """Each tensor's bytes; packs nothing."""
+    """The bytes of each tensor, without packing."""
     if bucket.parts is not None:
         return [part.contiguous().view(-1).view(torch.uint8) for part in bucket.parts]
     sizes = [
@@ -93,7 +94,7 @@ def _pieces(bucket: WeightBucket) -> list[Tensor]:
 
 
 def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors by name, in order; each a copy-free view where its alignment allows, else a copy."""
+    """Yields the bucket's tensors with their names, in order. Each is a view if its alignment allows, else a copy."""
     if bucket.parts is not None:
         yield from zip(bucket.names, bucket.parts, strict=True)
         return
@@ -113,7 +114,7 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes: zlib-ng's, which has zlib's values at six times its speed."""
+    """CRC-32 of a tensor's bytes, computed with zlib-ng: zlib's values at six times its speed."""
     return zlib_ng.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
@@ -124,7 +125,7 @@ def tensor_record(tensor: Tensor) -> TensorRecord:
 
 
 def bucket_records(bucket: WeightBucket) -> dict[str, TensorRecord]:
-    """What every tensor of a bucket must equal on the other side, by name."""
+    """Name → record of every tensor in a bucket. The records must be equal on both sides."""
     if bucket.checksums is None:
         return {name: tensor_record(tensor) for name, tensor in unpack_bucket(bucket)}
     described = zip(bucket.names, bucket.shapes, bucket.dtypes, bucket.checksums, strict=True)
@@ -138,7 +139,7 @@ def with_checksums(bucket: WeightBucket) -> WeightBucket:
 
 @contextmanager
 def draining(buckets: Iterator[WeightBucket]) -> Iterator[None]:
-    """Runs `buckets` to its end if the block raises: the other ranks wait for this one in every tensor they gather."""
+    """Exhausts `buckets` if the block raises, because the other ranks wait for this one in every gather."""
     try:
         yield
     except Exception:
@@ -148,8 +149,7 @@ def draining(buckets: Iterator[WeightBucket]) -> Iterator[None]:
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
-    """What all ranks sent, as one manifest. Raises WeightSyncError where two ranks sent different data under one
-    name."""
+    """Merges the manifests of all ranks. Raises WeightSyncError if two ranks sent different data under one name."""
     tensors: dict[str, TensorRecord] = {}
     versions, sent_bytes = set(), []
     for manifest in manifests:
@@ -165,7 +165,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
 
 
 def require_same(sent: Manifest, received: Manifest) -> None:
-    """Raises WeightSyncError naming the first differences between what was sent and what arrived."""
+    """Raises WeightSyncError, which names the first differences, if the two manifests differ."""
     if sent.version != received.version:
         raise WeightSyncError(f"version {sent.version} was sent, version {received.version} arrived")
     wrong = [
@@ -178,7 +178,7 @@ def require_same(sent: Manifest, received: Manifest) -> None:
 
 
 def broken_weights_file(model_directory: str | Path) -> Path | None:
-    """The first safetensors file of a model directory that is cut off or none at all; None where all can be opened."""
+    """The first file of a model directory that is truncated or not in safetensors format; None if all can be opened."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(Path(model_directory).glob("*.safetensors")):

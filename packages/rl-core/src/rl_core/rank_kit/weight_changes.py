@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.errors import WeightSyncError
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integers by their bytes: what elements are compared and sent as."""
+"""Element size in bytes → unsigned integer type in which elements are compared and sent."""
 _CHUNK_ELEMENTS = 1 << 22
 WORTH_SENDING = 0.5
 """If changes would exceed this fraction of the tensor's bytes, the whole tensor is sent."""

@@ -1,13 +1,13 @@
-"""The two ends of a delta sync, which sends what changed since the weights that both sides hold (`Rendezvous.delta`).
+"""The two ends of a delta sync, which sends only changes relative to weights that both sides hold (`Rendezvous.delta`).
 
-Any transport carries it, because what is sent are buckets. A rank keeps the bytes that it sent last; an engine keeps
-what it received, each tensor in host memory of its own, makes the changes in copies and loads the whole result as it
-loads any version. The manifests of both sides are of the result, and an engine refuses a tensor whose checksum is not
-the rank's before anything is loaded. Which weights are held is said by an id that no other sync has: a number of a
-version may come twice, with other weights.
+It works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine keeps the
+weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the whole result
+like any version. The manifests of both sides describe the result, and an engine refuses a tensor whose checksum differs
+from the rank's before it loads anything. Held weights are identified by the unique id of their sync, because the same
+version number may be sent twice with different weights.
 
-Layout: a bucket begins with a table in JSON, a row per tensor, which says how it is sent: whole, as `Changes`, or not
-at all where it is what it was. What is sent follows in the order of the rows.
+Layout: a bucket begins with a JSON table with one row per tensor. It says how the tensor is sent: whole, as `Changes`,
+or not at all if it is unchanged. The data follows in the order of the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WHOLE = -1
 
 @attrs.define(eq=False)
 class HeldWeights:
-    """What one side has of the last sync: the base of the next. One sync at a time uses it."""
+    """The weights of the last sync on one side, which are the base of the next. Used by one sync at a time."""
 
     id: str | None = None
     """Id of the sync that sent the weights; None: they cannot be a base."""
@@ -41,24 +41,24 @@ class HeldWeights:
     """Tensors by name, contiguous, on the host."""
 
     def drop(self) -> None:
-        """Lets everything go: the next sync has to bring whole weights."""
+        """Releases all weights. The next sync must send whole weights."""
         self.id, self.tensors = None, {}
 
     def require(self, base: str, who: str) -> None:
-        """Raises WeightSyncError unless these are the weights that the changes are of."""
+        """Raises WeightSyncError unless these are the weights of sync `base`."""
         if self.id != base:
             raise WeightSyncError(f"got changes of the weights {base}, but {who} holds {self.id or 'none'}")
 
 
 class DeltaSender:
-    """A rank's end: what it is given whole it sends as `delta` says, by another sender."""
+    """A rank's end. Wraps another sender, and sends whole weights or only changes, as `delta` says."""
 
     def __init__(self, sender: WeightSender, delta: Mapping[str, Any], held: HeldWeights) -> None:
         """
         Args:
-            sender: of any transport.
+            sender: the sender of any transport.
             delta: `Rendezvous.delta`.
-            held: what this rank sent last; afterwards what it sent now, nothing after an error.
+            held: the weights that this rank sent last; updated by `send`, and empty after an error.
         """
         self._sender = sender
         self._delta = delta
@@ -66,8 +66,8 @@ class DeltaSender:
         self._num_bytes = 0
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """See `WeightSender.send`; the manifest is of whole weights. Raises WeightSyncError where this rank does not
-        hold the base."""
+        """See `WeightSender.send`. The manifest describes the whole weights. Raises WeightSyncError if this rank does
+        not hold the base."""
         records: dict[str, TensorRecord] = {}
         try:
             with draining(buckets):
@@ -93,7 +93,7 @@ class DeltaSender:
             yield bucket
 
     def _kept(self, buckets: Iterator[WeightBucket], records: dict[str, TensorRecord]) -> Iterator[WeightBucket]:
-        """The buckets as they are."""
+        """Yields the buckets unchanged, and keeps their tensors."""
         for bucket in buckets:
             for name, tensor in unpack_bucket(bucket):
                 self._held.tensors[name] = _copied(tensor)
@@ -118,7 +118,7 @@ class DeltaSender:
             bucket.taken()
 
     def _taken(self, name: str, new: Tensor) -> Changes | None:
-        """What changed, and is held from now on; None where the tensor goes whole."""
+        """The changes of a tensor; None if it is sent whole. Updates the held weights."""
         held = self._held.tensors.get(name)
         is_alike = held is not None and (held.shape, held.dtype) == (new.shape, new.dtype)
         changes = take_changes(held, new) if held is not None and is_alike else None
@@ -130,19 +130,18 @@ class DeltaSender:
 def received(
     receiver: WeightReceiver, version: int, delta: Mapping[str, Any] | None, held: HeldWeights
 ) -> Generator[WeightBucket, None, None]:
-    """An engine's end: the buckets of `receiver.receive`, each tensor whole and checked. Their memory is never written
-    again.
+    """An engine's end: yields the buckets of `receiver.receive`, each tensor whole and checked. Their memory is not
+    written again afterwards.
 
     Args:
-        receiver: of any transport.
-        version: that must arrive.
+        receiver: the receiver of any transport.
+        version: the expected version.
         delta: `Rendezvous.delta`.
-        held: what this engine received last; when all buckets were taken, what it received now, and nothing if they
-            were not.
+        held: the weights that this engine received last. Updated when the caller has taken all buckets, else emptied.
 
     Raises:
-        WeightSyncError: what `receiver` raises; the engine does not hold the base; a tensor with its changes is not
-            what the rank has, or lacks its changes.
+        WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor with its changes
+            differs from the rank's; or changes are missing.
     """
     arriving = receiver.receive(version)
     base, held.tensors = dict(held.tensors), {}
@@ -172,7 +171,7 @@ def received(
 
 
 def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]) -> None:
-    """Runs through what arrives before it says no: of some transports the other engines' buckets wait for this one."""
+    """Exhausts `arriving` before it raises: with some transports, the other engines' buckets wait for this engine."""
     try:
         held.require(base, "this engine")
     except WeightSyncError:
@@ -182,7 +181,7 @@ def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]
 
 
 def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
-    """The bucket of whole tensors that one of `DeltaSender._changed` stands for. Each leaves `base`."""
+    """The bucket of whole tensors for a bucket of `DeltaSender._changed`. Removes its tensors from `base`."""
     sent = dict(unpack_bucket(bucket))
     tables = [name for name in bucket.names if name.startswith(_TABLE)]
     if len(tables) != 1 or bucket.names[0] != tables[0]:
@@ -228,7 +227,7 @@ class _Row:
     """Checksum of the new tensor."""
     count: int
     width: int
-    """Both as in `Changes`; `_WHOLE`."""
+    """`count` and `width` are as in `Changes`; a width of `_WHOLE` means that the tensor is sent whole."""
 
     @property
     def record(self) -> TensorRecord:

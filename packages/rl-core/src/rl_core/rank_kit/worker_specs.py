@@ -1,4 +1,4 @@
-"""What a `WorkerSpec` says in the words of the configuration, for the messages of training backends. No torch."""
+"""The configuration keys of a `WorkerSpec`, for the error messages of training backends, and checks of it. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.rank_kit.learning_rates import require_schedule
 
 T = TypeVar("T")
 SECTIONS: dict[Role, str] = {"policy": "trainer.policy", "reference": "trainer.ref", "critic": "trainer.critic"}
-"""Where each role's configuration stands."""
+"""Role → its section of the configuration."""
 LORA_INIT_METHODS = ("kaiming", "gaussian")
 """Initialisations that do not change the model's own weights."""
 
@@ -51,7 +51,7 @@ def _require_lora(lora: LoraConfig, where: str) -> None:
 
 
 def require_optimizer(optimizer: T | None, spec: WorkerSpec, call: str) -> T:
-    """The optimizer of a model that is trained. Raises WorkerError where `call` came to one that is not."""
+    """The optimizer of a trained model. Raises WorkerError if `call` was made on a model that is not trained."""
     if optimizer is None:
         raise WorkerError(f"{spec.role}: {call} needs an optimizer, and this model was started without one")
     return optimizer

@@ -1,8 +1,7 @@
-"""Curves as small inline SVG that follows its page: fluid in width, text of constant size, colours of the page's style.
+"""Curves as small inline SVG that adapts to its page: fluid width, constant text size, colours from the page's style.
 
-A chart is an SVG without a view box, in which text and grid lines are placed in per cent, around a nested one that
-stretches (`preserveAspectRatio="none"`) and holds the curves, with strokes that do not scale. Nothing in it depends on
-time or chance.
+A chart is an SVG without a view box, in which text and grid lines are placed in per cent. It contains a nested SVG that
+stretches (`preserveAspectRatio="none"`) and holds the curves, with strokes that do not scale. Output is deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import attrs
 from rl_core.reports.progress import readable
 
 Point = tuple[float, float | None]
-"""Step and value; None where the value was not finite, which leaves a gap."""
+"""Step and value; None if the value was not finite, which leaves a gap."""
 
 _BOX = 1000
 _MAX_POINTS = 400
@@ -37,7 +36,7 @@ class Series:
     color: int
     """Class `s<color>` of the page's style."""
     is_sparse: bool = False
-    """Measured at some steps only: drawn with a dot at each, unless there are very many."""
+    """Measured only at some steps. Drawn with a dot at each, unless there are very many."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +49,7 @@ class Axis:
     is_log: bool = False
 
     def height(self, value: float) -> float:
-        """0 at `low`, 1 at `high`; what lies outside is held at the edge."""
+        """0 at `low`, 1 at `high`; values outside are clipped."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
@@ -63,7 +62,7 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
     Args:
         title: the chart's accessible name.
         series: at least one, each with at least one finite value.
-        is_log: a logarithmic value axis; zeros lie on its lower edge.
+        is_log: a logarithmic value axis; zeros are drawn on its lower edge.
         is_fraction: the value axis runs from 0 to 1, in per cent.
     """
     drawn = [attrs.evolve(one, points=thinned(one.points, _MAX_POINTS)) for one in series]
@@ -87,7 +86,7 @@ def stacked_chart(title: str, layers: Sequence[Series]) -> str:
     means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]
     axis = linear_axis([0.0, *(sum(parts) for parts in zip(*means, strict=True))])
     span = (steps[0] - 0.5, steps[-1] + 0.5)
-    # A bar begins where the one before it ends, also where steps are missing.
+    # A bar begins where the previous one ends, even if steps are missing.
     edges = [span[0], *((steps[bar[0]] + steps[bar[0] - 1]) / 2 for bar in bars[1:]), span[1]]
     base = [0.0] * len(bars)
     areas = ""
@@ -114,7 +113,7 @@ def stacked_chart(title: str, layers: Sequence[Series]) -> str:
 
 
 def linear_axis(values: Sequence[float]) -> Axis:
-    """From a round number below the values to one above; from 0 where 0 is near."""
+    """An axis from a round number below the values to one above; from 0 if 0 is near."""
     low, high = min(values), max(values)
     if low > 0 and low < 0.5 * high:
         low = 0.0
@@ -133,7 +132,7 @@ def linear_axis(values: Sequence[float]) -> Axis:
 
 
 def log_axis(values: Sequence[float]) -> Axis:
-    """Whole decades around the positive values; from 1e-9 to 1e-8 where there are none."""
+    """An axis of whole decades around the positive values; from 1e-9 to 1e-8 if there are none."""
     positive = [value for value in values if value > 0] or [1e-9]
     first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     last = max(last, first + 1)
@@ -143,7 +142,7 @@ def log_axis(values: Sequence[float]) -> Axis:
 
 
 def fraction_axis() -> Axis:
-    """0 % to 100 %."""
+    """An axis from 0 % to 100 %."""
     return Axis(low=0.0, high=1.0, ticks=[(i / 4, f"{25 * i} %") for i in range(5)])
 
 
@@ -156,8 +155,8 @@ def _round_spacing(spacing: float) -> float:
 
 
 def _tick(value: float, spacing: float, largest: float) -> str:
-    """All ticks of an axis have the same unit, which suits its largest value, and the decimals that tell neighbours
-    apart: `250`, `1.5k`, `7.5e-5`, `6.90423`."""
+    """A tick label. All ticks of an axis have the unit of the largest value, and enough decimals to distinguish
+    neighbours: `250`, `1.5k`, `7.5e-5`, `6.90423`."""
     power = math.floor(math.log10(max(spacing, largest / 1000)) + 1e-9)
     unit, suffix = (
         (10.0**power, f"e{power}")
@@ -177,7 +176,7 @@ def _tick(value: float, spacing: float, largest: float) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """About `limit` points: the ends, and the lowest and highest of each bucket of neighbours, so no peak is lost."""
+    """About `limit` points: the ends, and the lowest and highest of each bucket of neighbours, so that peaks remain."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))
@@ -189,7 +188,7 @@ def thinned(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Moving mean of the moving median, over about a fifteenth of the points: a lone spike does not bend it."""
+    """Moving mean of the moving median, over about a fifteenth of the points. Single spikes have no effect."""
     half = max(len(points) // 30, 1)
     return _moving(statistics.fmean, _moving(statistics.median, points, half), half)
 
@@ -223,14 +222,14 @@ def _curve(one: Series, span: tuple[float, float], axis: Axis) -> str:
         raw, middle = _pieces(one.points, span, axis), _pieces(smoothed(one.points), span, axis)
         path = f'<path class="line raw s{one.color}" d="{raw}"/><path class="line s{one.color}" d="{middle}"/>'
     if has_dots:
-        # A line of no length with round ends is a dot that the stretched box cannot distort.
+        # A line of length zero with round ends is a dot that stretching cannot distort.
         dots = "".join(f"{_path([(x, y)], span, axis)}h0" for x, y in one.points if y is not None)
         path += f'<path class="dots s{one.color}" d="{dots}"/>'
     return path
 
 
 def _pieces(points: Sequence[Point], span: tuple[float, float], axis: Axis) -> str:
-    """The path of a curve, lifted at its gaps."""
+    """The path of a curve, interrupted at gaps."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for step, value in points:
         if value is None:

@@ -1,4 +1,4 @@
-"""JSON-lines files whose rows carry a step: written by a run that may be killed at any byte, continued by the next."""
+"""JSON-lines files whose rows have a step. A run that writes them may be killed at any byte; the next one continues."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Appends rows to a file; on opening, the rows of steps that will be run again are dropped.
+    """Appends rows to a file. On opening, it drops the rows of steps that will be run again.
 
-    Killed between two rows, the file is complete; killed within one, its last line is cut off, and the next `StepLog`
-    on the file (like `read_rows`) leaves that line out. Rows that were written are on disk, so a crash of the machine
-    takes none of them; on a full disk they are kept in memory, and written with the first later ones that find room.
+    If the process is killed between two rows, the file is complete. If it is killed within a row, the last line is
+    truncated, and the next `StepLog` on the file (like `read_rows`) skips it. Written rows are flushed to disk, so a
+    crash of the machine loses none. If the disk is full, rows stay in memory and are written with later ones when there
+    is space.
     """
 
     def __init__(
@@ -30,10 +31,10 @@ class StepLog:
         """Opens `path`, keeping only its rows with step < `first_step`.
 
         Args:
-            is_written_again: rows of earlier steps that are dropped too; None: none.
+            is_written_again: tells which rows of earlier steps to drop too; None: none.
 
         Raises:
-            DataError: a line that is not the last one is no row. The file is left as it is.
+            DataError: a line other than the last is not a row. The file is not changed.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -43,11 +44,11 @@ class StepLog:
         sync(path.parent)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends rows, each with its `step`; they are on disk when this returns, unless it is full. A number that is
-        not finite is written as null."""
+        """Appends rows, each with its `step`. They are on disk when this returns, unless the disk is full. Numbers that
+        are not finite are written as null."""
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         was_waiting = bool(self._waiting)
-        # A lone surrogate, which no UTF-8 file can hold, becomes its JSON escape.
+        # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
         self._waiting += "".join(lines).encode("utf-8", errors="backslashreplace")
         self._write_waiting()
         if self._waiting and not was_waiting:
@@ -82,10 +83,10 @@ class StepLog:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a step log in order, read lazily; a last line that was cut off is left out.
+    """The rows of a step log in order, read lazily. A truncated last line is skipped.
 
     Raises:
-        DataError: the file does not exist, or a line before the last is no row.
+        DataError: the file does not exist, or a line before the last is not a row.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist; a run writes it into its directory")
@@ -104,7 +105,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Rewrites the file beside itself and swaps it in, so that a kill leaves either the old or the new one."""
+    """Writes a new file next to the old one and renames it, so that a kill leaves either the old or the new file."""
     rewritten = path.with_name(path.name + ".rewriting")
     with rewritten.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for row in read_rows(path):

@@ -1,4 +1,4 @@
-"""How far long work has come: a live display on a terminal, and readable plain lines where the output is piped."""
+"""Progress of long work: a live display on a terminal, readable plain lines if the output is piped."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 2.0
-"""Piped output: at least this long between two lines, the first and the last apart."""
+"""Piped output: least time between two lines, except the first and the last."""
 _PACE_UPDATES = 20
-"""Time left is judged by the pace of this many last updates."""
+"""The remaining time is estimated from the pace of this many last updates."""
 
 
 class Progress:
@@ -29,8 +29,8 @@ class Progress:
                 ...
                 progress.update(step + 1, loss=loss)
 
-    It writes to stderr, so that stdout stays free for results. Numbers are kept until they are given anew: the
-    evaluation of every tenth step stays on show. When an exception passes through, the last line says so.
+    It writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so the result
+    of an evaluation every tenth step stays visible. If an exception passes through, the last line says so.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Progress:
     ) -> None:
         """
         Args:
-            title: what is being done, in a word or two.
-            total: how much there is to do; None where nobody knows.
+            title: name of the work, in a word or two.
+            total: how much there is to do; None: unknown.
             unit: plural name of what is counted.
-            done: where a resumed run starts.
+            done: how much a resumed run has already done.
             stream: where to write; stderr by default.
             clock: seconds, for the pace.
         """
@@ -70,7 +70,8 @@ class Progress:
             self._live.start()
 
     def update(self, done: int, **numbers: float) -> None:
-        """`done` are done; `numbers` are shown by name, with blanks for underscores, `…_per_second` as `…/s`."""
+        """Sets how much is done, and the numbers to show. Names are shown with blanks for underscores, `…_per_second`
+        as `…/s`."""
         # A new dictionary, because the live display reads the old one from its own thread.
         self._numbers = {**self._numbers, **numbers}
         if done > self._done:
@@ -81,11 +82,11 @@ class Progress:
             self._print_line(self._time_left())
 
     def phase(self, name: str) -> None:
-        """What is going on now, e.g. `generate`: for the live display; a piped line speaks of a finished step."""
+        """Sets the current phase, e.g. `generate`. Only for the live display; a piped line is about a finished step."""
         self._phase = name
 
     def close(self, failure: str | None = None) -> None:
-        """Shows the last state, with the time taken or where it stopped; a second call does nothing."""
+        """Shows the last state, with the time taken or the point at which it stopped; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -136,7 +137,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 05 s`, `2 h 10 min`."""
+    """A duration as text: `42 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""The charts of a run's report: which metrics stand together, in which form, and what they are called."""
+"""The charts of a run's report: which metrics share a chart, how they are drawn, and their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.reports.curves import Point, Series, line_chart, stacked_chart
 from rl_core.reports.progress import readable
 
 Row = Mapping[str, Any]
-"""A row of `metrics.jsonl`; None is a number that was not finite."""
+"""A row of `metrics.jsonl`; None for a number that was not finite."""
 
 PHASES = ("generate", "score", "train", "publish", "evaluate", "checkpoint", "controller")
 _MAX_ENVIRONMENT_CHARTS = 12
@@ -20,11 +20,11 @@ _MAX_ENVIRONMENT_CHARTS = 12
 
 @attrs.frozen(kw_only=True)
 class Chart:
-    """A drawing with what stands around it."""
+    """A drawing with its title, description and legend."""
 
     title: str
     about: str
-    """One sentence: what the numbers are."""
+    """One sentence that explains the numbers."""
     legend: Sequence[tuple[int, str, str]]
     """(colour, label, latest value) of each curve."""
     svg: Markup
@@ -36,7 +36,7 @@ class RunCharts:
     """All charts of a run, in the order of the page."""
 
     learning: Sequence[Chart]
-    """Reward and held-out accuracy: one chart where both are fractions, else two."""
+    """Reward and held-out accuracy: one chart if both are fractions, else two."""
     others: Sequence[Chart]
     time: Chart | None
     absent: Sequence[str]
@@ -93,7 +93,7 @@ _PLANS = (
 
 
 def run_charts(rows: Sequence[Row]) -> RunCharts:
-    """The charts that these rows of `metrics.jsonl` allow."""
+    """The charts for which these rows of `metrics.jsonl` have metrics."""
     learning = _learning_charts(rows)
     time = _time_chart(rows)
     planned = {plan.title: _planned_chart(rows, plan) for plan in _PLANS}
@@ -107,7 +107,7 @@ def run_charts(rows: Sequence[Row]) -> RunCharts:
 
 
 def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
-    """(step, value) where the metric was logged; empty if it never was finite."""
+    """(step, value) for all rows with the metric; empty if it was never finite."""
     points = [(row["step"], row[metric]) for row in rows if metric in row]
     return points if any(value is not None for _, value in points) else []
 
@@ -155,7 +155,7 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
-    """What the environment measured, in training and on held-out problems."""
+    """The environment's metrics in training and on held-out problems."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):
@@ -169,7 +169,7 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
-    """How old the samples were, where some were not of the trained version, and who waited for whom."""
+    """The age of samples, if some were not from the trained version; and the waiting times of trainer and engines."""
     charts = []
     staleness = {"rollout/staleness_max": "oldest", "rollout/staleness_mean": "mean"}
     if any(values_of(points_of(rows, "rollout/staleness_max"))):
@@ -208,7 +208,7 @@ def _time_chart(rows: Sequence[Row]) -> Chart | None:
 
 
 def _series(rows: Sequence[Row], curves: Mapping[str, str], first_color: int = 1) -> list[Series]:
-    """The curves that were logged; one that was logged at half of the steps or fewer is marked as sparse."""
+    """The curves that were logged. A curve logged at half of the steps or fewer is marked as sparse."""
     found = [(label, points) for metric, label in curves.items() if (points := points_of(rows, metric))]
     return [
         Series(label=label, points=points, color=color, is_sparse=2 * len(points) <= len(rows))
@@ -229,7 +229,7 @@ def _line_chart(
         title=title,
         about=about,
         legend=[(one.color, one.label, show(values[-1])) for one, values in zip(series, finite, strict=True)],
-        # `curves` escapes what it is given, so its markup can be trusted.
+        # `curves` escapes its inputs, so its markup can be trusted.
         svg=Markup(line_chart(title, series, is_log=is_log, is_fraction=in_percent)),
         note="; ".join(notes),
     )

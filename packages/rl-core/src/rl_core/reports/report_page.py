@@ -1,6 +1,6 @@
-"""`report.html`: one page that tells what a run did, made only from what lies in its directory.
+"""`report.html`: one page about a run, made only from the files in its directory.
 
-It loads nothing from anywhere, opens years later, reads in light and dark, on a phone and on paper.
+It loads no external resources, so it still opens years later. It supports light and dark mode, phones and printing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FAILURES_SHOWN = 3
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run's directory, finished or not, and returns its path.
 
-    Reads `metrics.jsonl` and, where they are, `samples.jsonl`, `config.yaml` and `summary.json`. What was not logged is
-    named on the page and left out.
+    Reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `config.yaml` and `summary.json`. The page lists charts
+    whose metrics were not logged.
 
     Raises:
         DataError: there is no `metrics.jsonl`, or one of the files is broken.
@@ -61,12 +61,12 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _num_steps(rows: Sequence[Row]) -> int:
-    """Training steps: the row of step 0 is the evaluation before them."""
+    """Number of training steps. The row of step 0 does not count: it is the evaluation before training."""
     return sum(row["step"] > 0 for row in rows)
 
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the numbers that come first."""
+    """(label, value, remark) of the headline numbers."""
     values = {name: values_of(points_of(rows, name)) for name in {name for row in rows for name in row}}
     held_out = next((name for name in _HELD_OUT if name in values), "eval/reward")
     tiles = [
@@ -88,7 +88,7 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 
 _HELD_OUT = ("eval/accuracy", "eval/reward", "eval/pair_accuracy", "eval/loss")
-"""What is shown of the held-out rows: the first that was measured."""
+"""Held-out metrics, of which the first that was measured is shown."""
 
 
 def _has_speed(row: Row) -> bool:
@@ -133,15 +133,15 @@ def _large(value: float) -> str:
 @attrs.frozen(kw_only=True)
 class _ShownSamples:
     stages: Sequence[Mapping[str, Any]] = ()
-    """Start, middle and end."""
+    """Samples from start, middle and end of the run."""
     failures: Sequence[Mapping[str, Any]] = ()
-    """The first ones."""
+    """The first failed samples."""
     num_failures: int = 0
     """Number of failures among all logged samples."""
 
 
 def _shown_samples(run_dir: Path) -> _ShownSamples:
-    """Reads the file twice rather than keep it: first for its steps and failures, then for the steps that are shown."""
+    """Reads the file twice instead of keeping it in memory: first for steps and failures, then for the shown steps."""
     if not (run_dir / SAMPLES_FILE_NAME).exists():
         return _ShownSamples()
     steps: dict[str, set[int]] = {"eval": set(), "train": set()}
@@ -177,8 +177,8 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, step of each purpose) of start, middle and end. The purpose with fewer steps stands where the other's are
-    nearest to them: of two evaluations the second is the end's."""
+    """(name, purpose → step) of start, middle and end. Steps of the purpose with fewer steps are assigned to the stages
+    with the nearest steps of the other: of two evaluations, the second belongs to the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
@@ -205,7 +205,8 @@ def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The highest and the lowest reward of the step, ties to the first; failures have a section of their own."""
+    """The samples with the highest and the lowest reward of the step; the first one if equal. Failures have a separate
+    section."""
     rewarded = [sample for sample in samples if sample.reward is not None]
     if not rewarded:
         return []
@@ -233,7 +234,7 @@ def _card(sample: Sample, label: str) -> dict[str, Any]:
 
 
 def _prompt_of(sample: Sample) -> str:
-    """What was said, without the marks of the model's chat template."""
+    """The prompt's text, without the markup of the model's chat template."""
     if not sample.messages:
         return sample.prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in sample.messages)

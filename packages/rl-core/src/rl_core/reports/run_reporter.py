@@ -16,8 +16,8 @@ from rl_core.tasks import code_of
 
 
 class RunReporter:
-    """Metrics to `metrics.jsonl` and the configured trackers, a few samples of each step, and all
-    that failed, to `samples.jsonl`."""
+    """Writes metrics to `metrics.jsonl` and the configured trackers, and a few samples of each step and all failed ones
+    to `samples.jsonl`."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class RunReporter:
     ):
         """
         Args:
-            steps_done: where a resumed run goes on; None for a new one.
-            writes_last_row_again: step `steps_done` is evaluated again, and its row replaced; its training samples
-                stay.
-            train_row: the row of data that a group plays, by its number; None: not known.
-            eval_row: the same of an evaluation.
+            steps_done: number of steps that a resumed run has done; None for a new run.
+            writes_last_row_again: step `steps_done` is evaluated again and its row replaced. Its training samples are
+                kept.
+            train_row: group number → data row in training; None: not known.
+            eval_row: group number → data row in evaluation; None: not known.
         """
         first_step = 0 if steps_done is None else steps_done + 1
         self._row_of = {"train": train_row, "eval": eval_row}
@@ -52,20 +52,20 @@ class RunReporter:
         self._samples = SamplesWriter(run_dir / FILE_NAME, first_step=first_step, evaluates_again=writes_last_row_again)
 
     def phase(self, name: str) -> None:
-        """Shows what the run is doing."""
+        """Shows the current phase of the run."""
         for tracker in self._trackers:
             if isinstance(tracker, PhaseAware):
                 with code_of(f"the tracker {type(tracker).__name__}"):
                     tracker.phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of metrics; step 0 is the evaluation before training."""
+        """Writes one row of metrics. Step 0 is the evaluation before training."""
         for tracker in self._trackers:
             with code_of(f"the tracker {type(tracker).__name__}"):
                 tracker.log(step, metrics)
 
     def train_samples(self, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
-        """A few of a step's samples, evenly spread; `batch` holds their sequences, with `old_logprobs`, and
+        """Writes a few of a step's samples, evenly spread. `batch` has their sequences, with `old_logprobs`; its
         `trajectory_id` is the index in `trajectories`."""
         chosen = _evenly_spread(len(trajectories), self._num_samples)
         samples = [self._sample(trajectories[index], step, "train") for index in chosen]
@@ -78,12 +78,12 @@ class RunReporter:
     def failed_samples(
         self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
     ) -> None:
-        """All samples that failed on the way to a step, none of which it trained on; or of an evaluation that ended
-        with an error."""
+        """Writes all samples that failed before a step, none of which it trained on; or those of an evaluation that
+        ended with an error."""
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """A few of an evaluation's samples, evenly spread, and all that failed."""
+        """Writes a few of an evaluation's samples, evenly spread, and all failed ones."""
         failed = {index for index, trajectory in enumerate(trajectories) if trajectory.failure is not None}
         chosen = sorted(failed.union(_evenly_spread(len(trajectories), self._num_samples)))
         self._samples.write([self._sample(trajectories[index], step, "eval") for index in chosen])

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: what the policy said, and what it got for it."""
+"""`samples.jsonl`: the policy's responses and their rewards."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class Sample:
     stop_reason: str | None
     """Stop reason of the last turn; None for a failed rollout."""
     end: str = "done"
-    """What ended the episode: `done`, or a limit (`max_turns`, `context`)."""
+    """Why the episode ended: `done`, or a limit (`max_turns`, `context`)."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """What the environment measured."""
+    """Metrics of the environment."""
     failure: str | None = None
     ground_truth: str | None = None
-    """What the row gives as the right answer; None where it gives none that is known by its name (`answer_of`)."""
+    """The row's correct answer; None if the row has none under a known name (`answer_of`)."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The row's prompt, where it is a chat."""
+    """The row's prompt, if it is a chat."""
     turns: Sequence[Mapping[str, Any]] | None = None
-    """Of an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each."""
+    """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
-    """On request: one list per sequence that the trajectory was trained as, prompts and observations included."""
+    """On request: one list per sequence as which the trajectory was trained, including prompts and observations."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
-    """On request, aligned with `tokens`: log-probs of the engine, 0.0 where the policy did not sample."""
+    """On request, aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
     """On request, aligned with `tokens`: log-probs of the trainer under the same weights."""
 
 
 def answer_of(row: Row) -> str | None:
-    """The right answer that a row of data gives: `reward_spec.ground_truth`, `ground_truth` or `answer`."""
+    """The correct answer in a data row: `reward_spec.ground_truth`, `ground_truth` or `answer`."""
     spec = row.get("reward_spec")
     found = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     for name in ("ground_truth", "answer"):
@@ -66,7 +66,7 @@ def answer_of(row: Row) -> str | None:
 def sample_of(
     trajectory: Trajectory, *, step: int, purpose: Literal["train", "eval"], row: Row | None = None
 ) -> Sample:
-    """The row of a trajectory, without its tokens; `row` is the row of data that was played."""
+    """The sample of a trajectory, without its tokens. `row`: the data row that was played."""
     prompt = None if row is None else row.get("prompt")
     failed = trajectory.failure is not None
     return Sample(
@@ -88,7 +88,7 @@ def sample_of(
 
 
 def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
-    """The row with tokens and the log-probs of both sides; `sequences` are the trajectory's, with `old_logprobs`."""
+    """The sample with tokens and the log-probs of both sides. `sequences`: the trajectory's, with `old_logprobs`."""
 
     def lists(column: str) -> list[list[Any]]:
         return [values.tolist() for values in sequences[column].split(sequences.lengths.tolist())]
@@ -102,12 +102,12 @@ def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
 
 
 class SamplesWriter:
-    """Appends to a file of samples; drops rows of `first_step` and later, left by the run that is resumed."""
+    """Appends to a file of samples. Drops rows of `first_step` and later that the resumed run left."""
 
     def __init__(self, path: Path, *, first_step: int, evaluates_again: bool = False) -> None:
         """
         Args:
-            evaluates_again: the step before `first_step` is evaluated again: what an evaluation left of it goes.
+            evaluates_again: the step before `first_step` is evaluated again, so its evaluation samples are dropped too.
         """
         evaluated = first_step - 1 if evaluates_again else None
         self._log = StepLog(
@@ -117,7 +117,7 @@ class SamplesWriter:
         )
 
     def write(self, samples: Iterable[Sample]) -> None:
-        """Appends and flushes; columns that were not asked for are left out of a row."""
+        """Appends and flushes. Columns that were not requested are left out."""
         self._log.write([_row(sample) for sample in samples])
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def read_samples(run_dir: Path) -> Iterator[Sample]:
     """The samples of a run in the order in which they were written, read lazily.
 
     Raises:
-        DataError: there is no such file, or a row is not one that `SamplesWriter` writes.
+        DataError: the file does not exist, or a row was not written by `SamplesWriter`.
     """
     for number, row in enumerate(read_rows(run_dir / FILE_NAME), start=1):
         try:

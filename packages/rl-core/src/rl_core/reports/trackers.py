@@ -1,7 +1,8 @@
-"""Where metrics go. Each tracker is a callable `(config, run_dir, *, total_steps, first_step) → Tracker`.
+"""The built-in trackers, which receive metrics. Each is a callable `(config, run_dir, *, total_steps, first_step) →
+Tracker`.
 
 `first_step` is the first step that this process will log: 0 for a new run, the checkpoint's step + 1 for a resumed one.
-What an earlier process logged for that step and those after it is dropped, so a resumed run has no step twice.
+Rows that an earlier process logged for that step and later ones are dropped, so that no step appears twice.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _SHOWN_OF_DATA = {
     "eval/pair_accuracy": "held-out pair accuracy",
     "tokens_per_second": "tokens_per_second",
 }
-"""Where nothing was sampled, so that there is no reward."""
+"""Metrics shown for runs on data: nothing is sampled, so there is no reward."""
 
 
 class ConsoleTracker:
-    """The run's progress on stderr: live on a terminal, plain lines where it is piped."""
+    """The run's progress on stderr: live on a terminal, plain lines if piped."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         self._progress = Progress(run_dir.resolve().name, total_steps, "steps", done=max(first_step - 1, 0))
@@ -74,7 +75,7 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Event files in `tensorboard/` of the run directory; TensorBoard itself purges the steps that are run again."""
+    """Event files in `tensorboard/` of the run directory. TensorBoard itself purges steps that are run again."""
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:
         try:
@@ -95,8 +96,8 @@ class TensorBoardTracker:
 class WandbTracker:
     """Weights & Biases, as `trainer.run_name` of `trainer.project_name`; `WANDB_MODE=offline` needs no network.
 
-    A resumed run continues the run whose id stands in `wandb_run_id.txt`. Weights & Biases takes no step twice: steps
-    that are run again, and give the same numbers, are ignored there with a warning.
+    A resumed run continues the run whose id is in `wandb_run_id.txt`. Weights & Biases accepts no step twice: repeated
+    steps, which have the same values, are ignored there with a warning.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int) -> None:

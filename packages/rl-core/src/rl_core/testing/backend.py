@@ -1,4 +1,4 @@
-"""Conformance suite of training backends: what a `Backend` and its `Worker` must do, compared with plain transformers.
+"""Conformance suite of training backends. It compares a `Backend` and its `Worker` with plain transformers.
 
 A plug-in's author writes
 
@@ -9,9 +9,9 @@ A plug-in's author writes
         preload = ("my_package.worker",)
         left_out = {"test_saved_state_continues_exactly": "its optimizer is an external service without state files"}
 
-and runs pytest: every check, on every variant, with ranks in processes of their own where there are several. The suite
-makes its own tiny checkpoint and batch. Every number is compared with `ReferenceWorker`, in float32; limits stand in
-`Tolerances`, with their reasons. With RL_PARITY_DIR set, what was measured is written there (`rl_core.testing.parity`).
+and runs pytest. Every check runs on every variant; several ranks run in separate processes. The suite creates its own
+tiny checkpoint and batch. Results are compared with `ReferenceWorker` in float32; `Tolerances` has the limits and their
+reasons. If RL_PARITY_DIR is set, measurements are written there (`rl_core.testing.parity`).
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ __all__ = ["BackendConformance", "Case", "Tolerances", "VARIANTS", "Variant", "m
 
 @attrs.frozen(kw_only=True)
 class Tolerances:
-    """Largest differences from the reference, some ten times what a correct float32 worker was seen to differ by."""
+    """Largest differences from the reference, about ten times those measured with correct float32 workers."""
 
     logprob: float = 1e-5
-    """Absolute, log-probs and entropies: rounding of some 10 layers of sums, seen 1.4e-6."""
+    """Absolute difference of log-probs and entropies, from rounding in some 10 layers of sums. Measured: 1.4e-6."""
     loss: float = 1e-6
-    """Relative: the batch's advantages are not centred, so that the sum over its tokens does not cancel."""
+    """Relative difference. The batch's advantages are not centred, so that the sum over its tokens does not cancel."""
     gradient: float = 5e-6
-    """L2 of the difference over L2 of the gradient, all parameters together: summation order, seen 8e-7."""
+    """L2 of the difference / L2 of the gradient, over all parameters, from the summation order. Measured: 8e-7."""
     gradient_of_one: float = 1e-4
-    """The same for each parameter; one with a gradient below 1 % of the whole counts as 1 %."""
+    """The same for each parameter. The divisor is at least 1 % of the norm of the whole gradient."""
     gradient_norm: float = 1e-5
-    """Relative, in each of three steps: the later ones are taken at weights that differ by `weight`. Seen 5e-7."""
+    """Relative difference in each of three steps. In the later ones, weights differ by `weight`. Measured: 5e-7."""
     weight: float = 1e-5
-    """Absolute, after three AdamW steps at 1e-3: AdamW divides by the gradient's own size, so rounding of small
-    gradients shows. Seen 1.1e-6; 4e-6 with other models."""
+    """Absolute difference after three AdamW steps at 1e-3. AdamW divides by the gradient's size, so rounding of small
+    gradients has an effect. Measured: 1.1e-6; 4e-6 with other models."""
     tied_weight: float = 1e-4
-    """As `weight`, for tied embeddings, whose two gradients are rounded before they are added: seen 8e-7 here, and 8e-5
-    with other models on two ranks."""
+    """Like `weight`, for tied embeddings, whose two gradients are rounded before they are added. Measured: 8e-7 here,
+    8e-5 with other models on two ranks."""
     bfloat16: float = 1.5
-    """In multiples of what plain transformers misses float32 by in bfloat16 (`rl_core.testing.bfloat16`): two right
-    implementations round at other places. Seen 0.6 to 1.1."""
+    """Multiple of the bfloat16 error of plain transformers (`rl_core.testing.bfloat16`): two correct implementations
+    round at different places. Measured: 0.6 to 1.1."""
 
 
 OTHER_STEP = OptimizerUpdate(
@@ -107,16 +107,16 @@ OTHER_STEP = OptimizerUpdate(
     max_grad_norm=0.2,
     gradient_scale=2.5,
 )
-"""Different in all that a step can be told."""
+"""Settings that all differ from the configuration's."""
 MOVED = 1e-3
-"""What three steps must move the weights by, and what half the batch must change: else `weight` would prove nothing."""
+"""Least change of the weights by three steps, and by using half the batch; else `weight` would prove nothing."""
 
 
 ROUTE_CHECKS = (
     "test_routes_of_another_token_or_layer_give_other_logprobs",
     "test_routes_that_do_not_fit_the_model_are_refused",
 )
-"""What only variants with `forced_routes` run."""
+"""Checks that run only on variants with `forced_routes`."""
 
 PARITY_CHECKS = (
     "test_logprobs_and_entropies_of_the_stream",
@@ -125,7 +125,7 @@ PARITY_CHECKS = (
     "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets",
     "test_bfloat16_errs_by_little_more_than_plain_transformers",
 )
-"""What a variant with `parity_only` runs; of offloading one step, after the three."""
+"""Checks that run on variants with `parity_only`. Offloading is checked in one step, after the three."""
 
 
 class BackendConformance:
@@ -134,13 +134,13 @@ class BackendConformance:
     backend: ClassVar[Backend]
     options: ClassVar[Any]
     variants: ClassVar[Sequence[Variant]] = VARIANTS
-    """World sizes, options and fields of the specification to run every check with."""
+    """World sizes, options and spec fields with which every check runs."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
-    """State is saved by the first and loaded by the second. None: the first variants of all world sizes, each pair."""
+    """Pairs: the first saves a state, the second loads it. None: all pairs of the first variants of each world size."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()
-    """Modules that a worker imports: processes with several ranks start faster when they are imported once."""
+    """Modules that a worker imports. Rank processes start faster if these are imported once."""
     tolerances: ClassVar[Tolerances] = Tolerances()
     timeout_s: ClassVar[float] = 60.0
     """Longest wait for the ranks to answer one call."""
@@ -153,13 +153,13 @@ class BackendConformance:
             PRELOADED.update(dict.fromkeys([type(cls.backend).__module__, *cls.preload]))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Every check once per variant, or per pair of them."""
+        """Runs every check once per variant, or per pair of variants."""
         if "variant" in metafunc.fixturenames:
             name = metafunc.function.__name__
             variants = [v for v in self.variants if name in PARITY_CHECKS or not v.parity_only]
             variants = [v for v in variants if name not in ROUTE_CHECKS or v.forced_routes]
             none = pytest.param((), marks=pytest.mark.skip(reason="no variant has forced_routes"))
-            # Of this scope, so that the checks of one variant follow each other.
+            # Class scope, so that all checks of one variant run in succession.
             metafunc.parametrize("variant", [_marked(v) for v in variants] or [none], scope="class")
         if "resumed" in metafunc.fixturenames:
             none = pytest.param((), marks=pytest.mark.skip(reason="all variants have the same world size"))
@@ -277,7 +277,7 @@ class BackendConformance:
     # --- routes ---
 
     def test_routes_of_another_token_or_layer_give_other_logprobs(self, case: Case) -> None:
-        """The control: did they not, a backend that mixes routes up would pass."""
+        """A control: otherwise a backend that mixes up routes would pass."""
         group, expected = case.start(), expected_scores(case.reference, case.batch)["logprobs"]
         others = other_routes(case)
         for batch in others:
@@ -362,7 +362,7 @@ class BackendConformance:
         given = without.with_columns(old_logprobs=found["logprobs"])
         group.forward_backward(given, ONE_MICRO_BATCH, LOSS, temperature=TEMPERATURE)
         twice = {name: 2.0 * gradient for name, gradient in once.items()}
-        # A number added to itself is exact: only sums in another order could differ.
+        # Adding a number to itself is exact: only another summation order could make a difference.
         difference = largest_difference(group.gradients(), twice)
         limit = 1e-6 * max(float(gradient.abs().max()) for gradient in twice.values())
         assert difference <= limit, f"with the same log-probs given the gradient differs by {difference:.1e}"
@@ -385,7 +385,7 @@ class BackendConformance:
         self.require_same_gradients(case, parts.gradients(), whole.gradients())
 
     def test_looking_at_gradients_changes_neither_weights_nor_later_gradients(self, case: Case) -> None:
-        """In bfloat16, whose gradients have another dtype than what is computed with, unless the backend refuses it."""
+        """In bfloat16, in which gradients and computation have different dtypes, unless the backend refuses it."""
         spec = attrs.evolve(case.spec, bf16=True)
         try:
             case.backend.validate(spec, case.world_size)
@@ -399,7 +399,7 @@ class BackendConformance:
         require_equal(group.weights(), before, "after a look at the gradients")
         group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE)
         twice = {name: 2 * gradient for name, gradient in first.items()}
-        # The same numbers are added to themselves; where sums are kept in bfloat16 they are rounded to 8 bits.
+        # The same numbers are added to themselves. Sums that are kept in bfloat16 are rounded to 8 bits.
         difference = largest_difference(group.gradients(), twice)
         largest = max(float(gradient.abs().max()) for gradient in twice.values())
         assert difference <= 0.02 * largest, f"a second pass after a look adds another gradient, off by {difference:g}"
@@ -420,7 +420,7 @@ class BackendConformance:
     # --- optimizer steps ---
 
     def test_one_step_can_be_taken_otherwise_than_the_configuration_says(self, case: Case) -> None:
-        """The second of three; the third is taken as the configuration says again."""
+        """The second of three steps differs; the third uses the configuration's settings again."""
         self._require_version(2)
         group, plain = case.start(), case.new_reference()
         for update, batch in zip((None, OTHER_STEP, None), steps_of(case.batch), strict=True):
@@ -439,9 +439,9 @@ class BackendConformance:
         assert difference <= limit, f"weights after another step differ by {difference:.1e}, allowed {limit:g}"
 
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
-        """Weights come undivided, the division with the step (`trainer.stream_groups`); between the parts the model
-        scores, is exported and saved, which neither sees nor changes pending gradients. Saved in the middle of the
-        second step, the state is that of the first."""
+        """Loss weights are undivided, and the step divides (`trainer.stream_groups`). Between the parts the model
+        scores, exports and saves, which must neither contain nor change pending gradients. A state saved in the middle
+        of the second step is that of the first."""
         self._require_version(2)
         group = case.start()
         divisor = 64.0
@@ -507,7 +507,7 @@ class BackendConformance:
         self.check_offloading(case, group, num_steps=3)
 
     def check_offloading(self, case: Case, group: RankGroup, num_steps: int) -> None:
-        """The ranks stand where the case's reference does."""
+        """Checks steps with offloading between all phases. The ranks must be at the state of the case's reference."""
         for batch in steps_of(case.batch)[:num_steps]:
             group.call(Offloadable.offload, parameters=True, optimizer=True)
             group.call(Offloadable.onload, parameters=True, optimizer=False)
@@ -549,7 +549,7 @@ class BackendConformance:
     def test_a_gradient_that_is_not_finite_skips_step_and_schedule(self, case: Case) -> None:
         group = case.start()
         before = group.weights()
-        # Of one sequence: only the rank that has it sees it, and all must skip.
+        # In one sequence: only the rank that has it sees it, but all must skip.
         broken_T = torch.where(case.batch.sequence_index == 1, float("nan"), case.batch["loss_weights"])
         broken = case.batch.with_columns(loss_weights=broken_T)
         group.forward_backward(broken, LIMITS, LOSS, temperature=TEMPERATURE)
@@ -637,7 +637,7 @@ class BackendConformance:
                 require_close(after[name], weight, self.tolerances.weight, f"{name}, a step after loading")
 
     def check_resumed(self, case: Case, other_case: Case) -> None:
-        """What `case` saved goes on at `other_case`."""
+        """Checks that `other_case` continues from the state that `case` saved."""
         first, second = case.start(), other_case.start()
         train_step(first, case)
         first.call(Worker.save_state, case.directory / "state")
@@ -709,7 +709,7 @@ class BackendConformance:
         loaded_at: str | None = None,
         unit: float | None = None,
     ) -> None:
-        """Writes a number of the parity table down, and raises AssertionError if it is beyond its limit."""
+        """Records a number for the parity table, and raises AssertionError if it is beyond its limit."""
         measurement = Measurement(
             backend=self.backend.name,
             mesh=str(case.variant),
@@ -775,7 +775,7 @@ def checks() -> tuple[str, ...]:
 
 
 def _marked(*variants: Variant) -> Any:
-    """One variant, or a pair, as a parameter of a check."""
+    """One variant, or a pair of variants, as a pytest parameter with its marks."""
     marks = [getattr(pytest.mark, name) for variant in variants for name in variant.marks]
     value = variants[0] if len(variants) == 1 else variants
     return pytest.param(value, id=" to ".join(map(str, variants)), marks=marks)
@@ -787,7 +787,7 @@ def steps_of(batch: Batch) -> list[Batch]:
 
 
 def other_routes(case: Case) -> list[Batch]:
-    """The case's batch with every route one token late, and with the routes of another layer."""
+    """The case's batch with all routes shifted by one token, and with the routes of another layer."""
     layers = sorted(routers(case.reference.model))
     by_token_TLK, by_layer_TLK = case.batch["routed_experts"].roll(1, 0), case.batch["routed_experts"].clone()
     by_layer_TLK[:, layers] = by_layer_TLK[:, layers[1:] + layers[:1]]
@@ -805,7 +805,7 @@ def expected_scores(reference: ReferenceWorker, batch: Batch) -> dict[str, Tenso
 
 
 def backward(reference: ReferenceWorker, batch: Batch, loss: LossSpec) -> float:
-    """Adds the gradient of the whole batch; returns the loss."""
+    """Adds the gradient of the whole batch to the reference; returns the loss."""
     return reference.forward_backward(batch, [range(batch.num_sequences)], loss, temperature=TEMPERATURE)["loss"][0]
 
 
@@ -833,17 +833,17 @@ def write_foreign_state(directory: Path) -> None:
 
 
 def weights(worker: Worker) -> dict[str, Tensor]:
-    """What a worker exports."""
+    """The tensors that a worker exports."""
     return {name: t.clone() for bucket in worker.export_weights(1 << 20) for name, t in unpack_bucket(bucket)}
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Absolute, over all tensors; nan where one is."""
+    """Largest absolute difference over all tensors; NaN if any difference is."""
     return torch.stack([(actual[name].float() - t.float()).abs().max() for name, t in expected.items()]).max().item()
 
 
 def require_close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    """Raises AssertionError with the largest difference and where it is."""
+    """Raises AssertionError, with the largest difference and its position, if that is above `tolerance`."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     difference = (actual - expected).abs().reshape(-1)
     worst = int(difference.argmax())
@@ -859,7 +859,7 @@ def require_no_gradient(gradients: Mapping[str, Tensor]) -> None:
 
 
 def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Raises AssertionError unless the same tensors stand under the same names, bit for bit."""
+    """Raises AssertionError unless both have the same names and bit-identical tensors."""
     assert set(actual) == set(expected), f"{what}: names differ: {sorted(set(actual) ^ set(expected))}"
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), f"{what}: {name} differs"
@@ -871,7 +871,7 @@ _checkpoints: dict[tuple[Path, str], Path] = {}
 
 
 def _checkpoint_of(variant: Variant, factory: pytest.TempPathFactory) -> Path:
-    """Made once per session: workers only read it."""
+    """The variant's checkpoint, created once per session, because workers only read it."""
     key = (factory.getbasetemp(), repr(sorted(variant.checkpoint.items())))
     if key not in _checkpoints:
         _checkpoints[key] = make_checkpoint(factory.mktemp("model"), **variant.checkpoint)

@@ -1,11 +1,11 @@
-"""What bfloat16 may cost: a worker's distance from float32, in multiples of that of plain transformers in bfloat16.
+"""Measures a worker's bfloat16 error, as a multiple of the error of plain transformers in bfloat16.
 
-bfloat16 has eight bits: no two right implementations agree, and no absolute limit tells a wrong one from a right one.
-But the error of plain transformers says how much rounding the model itself stands for: a worker that errs by half as
-much again rounds where it need not (log-probs, weights that are trained).
+bfloat16 has eight bits, so no two correct implementations agree, and no absolute limit separates wrong from correct
+ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a 50 %
+larger error rounds where it should not (log-probs, trained weights).
 
-All is measured on a checkpoint stored in bfloat16, so that float32 starts from the same weights, and as means over many
-numbers: single tokens of two right implementations differ by tens of times.
+The checkpoint is stored in bfloat16, so that float32 starts from the same weights. Errors are means over many numbers,
+because the errors of two correct implementations at single tokens differ by factors of ten and more.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rl_core.testing.forced_routes import routers
 from rl_core.testing.reference_worker import ReferenceWorker
 
 NUM_BATCHES = 4
-"""Together 836 tokens: with other seeds the multiples of a mesh stay within 0.1."""
+"""836 tokens in total. With other seeds, the multiples of a mesh change by at most 0.1."""
 NUM_BATCHES_OF_ROUTERS = 16
-"""For experts that the model's own routers choose: rounding tips one choice in some hundred over, and how often it does
-is most of the error. With 4 batches multiples of 1 to 3.9 were seen, with 32 of 0.98 to 1.06."""
+"""For models whose own routers choose the experts. Rounding flips about one choice in a hundred, and the number of
+flips is most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
 
 
 class Bfloat16Worker(ReferenceWorker):
-    """transformers in bfloat16, as precise as that is without changing the model's code.
+    """transformers in bfloat16, as precise as possible without changing the model's code.
 
-    Weights that are trained, the sum of gradients over sequences, AdamW and log-probs are float32.
+    Trained weights, the sum of gradients over sequences, AdamW and log-probs are float32.
     """
 
     def __init__(self, spec: WorkerSpec):
@@ -44,7 +44,8 @@ class Bfloat16Worker(ReferenceWorker):
 
         super().__init__(spec)
         assert spec.model.path is not None
-        # Loaded, not cast: what transformers keeps in float32 (rotary frequencies, a router's bias) stays so.
+        # Loaded instead of cast, so that tensors which transformers keeps in float32 (rotary frequencies, a router's
+        # bias) remain float32.
         self.computing = AutoModelForCausalLM.from_pretrained(
             require_model_path(spec), dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
@@ -72,14 +73,14 @@ def _add_to(trained: nn.Parameter, computing: nn.Parameter) -> None:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Course:
-    """What a worker computes of some batches, and of three optimizer steps."""
+    """A worker's results on some batches, and of three optimizer steps."""
 
     logprobs_T: Tensor
     """Log-probs of all scored tokens of all batches."""
     gradients: Mapping[str, Tensor]
     """Gradients summed over all batches."""
     weights: Mapping[str, Tensor]
-    """After a step by these gradients, and one by each of two of the batches."""
+    """Weights after one step with these gradients and one step with each of two batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -91,16 +92,16 @@ class Errors:
     direction: float
     """1 − the cosine of the angle between the gradients of all parameters as one vector."""
     weights: float
-    """RMS difference over the RMS of what the steps changed."""
+    """RMS difference / RMS of the steps' changes."""
 
 
 def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_beginnings: bool = False) -> list[Batch]:
-    """What courses are run on: all that a mean needs to be steady.
+    """The batches for courses, made so that means are stable.
 
-    Old log-probs are the reference's own, and every token weighs the same: near the edge of a clipped ratio rounding
-    would switch a token's gradient off, and in a batch of few heavy tokens that would be most of the gradient. Where
-    experts are given, they are for every token: rounding tips a router's own choice over, and one token's other expert
-    can be most of the error.
+    Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
+    could switch off a token's gradient, which would be most of the gradient in a batch with few heavy tokens. Forced
+    routes cover every token, because rounding can flip a router's own choice, and one flipped expert can be most of the
+    error.
     """
     chooses = bool(routers(reference.model)) and not forced_routes
     num_batches = NUM_BATCHES_OF_ROUTERS if chooses else NUM_BATCHES
@@ -128,7 +129,7 @@ def _one_by_one(batch: Batch) -> list[list[int]]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Baseline:
-    """What a worker's course is judged by."""
+    """The courses with which a worker's course is compared."""
 
     batches: Sequence[Batch]
     before: Mapping[str, Tensor]
@@ -140,30 +141,31 @@ class Baseline:
 
     @classmethod
     def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:
-        """Runs both on what `batches_of` makes with the float32 worker; `spec.model` is stored in bfloat16."""
+        """Runs both courses on the batches that `batches_of` makes with the float32 worker. `spec.model` is stored in
+        bfloat16."""
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
         exact = course(reference, batches, None, partial(weights_of, reference))
-        del reference  # one model at a time: a real one takes gigabytes
+        del reference  # one model at a time, because real ones take gigabytes
         worker = Bfloat16Worker(spec)
         plain = course(worker, batches, None, partial(weights_of, worker))
         return cls(batches=batches, before=before, exact=exact, plain=plain)
 
     def errors(self, found: Course) -> tuple[Errors, Errors]:
-        """Those of a course, and the plain ones; weights are compared in the dtype that the course has them in."""
+        """The errors of a course, and those of the plain course. Weights are compared in the course's dtype."""
         rounded = {name: self.plain.weights[name].to(weight.dtype) for name, weight in found.weights.items()}
         plain = attrs.evolve(self.plain, weights=rounded)
         return errors(found, self.exact, self.before), errors(plain, self.exact, self.before)
 
 
 def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable[[], Mapping[str, Tensor]]) -> Course:
-    """Runs what is compared.
+    """Runs a course.
 
     Args:
         worker: has `forward`, `forward_backward`, `gradients` and `optim_step`: a worker or a `RankGroup`.
-        batches: of `make_batches`.
-        limits: the second argument of `forward`: of a `RankGroup` limits; None: the plan of a worker.
-        weights: the worker's weights, by name.
+        batches: from `make_batches`.
+        limits: the micro-batch limits of a `RankGroup`; None for a worker, which gets a plan instead.
+        weights: returns the worker's weights by name.
     """
     plans = [limits or _one_by_one(batch) for batch in batches]
     pairs = list(zip(batches, plans, strict=True))
@@ -173,7 +175,7 @@ def course(worker: Any, batches: Sequence[Batch], limits: Any, weights: Callable
     gradients = worker.gradients()
     worker.optim_step()
     for pair in pairs[:2]:
-        # No ratio to clip, so that the steps' noise cannot tip it either.
+        # Without a clipped ratio, because the noise of earlier steps could move it across the bound.
         worker.forward_backward(*pair, LossSpec(name="cross_entropy"), temperature=TEMPERATURE)
         worker.optim_step()
     scored = [scores_T[is_scored(batch)] for scores_T, batch in zip(scores, batches, strict=True)]
@@ -188,9 +190,9 @@ def is_scored(batch: Batch) -> Tensor:
 
 
 def errors(found: Course, exact: Course, before: Mapping[str, Tensor]) -> Errors:
-    """How far `found` is from `exact`; `before`: the weights before the steps.
+    """The differences between `found` and `exact`. `before`: the weights before the steps.
 
-    Weights are compared as they are exported: where that is in bfloat16, the exact ones are rounded too.
+    Weights are compared as exported: if those are bfloat16, the exact ones are rounded too.
     """
     like = {name: exact.weights[name].to(weight.dtype).float() for name, weight in found.weights.items()}
     missed, moved = _distance(found.weights, like), _distance(exact.weights, before)
@@ -213,5 +215,5 @@ def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def weights_of(worker: ReferenceWorker) -> dict[str, Tensor]:
-    """Copies of what it exports."""
+    """Copies of the weights that the worker exports."""
     return {name: t.clone() for bucket in worker.export_weights(1 << 20) for name, t in unpack_bucket(bucket)}

@@ -1,6 +1,6 @@
-"""What `BackendConformance` runs a backend on: ways to arrange it, a tiny model, one batch, the reference beside it.
+"""The test cases of `BackendConformance`: variants of a backend, a tiny model, one batch, and the reference.
 
-All of it is seeded: a case made twice is the same.
+Everything is seeded, so that a case created twice is the same.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TEMPERATURE = 0.7
 LOSS = LossSpec(name="ppo_clip", kl_coef=0.1, entropy_coef=0.05)
 OPTIMIZER = OptimizerConfig(lr=1e-3, adam_betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5, num_warmup_steps=2)
 LIMITS = MicroBatchLimits(max_tokens=70)
-"""Of the batch's 209 tokens: three micro-batches or more on one rank, two on each of two."""
+"""Splits the batch's 209 tokens into at least three micro-batches on one rank, or two on each of two ranks."""
 LENGTHS = (23, 61, 1, 40, 9, 33, 2, 40)
 BEGINNINGS = {3: (1, 20), 6: (1, 1), 7: (3, 31)}
-"""Sequence → another one, and how many of its first tokens it begins with where beginnings are shared."""
+"""Sequence → (other sequence, number of its first tokens that both share), for variants that share prefixes."""
 STEPS = ((5, 0, 3), (1, 6), (4, 2, 7))
-"""Sequences of three optimizer steps. The second has fewer than four ranks: the others take part with nothing."""
+"""Sequences of three optimizer steps. The second has fewer sequences than four ranks, so some ranks have none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +45,12 @@ class Variant:
     checkpoint: Mapping[str, Any] = attrs.field(factory=dict)
     """Arguments of `make_checkpoint` that differ, e.g. `{"tie_word_embeddings": False}`."""
     forced_routes: bool = False
-    """Of a Mixture-of-Experts checkpoint: the batch carries routes (`make_routes`) that the model is to follow. How a
-    backend is told so stands in its `options`."""
+    """For a Mixture-of-Experts checkpoint: the batch has routes (`make_routes`) that the model must follow. `options`
+    must enable this in the backend."""
     parity_only: bool = False
-    """Run only the checks behind the parity table: for further mixtures of what other variants prove one by one."""
+    """Run only the checks of the parity table: for further combinations of what other variants check separately."""
     marks: tuple[str, ...] = attrs.field(default=(), eq=False)
-    """Names of pytest markers for its checks, by which a run can leave it out."""
+    """Names of pytest markers for its checks, with which they can be deselected."""
 
     def __str__(self) -> str:
         changes = {**_changed(self.options), **self.spec, **self.checkpoint}
@@ -59,17 +59,17 @@ class Variant:
         return ", ".join([size, *(f"{name}={value}" for name, value in changes.items()), *routes])
 
     def __hash__(self) -> int:
-        """pytest groups checks by variants that it can compare."""
+        """pytest groups checks by variant, which must be hashable."""
         return hash(str(self))
 
     @property
     def shares_prefixes(self) -> bool:
-        """Sequences of the batch begin alike, and the worker is to compute that once."""
+        """Whether sequences of the batch share prefixes that the worker must compute once."""
         return bool(self.spec.get("share_prefixes"))
 
     @property
     def is_tied(self) -> bool:
-        """The output layer shares the input embedding."""
+        """Whether the output layer shares the input embedding."""
         return self.checkpoint.get("tie_word_embeddings", True)
 
 
@@ -94,8 +94,8 @@ VARIANTS = (
 
 
 class KeptRanks:
-    """Ranks that a check left as they had started, for the next check that asks for the same: starting them is most of
-    what a check costs."""
+    """Ranks that a check left unchanged, for the next check that needs the same ones. Starting ranks is most of a
+    check's cost."""
 
     def __init__(self) -> None:
         self._kept: RankGroup | None = None
@@ -114,7 +114,7 @@ class KeptRanks:
         self._kept = group
 
     def close(self) -> None:
-        """Ends those that are kept."""
+        """Ends the kept ranks."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -122,25 +122,25 @@ class KeptRanks:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
-    """What one test is given."""
+    """The inputs of one test."""
 
     backend: Backend
     spec: WorkerSpec
     world_size: int
     batch: Batch
     reference: ReferenceWorker
-    """Fresh: no gradient, no step."""
+    """A new reference, without gradients or steps."""
     directory: Path
-    """Empty, for the test's files."""
+    """An empty directory for the test's files."""
     variant: Variant
     timeout_s: float = 60.0
     """Longest wait for the ranks."""
     kept: KeptRanks = attrs.field(factory=KeptRanks)
-    """Ranks that a check before this one only looked at."""
+    """Ranks that an earlier check left unchanged."""
     started: list[RankGroup] = attrs.field(factory=list)
 
     def start(self, spec: WorkerSpec | None = None) -> RankGroup:
-        """Ranks with weights and state as they were loaded, ended with the case."""
+        """Ranks with freshly loaded weights and state. They end with the case."""
         spec = spec or self.spec
         group = self.kept.take(spec, self.world_size) or RankGroup(
             self.backend, spec, self.world_size, directory=self.directory, timeout_s=self.timeout_s
@@ -150,12 +150,12 @@ class Case:
         return group
 
     def keep(self, group: RankGroup) -> None:
-        """They were only looked at: the next `start` may return them."""
+        """Keeps ranks that the test has not changed; the next `start` may return them."""
         self.started.remove(group)
         self.kept.keep(group)
 
     def new_reference(self) -> ReferenceWorker:
-        """Another one, fresh too."""
+        """Another new reference."""
         return ReferenceWorker(self.spec)
 
 
@@ -173,13 +173,13 @@ def open_case(
     """Batch and reference of a variant; its ranks end with the block.
 
     Args:
-        backend: under test.
-        options: those of the suite.
+        backend: the backend under test.
+        options: the suite's options.
         variant: replaces some of them.
-        directory: exists, for this case alone.
-        checkpoint: what `variant.checkpoint` describes, if it was made before; it is only read.
+        directory: an existing directory, only for this case.
+        checkpoint: the checkpoint that `variant.checkpoint` describes, if it exists already; it is only read.
         timeout_s: longest wait for the ranks.
-        kept: of the cases before and after this one; None: the case has its own, which ends with it.
+        kept: kept ranks, shared with other cases; None: the case has its own, which end with it.
     """
     if checkpoint is None:
         checkpoint = make_checkpoint(directory / "model", **variant.checkpoint)
@@ -223,16 +223,16 @@ def open_case(
 def make_batch(
     reference: ReferenceWorker, *, forced_routes: bool = False, shared_beginnings: bool = False, seed: int = 1
 ) -> Batch:
-    """Eight sequences of 1 to 61 tokens: prompts, observations in between, one of a single token, one not trained on.
+    """Eight sequences of 1 to 61 tokens, with prompts and observations. One has a single token, one is not trained on.
 
-    Old log-probs lie around the current ones, so that some ratios are clipped and most are not. What stands outside the
-    loss mask must not matter and is made large.
+    Old log-probs are close to the current ones, so that some ratios are clipped and most are not. Values outside the
+    loss mask must not matter and are large.
 
     Args:
         reference: scores the tokens.
-        forced_routes: adds `make_routes`, under which they are scored.
-        shared_beginnings: some begin as others do (`BEGINNINGS`), routes included.
-        seed: of tokens, noise and advantages.
+        forced_routes: adds routes (`make_routes`), with which the tokens are scored.
+        shared_beginnings: some sequences share prefixes with others (`BEGINNINGS`), including routes.
+        seed: seed of tokens, noise and advantages.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = reference.model.config.vocab_size
@@ -270,10 +270,10 @@ def make_batch(
 def make_routes(
     reference: ReferenceWorker, num_tokens: int, *, seed: int, has_gaps: bool = True
 ) -> dict[str, torch.Tensor]:
-    """`routed_experts` and `routed` of one sequence: random experts, not the router's, of all layers that have any.
+    """`routed_experts` and `routed` of one sequence: random experts, not the router's, in all layers with experts.
 
-    The last token has no route, as an engine leaves it, nor, with `has_gaps`, have some others. What must not be read
-    (there, and in dense layers) is 255, which no tiny model has.
+    As with an engine, the last token has no route; with `has_gaps`, neither have some others. Entries that must not be
+    read (there, and in dense layers) are 255, which is no expert of a tiny model.
     """
     config = reference.model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)

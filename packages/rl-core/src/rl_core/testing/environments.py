@@ -50,7 +50,7 @@ Responses = str | tuple[str, ...]
 _MAX_TURNS = 100
 _WAIT_S = 60.0
 _LONGEST_PAUSE_S = 2.0
-"""Much longer than scoring takes, and than pauses of a busy machine."""
+"""Much longer than scoring takes, and than the pauses of a busy machine."""
 
 
 class EnvironmentConformance:
@@ -200,7 +200,7 @@ class EnvironmentConformance:
             whole = _run(self._play(response))
             snapshots: list[bytes] = []
             assert _run(self._play(response, snapshots=snapshots)) == whole, "a snapshot changed the episode"
-            # The environment that gave them is closed by now.
+            # The environment that gave the snapshots is closed by now.
             for turn, state in enumerate(snapshots):
                 assert isinstance(state, bytes), f"a snapshot is bytes, got {type(state).__name__}"
                 continued = _run(self._play(response, restored=(turn, state)))
@@ -246,8 +246,8 @@ class EnvironmentConformance:
         """The results of an episode.
 
         Args:
-            snapshots: takes a snapshot from before each turn.
-            restored: a turn, and a snapshot from before it that the episode begins with.
+            snapshots: receives a snapshot from before each turn; None: takes none.
+            restored: (turn, snapshot from before this turn) with which the episode begins.
         """
         environment = self._make()
         said = (responses,) if isinstance(responses, str) else responses
@@ -268,7 +268,7 @@ class EnvironmentConformance:
                 response = said[min(first + len(results), len(said) - 1)]
                 # One token per character: environments that read tokens see their number.
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
-                # A turn gives up its place, so that episodes side by side interleave.
+                # Yields to the event loop in each turn, so that concurrent episodes interleave.
                 await asyncio.sleep(0)
                 result = await environment.step(action)
                 assert isinstance(result, StepResult), result
@@ -293,7 +293,7 @@ def _require_pickles(parts: Mapping[str, object]) -> None:
         try:
             pickle.dumps(part)
         except Exception as error:
-            # An object's own way of pickling raises what it likes.
+            # An object's own pickling code may raise anything.
             raise AssertionError(f"its {name} cannot be sent to a process: {type(error).__name__}: {error}") from error
 
 

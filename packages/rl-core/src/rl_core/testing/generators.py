@@ -1,4 +1,4 @@
-"""Conformance suite of generators: what the engine sampled is what is trained on, and nothing is lost.
+"""Conformance suite of generators. It checks that training gets exactly the tokens that the engine sampled.
 
 A plug-in's author writes
 
@@ -8,8 +8,8 @@ A plug-in's author writes
         def create_generator(self, client, tokenizer):
             return MyGenerator(client, tokenizer)
 
-and runs pytest. The engine answers with arbitrary tokens of `tokenizer` (one token per character, no chat template);
-the generator may ask it as often as it likes.
+and runs pytest. The engine answers with arbitrary tokens of `tokenizer` (one token per character, no chat template).
+The generator may send any number of requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GeneratorConformance:
 
     def create_generator(self, client: Sampler, tokenizer: PreTrainedTokenizerBase) -> Generator:
         """A generator that plays `row` against `client`."""
-        # Not an abstract method: pytest passes over abstract classes in silence, with all their tests.
+        # Not an abstract method: pytest silently skips abstract classes with all their tests.
         raise NotImplementedError(f"{type(self).__name__}: got no `create_generator`; implement it")
 
     def test_the_length_of_a_prompt_is_that_of_the_first_request(self) -> None:
@@ -124,7 +124,7 @@ class GeneratorConformance:
         return int(self._tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]
 
     def _script(self) -> Callable[[GenerateRequest], Sequence[int]]:
-        """A script that gives the same response for the same request, whatever came before."""
+        """A script that gives the same response for the same request, independent of earlier requests."""
         others = [token for token in range(len(self._tokenizer)) if token != self._eos]
 
         def script(request: GenerateRequest) -> list[int]:
@@ -170,8 +170,9 @@ def _after_some_tokens(rng: random.Random) -> Callable[[GenerateRequest], int | 
 
 
 def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: Sequence[Exchange]) -> None:
-    """Every step is a request and its answer; what is marked as sampled was sampled, in the engine's numbers."""
-    # Two samples may begin with the same tokens, but no two log-probs are equal: each tells the answer that it is from.
+    """Requires that every step consists of requests and their answers, and that tokens marked as sampled have the
+    engine's ids and log-probs."""
+    # Two samples may begin with the same tokens, but all log-probs differ, so each identifies its answer.
     origins = {
         logprob: (number, offset)
         for number, exchange in enumerate(exchanges)
@@ -185,7 +186,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
         num_trained += _trained_tokens(step, exchanges, origins)
     for number, exchange in enumerate(exchanges):
         tokens = _tokens_of(exchange)
-        # A generator may throw an answer away, but not one that a step contains.
+        # A generator may discard an answer, unless a step contains its tokens.
         if any(tokens == tuple(step.tokens[: len(tokens)]) for step in steps):
             assert num_trained[number] == len(exchange.completion.tokens), "each sampled token is trained on once"
 
@@ -193,7 +194,7 @@ def _require_the_engines_tokens(trajectories: Sequence[Trajectory], exchanges: S
 def _trained_tokens(
     step: TrajectoryStep, exchanges: Sequence[Exchange], origins: Mapping[float, tuple[int, int]]
 ) -> Counter[int]:
-    """How many tokens of each exchange, by its number, the step is trained on."""
+    """Index of an exchange → number of its tokens that the step trains on."""
     num_trained: Counter[int] = Counter()
     assert step.sampled[-1], "a step ends with a sampled token"
     for position, is_sampled in enumerate(step.sampled):
@@ -220,7 +221,7 @@ def _tokens_of(exchange: Exchange) -> tuple[int, ...]:
 
 
 def _ask(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
-    """One trajectory per sample, in order; each has steps or says why it failed."""
+    """Sends the request. Requires one trajectory per sample, in order, each with steps or a failure."""
     trajectories = asyncio.run(asyncio.wait_for(generator.generate(request), _WAIT_S))
     names = [(trajectory.group_id, trajectory.sample_index) for trajectory in trajectories]
     assert names == [(request.group_id, index) for index in range(request.num_samples)]

@@ -467,7 +467,7 @@ class InferenceClientConformance:
                 assert bench.run(bench.client.health()).version == bench.version
                 self.test_logprobs_are_the_models_own(bench)
             except GenerationError:
-                continue  # serving nothing until a good version comes is right as well
+                continue  # serving nothing until a good version arrives is also correct
         self.test_new_weights_are_served_and_named(bench)
 
     def _require_close(self, logprobs: Sequence[float], own_R: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face checkpoints with a tokenizer, made locally and seeded: nothing is downloaded."""
+"""Tiny Hugging Face checkpoints with a tokenizer, generated locally from a seed, without downloads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
-"""Dense ones."""
+"""Families of dense models."""
 MOE_FAMILIES: tuple[Family, ...] = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "deepseek_v3")
-"""Eight experts, of which a token takes two. DeepSeek's first layer is dense, and its attention latent (MLA)."""
+"""Families with eight experts, two per token. DeepSeek's first layer is dense, and its attention is latent (MLA)."""
 ALPHABET = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz\n"
 """Characters that the tokenizer knows, one token each."""
 
@@ -72,10 +72,10 @@ def make_checkpoint(
     """Writes a random model of two layers with grouped key/value heads and its tokenizer; returns `directory`.
 
     Args:
-        directory: is made if missing.
+        directory: created if missing.
         family: architecture.
-        tie_word_embeddings: the output layer shares the input embedding.
-        dtype: of the stored weights.
+        tie_word_embeddings: whether the output layer shares the input embedding.
+        dtype: dtype of the stored weights.
         seed: the same seed writes the same weights.
         config: fields of the family's configuration class that differ from the tiny ones.
     """
@@ -92,7 +92,7 @@ def make_checkpoint(
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 256,
-        # Five times the usual spread: attention and log-probs of a random model then depend on the tokens.
+        # Five times the usual value, so that attention and log-probs of a random model depend on the tokens.
         "initializer_range": 0.1,
         "tie_word_embeddings": tie_word_embeddings,
         "pad_token_id": tokenizer.pad_token_id,
@@ -105,7 +105,7 @@ def make_checkpoint(
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**fields, **config}))
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
-                # Biases of zero and norms of one would hide an error in how they are used.
+                # Biases of zero and norm weights of one would hide errors in their use.
                 torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

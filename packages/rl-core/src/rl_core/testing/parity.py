@@ -1,7 +1,7 @@
-"""The parity table: how far each backend, on each mesh, is from plain transformers on one process.
+"""The parity table: how much each backend, on each mesh, differs from plain transformers in one process.
 
-The suite measures; with the environment variable RL_PARITY_DIR set it also writes down what it measured, of which
-`python -m rl_core.testing.parity DIRECTORY` makes the table. `make parity` makes that of this repository again.
+If the environment variable RL_PARITY_DIR is set, the conformance suite writes its measurements there.
+`python -m rl_core.testing.parity DIRECTORY` makes the table from them. `make parity` renews this repository's table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUANTITIES: dict[str, str] = {
     "next loss": "relative, after loading, against the ranks that saved",
     "next step": "absolute, any weight, one step after loading, against the ranks that saved",
 }
-"""What is measured in float32, in the table's order."""
+"""Quantities measured in float32, in the table's order → how they are measured."""
 BFLOAT16_QUANTITIES: dict[str, str] = {
     "bf16 logprobs": "mean absolute difference in nats",
     "bf16 direction": "1 − the cosine of the angle between the gradients of all parameters",
@@ -41,7 +41,7 @@ BFLOAT16_QUANTITIES: dict[str, str] = {
     "bfloat16, in multiples of √2 plain errors of log-probs, since both err",
     "bf16 engine and replaying trainer": "the same, of a trainer that follows the engine's routes",
 }
-"""What is measured in bfloat16."""
+"""Quantities measured in bfloat16 → how they are measured."""
 
 
 @attrs.frozen(kw_only=True)
@@ -51,15 +51,15 @@ class Measurement:
     backend: str
     mesh: str
     quantity: str
-    """One of `QUANTITIES`."""
+    """One of `QUANTITIES` or `BFLOAT16_QUANTITIES`."""
     difference: float
     limit: float
     at_least: bool = False
-    """The difference must reach the limit (a control), not stay below."""
+    """The difference must be at least the limit (a control) instead of at most."""
     loaded_at: str | None = None
-    """State was saved by `mesh` and loaded by this one."""
+    """The mesh that loaded a state which `mesh` saved."""
     unit: float | None = None
-    """Of a quantity in bfloat16: what `difference` is a multiple of."""
+    """For a bfloat16 quantity: `difference` is a multiple of this."""
 
     def __attrs_post_init__(self) -> None:
         if self.quantity not in QUANTITIES | BFLOAT16_QUANTITIES:
@@ -75,7 +75,7 @@ class Measurement:
 
 
 def write_down(measurement: Measurement) -> None:
-    """Appends a line to this process's file in RL_PARITY_DIR; does nothing where that is not set."""
+    """Appends a line to this process's file in RL_PARITY_DIR; does nothing if that is not set."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if not directory:
         return
@@ -85,7 +85,7 @@ def write_down(measurement: Measurement) -> None:
 
 
 def read_measurements(directory: Path) -> list[Measurement]:
-    """All lines of all files; of those that speak of the same, the worst."""
+    """The measurements in all files; of several of the same quantity, the worst."""
     worst: dict[tuple[str, str, str, str], Measurement] = {}
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():

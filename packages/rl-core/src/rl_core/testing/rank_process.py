@@ -1,7 +1,7 @@
-"""One rank of a backend under test: the host of its worker, and the process that it has where there are several.
+"""One rank of a backend under test: the host of its worker and, with several ranks, its process.
 
 Consumes calls from the test's process (`ranks.py`); produces results, or a `Failure`. Waits for the next call;
-unblocked by it, by the test's process hanging up, or killed.
+unblocked by it, by the test's process closing the connection, or killed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rl_core.workers.rank import Abilities, RankHost
 
 
 class SuiteHost(RankHost):
-    """A rank that also says what its worker can do."""
+    """A rank that also reports its worker's abilities."""
 
     def start(self) -> Abilities:
-        """The first call: the worker is built by now."""
+        """The first call, made once the worker is built."""
         return self.abilities
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker that is in no contract."""
+        """Calls a method of the worker by name, for methods that are not in a contract."""
         return getattr(self._worker, name)(*args, **kwargs)
 
     def ask_on_part(self, batch: Batch, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -39,38 +39,38 @@ class SuiteHost(RankHost):
         return self.ask(name, batch, plan, *args, **kwargs)
 
     def fulfilled(self) -> set[str]:
-        """Names of the contracts that the worker fulfils."""
+        """Names of the protocols that the worker implements."""
         return {p.__name__ for p in (Worker, Offloadable, Inspectable) if isinstance(self._worker, p)}
 
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A rank's answer when a call raised, or when none will come."""
+    """A rank's answer if the call raised; also stands for an answer that will never come."""
 
     summary: str
-    """Type and message."""
+    """Type and message of the exception."""
     traceback: str = ""
     user_error: RLError | None = None
-    """What was raised, if it is an error that a user can act on."""
+    """The exception, if it is an error that a user can act on."""
 
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """What is the same for all processes of a group."""
+    """Settings shared by all processes of a group."""
 
     directory: str
     timeout_s: float
     """Longest wait for the answer to one call."""
     hides_gpus: bool
-    """The machine has fewer GPUs than the group has ranks, so all run on the CPU."""
+    """Run all ranks on the CPU, because the machine has fewer GPUs than the group has ranks."""
 
     def stack_file(self, rank: int) -> Path:
-        """Where a rank that hangs writes what it is doing."""
+        """The file to which a hanging rank writes its stack."""
         return Path(self.directory, f"stack-{rank}")
 
 
 def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: RankInfo, setting: Setting) -> None:
-    """The main function of a rank's process: builds the worker, answers calls until the other side hangs up."""
+    """The main function of a rank's process: builds the worker and answers calls until the connection is closed."""
     os.environ.update(
         {
             "RANK": str(rank.rank),
@@ -105,6 +105,6 @@ def _failure_of(error: Exception) -> Failure:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        # An error whose class takes other arguments than its message; what it says travels.
+        # The error's class takes other arguments than a message, so only its text is sent.
         return Failure(summary=summary, traceback=text)
     return Failure(summary=summary, traceback=text, user_error=error if isinstance(error, RLError) else None)

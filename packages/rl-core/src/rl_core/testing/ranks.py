@@ -1,11 +1,11 @@
-"""The ranks of a backend under test, and one handle that calls them all as the controller does.
+"""The ranks of a backend under test, and one handle that calls them as the controller does.
 
-One rank runs in the test's own process, where a debugger works; several run in processes forked from a server that has
-imported torch, transformers and the backend, and computed nothing. Two ranks start in 0.15 s so, where new interpreters
-take 7 s. No test gets ranks that another has changed. Ray is not needed (the extra `testing`
-has none); how ranks run as Ray actors is proved once, for any worker.
+A single rank runs in the test's process, where a debugger works. Several ranks run in processes forked from a server
+that has imported torch, transformers and the backend, but computed nothing. Two ranks then start in 0.15 s; new
+interpreters would take 7 s. No test gets ranks that another test has changed. Ray is not needed (the extra `testing`
+does not contain it); other tests check once, for any worker, that ranks work as Ray actors.
 
-Plan, parts and sums are `WorkerGroup`'s own.
+Plan, parts and sums are those of `WorkerGroup`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 PRELOADED = dict.fromkeys(
     ["torch.distributed", "transformers.models.qwen3.modeling_qwen3", "pytest", "rl_core.testing.backend"]
 )
-"""Modules that the fork server imports once; a suite adds its backend's. Complete before the first ranks start."""
+"""Modules that the fork server imports once. A suite adds those of its backend before the first ranks start."""
 ONE_MICRO_BATCH = MicroBatchLimits()
 _SETTLE_S = 3.0
-"""After a rank failed the others have so long: a peer that lost it may fail too, or find the same mistake."""
+"""Seconds to wait for the other ranks after a failure: a peer may fail because of it, or find the same mistake."""
 
 
 class SuiteRanks(Protocol):
-    """`rl_core.workers.rank.Ranks`, with what came back last."""
+    """`rl_core.workers.rank.Ranks`, with the results of the latest call."""
 
     abilities: Abilities
     last_results: Sequence[Any]
@@ -69,7 +69,7 @@ class SuiteRanks(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """No further call is possible."""
+        """Whether no further call is possible."""
         ...
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
@@ -96,11 +96,11 @@ class LocalRank:
 
     @property
     def has_ended(self) -> bool:
-        """It was closed."""
+        """Whether the rank was closed."""
         return self._host is None
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`; errors come as they are."""
+        """See `Ranks.call`. Errors are not converted."""
         if self._host is None:
             raise WorkerError(f"rank 0 was asked to {method.__name__} but is closed")
         result = self._host.bound(method)(*args, **kwargs)
@@ -120,7 +120,7 @@ class LocalRank:
         return [*await self.call(method, batch.select(torch.from_numpy(part.sent)), part.plan, *args, **kwargs)]
 
     async def close(self) -> None:
-        """Closes the worker, twice: a second call must do nothing."""
+        """Closes the worker twice, because a second call must do nothing."""
         if self._host is not None:
             await self.call(Worker.close)
             await self.call(Worker.close)
@@ -128,7 +128,7 @@ class LocalRank:
 
 
 class ProcessRanks:
-    """Ranks in processes of their own."""
+    """Ranks in separate processes."""
 
     def __init__(self, backend: Backend, spec: WorkerSpec, mesh: Mesh, timeout_s: float):
         context = fork_server()
@@ -161,11 +161,11 @@ class ProcessRanks:
 
     @property
     def has_ended(self) -> bool:
-        """They were closed, or a call failed and left them out of step."""
+        """Whether the ranks were closed, or a failed call left them out of step."""
         return self._ended is not None
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`. Blocks: a suite has nothing else to do."""
+        """See `Ranks.call`. Blocks the event loop, because a suite has nothing else to do."""
         return self._exchange(method, [(args, kwargs)] * self._mesh.world_size)
 
     async def call_on_parts(
@@ -181,7 +181,7 @@ class ProcessRanks:
         return self._exchange(method, [((batch.select(torch.from_numpy(p.sent)), p.plan, *args), kwargs) for p in mine])
 
     async def close(self) -> None:
-        """Closes the workers, twice, and ends the processes."""
+        """Closes the workers twice, and ends the processes."""
         try:
             if self._ended is None:
                 await self.call(Worker.close)
@@ -206,7 +206,7 @@ class ProcessRanks:
         return list(self.last_results)
 
     def _receive(self, answers: dict[int, Any]) -> None:
-        """Adds answers until all are there, the deadline has passed, or soon after a failure."""
+        """Adds answers until all have arrived, until the deadline, or until shortly after a failure."""
         deadline, has_failed = time.monotonic() + self._setting.timeout_s, False
         while len(answers) < len(self._connections):
             if not has_failed and any(isinstance(answer, Failure) for answer in answers.values()):
@@ -228,7 +228,7 @@ class ProcessRanks:
         return Failure(summary=f"its process ended with exit code {self._processes[rank].exitcode}")
 
     def _error_of(self, method: str, failures: dict[int, Failure], silent: Sequence[int]) -> RLError:
-        """One error for all. The ranks live on only where all found the same mistake of the user."""
+        """One error for all failures. The ranks stay alive only if all raised the same user's mistake."""
         agreed = {type(failure.user_error) for failure in failures.values()}
         size = len(self._connections)
         if not silent and len(failures) == size and len(agreed) == 1 and failures[0].user_error is not None:
@@ -263,11 +263,11 @@ class ProcessRanks:
 
 
 def fork_server() -> ForkServerContext:
-    """The context of a server that is running; this process's first call starts it."""
+    """The context of a running fork server; the first call in this process starts it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     path = os.environ.get("PYTHONPATH")
-    # Python 3.11's server looks for modules where a new interpreter would, and pytest has added folders to that.
+    # Python 3.11's server uses the module path of a new interpreter, which lacks the folders that pytest has added.
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         forkserver.ensure_running()
@@ -286,7 +286,7 @@ def _free_port() -> int:
 
 
 class _ShuffledGroup(WorkerGroup):
-    """Ranks get their sequences in another order than the batch's, and a plan that is not `0, 1, 2, …`."""
+    """Gives ranks their sequences in a different order than the batch's, and plans that are not `0, 1, 2, …`."""
 
     def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
         return [_shuffled(part) for part in super()._parts(batch, limits)]
@@ -348,7 +348,7 @@ class RankGroup:
         return asyncio.run(self._group.forward_backward(batch, limits, loss, temperature=temperature, returns=returns))
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """One optimizer step, which all ranks must report alike."""
+        """Takes one optimizer step, for which all ranks must report the same result."""
         first, *others = self.call(Worker.optim_step, *(() if update is None else (update,)))
         for rank, other in enumerate(others, start=1):
             same_norm = abs(other.grad_norm - first.grad_norm) <= 1e-6 * first.grad_norm or first.skipped
@@ -358,7 +358,7 @@ class RankGroup:
         return first
 
     def publish(self, version: int, max_bucket_bytes: int) -> Published:
-        """All ranks send; their manifests are merged and compared with what was sent."""
+        """All ranks send. Merges their manifests and compares them with the recorded data."""
         self._num_published += 1
         directory = self.directory / f"published-{id(self)}-{self._num_published}"
         rendezvous = RecordingTransport(directory).open(num_ranks=self.mesh.world_size, num_engines=0)
@@ -374,7 +374,7 @@ class RankGroup:
         return self.publish(0, 1 << 20).tensors
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients from all ranks; those that several hold must agree."""
+        """Gradients of all ranks. Those held by several ranks must agree."""
         merged: dict[str, Tensor] = {}
         for rank, gradients in enumerate(self.call(Inspectable.gradients)):
             for name, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""A transport that writes down what ranks publish, so that a suite can look at it."""
+"""A transport that records what ranks publish, so that a suite can check it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 @attrs.frozen
 class RecordingTransport:
-    """WeightTransport without receivers: each rank writes what it was given into the rendezvous' directory."""
+    """WeightTransport without receivers: each rank writes its buckets into the rendezvous' directory."""
 
     directory: Path | None = None
-    """Where one sync is recorded; a rank, which opens none, needs none."""
+    """Directory in which one sync is recorded. Not needed on ranks, which open no sync."""
     contract_version: int = 1
     name: str = f"{__name__}:recording_transport"
 
     is_staged: bool = True
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Makes `directory`."""
+        """Creates `directory`."""
         assert self.directory is not None, "only a transport with a directory can be opened"
         self.directory.mkdir()
         return Rendezvous(transport=self.name, receiver="", data={"directory": str(self.directory)})
@@ -35,11 +35,11 @@ class RecordingTransport:
         return RecordingSender(Path(rendezvous.data["directory"], f"{rank}.pt"))
 
     def close(self, rendezvous: Rendezvous) -> None:
-        """Keeps what was written."""
+        """Keeps the recorded files."""
 
 
 recording_transport = RecordingTransport()
-"""What the ranks load by its name."""
+"""The transport that ranks load by name."""
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ class RecordingSender:
     path: Path
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Drains the buckets."""
+        """Exhausts the buckets and records them."""
         tensors: dict[str, Tensor] = {}
         bucket_bytes = []
         for bucket in buckets:
@@ -64,7 +64,7 @@ class RecordingSender:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Published:
-    """What all ranks sent, together."""
+    """The data that all ranks sent."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""The slowest right inference engine: a full forward pass per token, on the event loop. For tests and comparison."""
+"""The simplest correct inference engine: a full forward pass per token, on the event loop. For tests and comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class _Running:
-    """One request under way."""
+    """One running request."""
 
     request: GenerateRequest
     task: asyncio.Task[tuple[Completion, ...]] | None = None
@@ -37,9 +37,9 @@ class _Running:
 
 
 class ReferenceEngine:
-    """InferenceClient without cache, batching or threads. Weight versions come through any transport.
+    """InferenceClient without cache, batching or threads. Accepts weights through any transport.
 
-    It is `Sleepable`: asleep it has no weights, and until new ones come it generates nothing.
+    It is `Sleepable`: while asleep it has no weights, and it generates nothing until new ones arrive.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, timeout_s: float = 60.0) -> None:
@@ -48,7 +48,7 @@ class ReferenceEngine:
         self._timeout_s = timeout_s
         self._version = -1
         self._running: dict[str, _Running] = {}
-        # Samples of one prompt share their first forward.
+        # Samples of one prompt share their first forward pass.
         self._last: tuple[list[int], Tensor] | None = None
         self._may_sample = asyncio.Event()
         self._may_sample.set()
@@ -98,7 +98,7 @@ class ReferenceEngine:
             running.is_aborted = True
         self._may_sample.set()
         if was_paused:
-            # Frozen requests wake up, see that they are aborted, and the others wait again.
+            # Paused requests wake up; aborted ones end, and the others wait again.
             self._may_sample.clear()
         await asyncio.gather(*[running.task for running in aborted if running.task])
 
@@ -118,7 +118,7 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Puts checked weights in place."""
+        """Loads checked weights."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self._last = None
@@ -135,7 +135,7 @@ class ReferenceEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `Sleepable`. Its only cache is that of its last input, which `load` forgets: only weights wake."""
+        """See `Sleepable`. Only weights are woken: the only cache is that of the last input, which `load` clears."""
         if self._is_asleep and (tags is None or "weights" in tags):
             self._is_asleep = False
             for name, parameter in self.model.named_parameters():
@@ -207,7 +207,7 @@ class ReferenceEngine:
 
 
 def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """One token and its log-prob in the distribution it was drawn from."""
+    """Draws one token. Returns it with its log-prob under the distribution from which it was drawn."""
     if params.temperature == 0:
         logprobs_V = logits_V.float().log_softmax(-1)
         token = int(logprobs_V.argmax())
@@ -218,7 +218,8 @@ def draw_slowly(logits_V: Tensor, params: SamplingParams, generator: torch.Gener
 
 
 def slow_distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probs [V], float64, after temperature, top-k, top-p and min-p, token by token in the filters' own words."""
+    """Log-probs [V], float64, after temperature, top-k, top-p and min-p, written token by token from the filters'
+    definitions."""
     logprobs = (logits_V.double() / params.temperature).log_softmax(-1)
     kept = sorted(range(len(logprobs)), key=lambda token: -float(logprobs[token]))
     if params.top_k > 0:

@@ -1,4 +1,4 @@
-"""A weight transport within one process: buckets are handed over in memory. For tests and as the shortest example."""
+"""A weight transport within one process, which passes buckets in memory. For tests, and as the shortest example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core.rank_kit.weight_buckets import tensor_record, unpack_bucket
 
 @attrs.define(eq=False)
 class Sync:
-    """What the two sides share."""
+    """State of one sync, shared by both sides."""
 
     num_ranks: int
     changed: threading.Condition = attrs.field(factory=threading.Condition)
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 @attrs.frozen
 class MemoryTransport:
-    """WeightTransport for ranks and engines that live in one process."""
+    """WeightTransport for ranks and engines in one process."""
 
     contract_version: int = 1
     name: str = "memory"
@@ -39,7 +39,7 @@ class MemoryTransport:
     timeout_s: float = 60.0
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        del num_engines  # any number may read
+        del num_engines  # any number of engines may read
         number = next(_numbers)
         SYNCS[number] = Sync(num_ranks)
         return Rendezvous(
@@ -100,6 +100,6 @@ class MemoryReceiver:
 
 
 def manifest_of(buckets: list[WeightBucket], version: int) -> Manifest:
-    """What these buckets hold."""
+    """The manifest of these buckets."""
     tensors = {name: tensor_record(tensor) for bucket in buckets for name, tensor in unpack_bucket(bucket)}
     return Manifest(version=version, tensors=tensors)

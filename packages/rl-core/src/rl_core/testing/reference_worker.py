@@ -1,6 +1,6 @@
-"""The `Worker` contract as plainly as it can be written: transformers, one sequence at a time, whole logits.
+"""The simplest implementation of the `Worker` contract: transformers, one sequence at a time, whole logits.
 
-It is what `BackendConformance` compares a backend with, and an example of the smallest right worker. Too slow and
+`BackendConformance` compares backends with it. It is also an example of the smallest correct worker. Too slow and
 too large in memory for anything but tiny models.
 """
 
@@ -33,9 +33,9 @@ from rl_core.testing.forced_routes import forced_routes
 
 
 class ReferenceWorker:
-    """One rank in float32. Knows `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus.
+    """One rank in float32. Supports `ppo_clip` and `cross_entropy` with default settings, KL k3 and the entropy bonus.
 
-    Where a batch carries routes, they are forced (`rl_core.testing.forced_routes`).
+    If a batch has routes, they are forced (`rl_core.testing.forced_routes`).
     """
 
     def __init__(self, spec: WorkerSpec):
@@ -47,7 +47,8 @@ class ReferenceWorker:
             spec.model.path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self.computing = self.model
-        """What scores: another one in other precision computes with copies of the model's weights."""
+        """The model that computes scores. A subclass may use another one, in other precision, with copies of the
+        weights."""
         self.steps_done = 0
         self.optimizer = None
         if spec.optimizer is not None:
@@ -59,7 +60,7 @@ class ReferenceWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """One sequence after the other."""
+        """Scores one sequence after the other."""
         require_scores(returns or (), ("logprobs", "entropies"), self.spec.role)
         scores = {"logprobs": torch.zeros(batch.num_tokens), "entropies": torch.zeros(batch.num_tokens)}
         with torch.no_grad():
@@ -72,8 +73,8 @@ class ReferenceWorker:
     def score(
         self, tokens_T: Tensor, temperature: float, routes: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each token of one sequence; 0 at the first. `routes`: its routed_experts and
-        routed."""
+        """Log-prob and entropy of each token of one sequence; 0 at the first. `routes`: (routed_experts, routed) of the
+        sequence."""
         with nullcontext() if routes is None else forced_routes(self.computing, *routes):
             logits_TV = self.computing(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float() / temperature
         all_logprobs_TV = logits_TV.log_softmax(-1)
@@ -84,7 +85,7 @@ class ReferenceWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds up sum_t w_t · (loss_t + kl_coef · KL_t − entropy_coef · H_t) over the trained tokens."""
+        """Adds the gradient of sum_t w_t · (loss_t + kl_coef · KL_t − entropy_coef · H_t) over the trained tokens."""
         if self.optimizer is None:
             raise WorkerError("forward_backward: this model was started without an optimizer")
         require_scores(returns, ("logprobs", "entropies"), self.spec.role)
@@ -107,7 +108,7 @@ class ReferenceWorker:
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Clip by the global norm, AdamW with linear warm-up and then a constant rate."""
+        """Clips by the global norm, then takes an AdamW step with linear warm-up and then a constant rate."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()
@@ -133,7 +134,7 @@ class ReferenceWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """A tied weight appears once: `named_parameters` lists it once."""
+        """Accumulated gradients. A tied weight appears once, because `named_parameters` lists it once."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.model.named_parameters()
         }
@@ -149,7 +150,7 @@ class ReferenceWorker:
         return sender.send(self.export_weights(max_bucket_bytes), version)
 
     def save_state(self, directory: Path) -> None:
-        """One file."""
+        """Writes the state to one file."""
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {"model": self.model.state_dict(), "steps_done": self.steps_done}
         if self.optimizer is not None:
@@ -169,14 +170,14 @@ class ReferenceWorker:
             self.optimizer.zero_grad()
 
     def save_model(self, directory: Path) -> None:
-        """Model and tokenizer."""
+        """Writes model and tokenizer."""
         from transformers import AutoTokenizer
 
         self.model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self.spec.model.path).save_pretrained(directory)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there are no resources to release."""
 
     def _sequences(self, batch: Batch, plan: Plan) -> list[slice]:
         bounds = batch.offsets.tolist()
@@ -188,7 +189,7 @@ def _routes(batch: Batch, tokens: slice) -> tuple[Tensor, Tensor] | None:
 
 
 def token_loss(loss: LossSpec, logprobs_T: Tensor, entropies_T: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """What is weighted and summed, written out from the formulas; all are of the trained tokens."""
+    """The per-token loss before weighting, written from the formulas. All arguments are for trained tokens only."""
     is_known = loss.kl_estimator == "k3" and loss.off_policy_sequence_mask is None
     if loss.params or not is_known or loss.name not in ("ppo_clip", "cross_entropy"):
         raise ConfigError(

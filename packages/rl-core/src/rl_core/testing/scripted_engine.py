@@ -1,4 +1,4 @@
-"""An engine that samples whatever it is told: for tests of generators, which must not care what is sampled."""
+"""An engine that returns scripted tokens, for tests of generators, which must work for any tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.errors import GenerationError
 from rl_core.interfaces import Completion, GenerateRequest, StopReason
 
 Script = Callable[[GenerateRequest], Sequence[int]]
-"""The tokens that a request is answered with; those beyond its `max_tokens` are cut off."""
+"""Returns the tokens with which to answer a request; those beyond its `max_tokens` are cut off."""
 
 
 @attrs.frozen(eq=False)
@@ -26,8 +26,8 @@ class Exchange:
 class ScriptedClient:
     """Sampler without a model.
 
-    A response ends with its script or with `end_tokens`, whichever is first. Log-probs are all different, the version
-    is `version` at the moment of each answer, routes depend on position, token and version alone.
+    A response ends with its script or with one of `end_tokens`, whichever is first. All log-probs differ. The version
+    of an answer is `version` at that moment. Routes depend only on position, token and version.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class ScriptedClient:
     ) -> None:
         """
         Args:
-            abort_after: tokens after which a request is given back unfinished; None: it is finished.
-            route_layers: layers of two experts each whose routes are returned; None: no routes.
+            abort_after: number of tokens after which a request is returned unfinished; None: it is finished.
+            route_layers: number of layers, with two experts per token, whose routes are returned; None: no routes.
         """
         self._script = script
         self._end_tokens = frozenset(end_tokens)
@@ -86,7 +86,7 @@ class ScriptedClient:
 
 
 def expected_routes(tokens: Sequence[int], num_layers: int, version: int) -> np.ndarray:
-    """uint8 [tokens, layers, 2]: what a `ScriptedClient` says of the experts of `tokens` at a version."""
+    """uint8 [tokens, layers, 2]: the routes that a `ScriptedClient` returns for `tokens` at a version."""
     position, token = np.arange(len(tokens))[:, None, None], np.asarray(tokens)[:, None, None]
     layer, choice = np.arange(num_layers)[None, :, None], np.arange(2)[None, None]
     return ((7 * position + 3 * token + 5 * layer + 11 * choice + 101 * version) % 251).astype(np.uint8)

@@ -1,13 +1,13 @@
-"""Conformance suite of weight transports: whatever ranks send arrives whole, or the receiver says that it did not.
+"""Conformance suite of weight transports. It checks that weights arrive complete, or that the receiver raises an error.
 
 A plug-in's author writes
 
     class TestMyTransport(WeightTransportConformance):
         transport = my_transport
 
-and runs pytest. Ranks and engines are threads of the test's process. `damage` is overridden by staged transports, to
-spoil a sync that was sent and not yet received; the others keep nothing between the two. A call that does not end
-within `deadline_s` fails the test that made it; its thread is left behind, and does not keep pytest from ending.
+and runs pytest. Ranks and engines are threads of the test's process. Suites of staged transports override `damage` to
+corrupt a sync that was sent but not yet received; other transports store nothing in between. A call that does not end
+within `deadline_s` fails its test; its thread is left running, but does not prevent pytest from exiting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUCKET_BYTES = 64
 
 
 def sample_tensors() -> dict[str, Tensor]:
-    """All that is awkward: several dtypes, odd sizes that break alignment, a scalar, an empty tensor, equal shapes."""
+    """Difficult tensors: several dtypes, odd sizes that break alignment, a scalar, an empty tensor, equal shapes."""
     generator = torch.Generator().manual_seed(0)
     return {
         "embedding.weight": torch.randn(7, 5, generator=generator),
@@ -51,16 +51,16 @@ def sample_tensors() -> dict[str, Tensor]:
 
 @attrs.frozen(eq=False)
 class Call:
-    """A call under way, in a thread of its own that keeps no process alive."""
+    """A running call in a separate daemon thread."""
 
     what: str
-    """For messages."""
+    """Description of the call, for messages."""
     deadline_s: float
     future: Future[Any] = attrs.field(factory=Future)
 
     @classmethod
     def start(cls, deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Call:
-        """Calls the function."""
+        """Calls the function in a new thread."""
         call = cls(what, deadline_s)
         threading.Thread(target=call._run, args=(function, *args), daemon=True).start()
         return call
@@ -83,7 +83,7 @@ class Call:
     def _run(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             self.future.set_result(function(*args))
-        except BaseException as error:  # the test's own thread looks at it
+        except BaseException as error:  # handled in the test's own thread
             self.future.set_exception(error)
 
 
@@ -100,7 +100,7 @@ class Ranks:
         return self.sender(rank).send(self._buckets(rank), version)
 
     def send_delta(self, version: int, rank: int, delta: Mapping[str, Any], held: HeldWeights) -> Manifest:
-        """What changed since the base of `delta`."""
+        """Sends the changes since the base of `delta`."""
         return DeltaSender(self.sender(rank), delta, held).send(self._buckets(rank), version)
 
     def sender(self, rank: int) -> WeightSender:
@@ -117,10 +117,10 @@ class WeightTransportConformance:
 
     transport: ClassVar[WeightTransport]
     deadline_s: ClassVar[float] = 60.0
-    """What takes longer is taken for something that never ends."""
+    """A call that takes longer counts as one that never ends."""
 
     def damage(self, rendezvous: Rendezvous) -> bool:
-        """Spoils what was sent; False where nothing could be spoilt."""
+        """Corrupts the data that was sent; False if there is nothing to corrupt."""
         return False
 
     def test_it_follows_this_version_of_the_contract(self) -> None:
@@ -287,7 +287,7 @@ def _dealt(tensors: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]
 def _receive(
     rendezvous: Rendezvous, version: int, delta: Mapping[str, Any] | None = None, held: HeldWeights | None = None
 ) -> tuple[dict[str, Tensor], Manifest]:
-    """What an engine does: everything by name, and a manifest of what it holds."""
+    """Receives as an engine does. Returns all tensors by name, and the manifest of what arrived."""
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     buckets = received(receiver, version, delta, held or HeldWeights())
     tensors = {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}

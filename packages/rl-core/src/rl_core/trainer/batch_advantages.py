@@ -1,6 +1,6 @@
 """From rewards to the columns that a loss reads: KL in the reward, advantages, off-policy correction, loss weights.
 
-Everything here is made by the controller for whole batches or mini-batches, before anything is split over ranks.
+The controller computes these for whole batches or mini-batches, before they are split over ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 
 
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
-    """Adds `advantages` (and `returns`, from an estimator that makes them).
+    """Adds `advantages`, and `returns` if the estimator computes them.
 
-    An outcome estimator sees one row per trajectory, with the sum of its rewards; its value is given to every sampled
-    token of every step. A token estimator sees the stream.
+    An outcome estimator gets one row per trajectory, with the sum of its rewards. Its result is copied to every sampled
+    token of every step. A token estimator gets the stream.
     """
     columns, names = _estimator_columns(batch), positional_parameters(estimator)
     if "trajectory_T" in names:
@@ -59,8 +59,8 @@ def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any
 
 
 def with_kl_in_reward(batch: Batch, *, coef: float, estimator: str) -> tuple[Batch, Metrics]:
-    """Takes coef · KL(policy ‖ reference) of each trained token off its reward (Ziegler et al. 2019, arXiv
-    1909.08593); what the environment gave stays as `environment_rewards`."""
+    """Subtracts coef · KL(policy ‖ reference) of each trained token from its reward (Ziegler et al. 2019, arXiv
+    1909.08593). The environment's rewards are kept as `environment_rewards`."""
     mask_T = batch["loss_mask"]
     kl_T = estimate_kl(batch["old_logprobs"], batch["ref_logprobs"], mask_T, estimator=estimator)
     metrics = {"policy/kl": (float(kl_T.sum()), float(mask_T.sum()))}
@@ -74,8 +74,8 @@ def with_normalized_advantages(batch: Batch) -> Batch:
 
 
 def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple[Batch, Metrics]:
-    """The correction for the difference between trainer and engine: adds `correction_weights`, clears what a mask drops
-    from the loss mask. How the weights reach the loss is the loss's affair (`Objective.prepare`)."""
+    """Corrects for the mismatch between trainer and engine: adds `correction_weights` and clears masked tokens in the
+    loss mask. The loss decides how it uses the weights (`Objective.prepare`)."""
     result = off_policy_correction(
         batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.sequence_index, **params
     )
@@ -84,13 +84,13 @@ def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple
 
 
 def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> Batch:
-    """Adds `loss_weights`: the chosen reduction over the whole mini-batch, 0 where nothing is trained."""
+    """Adds `loss_weights`: the chosen reduction over the whole mini-batch, 0 for untrained tokens."""
     return batch.with_columns(loss_weights=REDUCTIONS[reduction](*_reduction_columns(batch, reduction), **params))
 
 
 def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Adds `loss_weights` to a part of a mini-batch, whole groups. They are still to be divided by the sum over all
-    parts of the second result."""
+    """Adds undivided `loss_weights` to a part of a mini-batch that consists of whole groups. Also returns the part's
+    divisor: the weights must be divided by the sum of the divisors of all parts."""
     weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
     return batch.with_columns(loss_weights=weights_T.float()), float(divisor)
 
@@ -105,7 +105,7 @@ def _reduction_columns(batch: Batch, reduction: str) -> list[Tensor]:
 
 
 def _require_steps_in_order(batch: Batch) -> None:
-    """For an estimator whose time runs over all steps of a trajectory."""
+    """Needed by estimators that accumulate over all steps of a trajectory."""
     trajectory, step = batch["trajectory_id"], batch["step_index"]
     wrong = (trajectory.diff() < 0) | ((trajectory.diff() == 0) & (step.diff() <= 0))
     if bool(wrong.any()):
@@ -135,7 +135,7 @@ def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
         "mask_T": batch["sampled"],
         "sequence_T": sequence_T,
     }
-    # As the rows of what ends in _N, which are in ascending order of ids.
+    # Row index in the columns that end in _N, whose rows are in ascending order of trajectory ids.
     columns["trajectory_T"] = trajectory_N.unique(return_inverse=True)[1][sequence_T]
     if "greedy_score" in batch:
         columns["greedy_scores_N"] = trajectory_scores(batch["greedy_score"], trajectory_N, last_N)

@@ -1,18 +1,18 @@
-"""Between generation and training: which groups may be started, and which are trained on next.
+"""Between generation and training: decides which groups may start, and which are trained on next.
 
-Two numbers govern synchronous, one-step-off and asynchronous training. `pipeline_depth` d says how many steps
-generation runs ahead; with `max_staleness` k, at least d, a group that was started at policy version v is trained on at
-version v + k at the latest. The bound is hard and nothing is wasted, by two rules:
+Two numbers define synchronous, one-step-off and asynchronous training. `pipeline_depth` d is the number of steps that
+generation runs ahead. With `max_staleness` k ≥ d, a group that started at policy version v is trained on at version
+v + k at the latest. Two rules make this bound hard, and no group is ever discarded for its age:
 
-- a group is started at version v only if the steps up to v + d have room for every group that is outstanding;
-- a step takes finished groups, oldest first, as far as all others can still be trained on before they expire.
+- a group starts at version v only if the steps up to v + d have room for all outstanding groups;
+- a step takes finished groups, oldest first, as long as all other groups can still be trained on before they expire.
 
-A step takes its groups at once, when all of them are there; streamed, it takes those that are there, again and again,
-until it is full. A place that a group under way will need is left free by the same rule.
+A step normally takes all its groups at once, when they are finished. When streaming, it repeatedly takes the finished
+groups until it is full. The second rule also keeps places free for groups that are still being played.
 
-So d = 0 is synchronous training (a step's groups are all started at its own version). With more, most groups are at
-most d versions old, those that take long are overtaken until they are k versions old, and a group that selection drops
-gives its room back at once.
+So d = 0 is synchronous training: all groups of a step start at its own version. With d > 0, most groups are at most d
+versions old. Younger groups may overtake slow ones until those are k versions old. A group that selection drops frees
+its place at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FinishedGroup:
 
 
 class GroupBuffer:
-    """Permissions to start groups, and the groups that are finished.
+    """Grants permissions to start groups, and holds the finished groups.
 
     consumes     groups from the generating task (`finish`, `drop`)
     produces     `groups_per_step` groups for every step (`take`), at once or in parts
@@ -59,11 +59,10 @@ class GroupBuffer:
         """
         Args:
             pipeline_depth: from 0 to `max_staleness`.
-            version: the policy's version now; one optimizer batch makes one version.
-            last_version: the version at which the last step is trained; no group is started that no step needs.
-            finished: groups of an earlier run that none of its steps was trained on, and that can be trained within
-                the bound.
-            in_parts: `take` gives what a step can have at the moment, at least one group, until the step is full.
+            version: the policy's current version. Each training batch produces one version.
+            last_version: the version at which the last step is trained. Groups that no step needs do not start.
+            finished: finished groups of an earlier run that it did not train on, all still within the staleness bound.
+            in_parts: `take` returns the groups that the step can take now, at least one, until the step is full.
         """
         assert 0 <= pipeline_depth <= max_staleness
         self._groups_per_step = groups_per_step
@@ -76,57 +75,57 @@ class GroupBuffer:
         self._finished = {group.group_id: group for group in finished}
         self._in_parts = in_parts
         self._taken: dict[int, FinishedGroup] = {}
-        """Those of the step that is trained, or, while it is not full, of `next_step`."""
+        """Groups taken by the step in training, or by `next_step` while it is not full."""
         self._places = groups_per_step
-        """That `next_step` has left."""
+        """Number of free places in `next_step`."""
         self._given_up: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Groups that no finished step accounts for: what a resumed run starts again. Those that a step took are among
-        them until it has trained on them, and so are those that were dropped or rejected since the step before."""
+        """Groups that no finished step accounts for. A resumed run starts them again. They include groups that a step
+        took but has not finished training on, and groups dropped or rejected since the last finished step."""
         return tuple(sorted((*self._outstanding, *self._taken, *self._given_up)))
 
     @property
     def version(self) -> int:
-        """The policy version that groups are started with."""
+        """The policy version with which groups start."""
         return self._version
 
     @property
     def runs_ahead(self) -> bool:
-        """Groups are played while earlier ones are trained on."""
+        """Whether groups are played while earlier ones are trained on."""
         return self._pipeline_depth > 0
 
     @property
     def max_staleness(self) -> int:
-        """Versions that a group may lag behind when it is trained on."""
+        """How many versions old a group may be when it is trained on."""
         return self._max_staleness
 
     @property
     def finished(self) -> tuple[FinishedGroup, ...]:
-        """Those that no step took."""
+        """Finished groups that no step has taken."""
         return tuple(self._finished.values())
 
     @property
     def untrained(self) -> tuple[FinishedGroup, ...]:
-        """Finished groups that no finished step accounts for: those that a step took, and those that none took."""
+        """Finished groups that no finished step has trained on, whether or not a step has taken them."""
         return (*self._taken.values(), *self._finished.values())
 
     @property
     def is_within_step(self) -> bool:
-        """A step took some of its groups, and others are still to come."""
+        """Whether a step has taken some of its groups and still needs others."""
         return self._places < self._groups_per_step
 
     @property
     def num_under_way(self) -> int:
-        """Groups that were started and are not finished."""
+        """Number of groups that have started and not finished."""
         return len(self._outstanding) - len(self._finished)
 
     async def permission(self, group_id: int) -> int | None:
-        """Waits until this group may be started and counts it as outstanding; its start version, or None when no step
-        needs it."""
+        """Waits until this group may start, then counts it as outstanding. Returns its start version; None if no step
+        needs the group."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room() or self._is_over())
             if not self._has_room():
@@ -144,14 +143,14 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def drop(self, group_id: int) -> None:
-        """Gives a started group up; its room goes to another group."""
+        """Gives up a started group; its place becomes free for another."""
         async with self._changed:
             del self._outstanding[group_id]
             self._given_up.add(group_id)
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """The generating task ended with an error: `take` raises it."""
+        """Called when the generating task fails: `take` raises its error."""
         async with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -163,8 +162,8 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
-        """The groups of the next step, or of its next part, oldest first; waits for them. Raises DeadlineError, or
-        what generation failed with."""
+        """Waits for the groups of the next step, or of its next part, and returns them, oldest first. Raises
+        DeadlineError, or the error of generation."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
@@ -187,14 +186,14 @@ class GroupBuffer:
             return taken
 
     async def trained(self) -> None:
-        """The groups that the step took were trained on; those dropped before this call count in the same step."""
+        """Called when the step has trained on its groups. Groups dropped before this call count in the same step."""
         self._taken = {}
         self._given_up.clear()
         async with self._changed:
             self._changed.notify_all()
 
     async def rejected(self) -> None:
-        """The groups of the last `take` are given up: the step is to be taken again."""
+        """Gives up the groups of the last `take`, so that the step takes others."""
         async with self._changed:
             self._given_up.update(self._taken)
             self._taken = {}
@@ -206,21 +205,21 @@ class GroupBuffer:
         return len(self._outstanding) < self._room_until(last_planned)
 
     def _is_over(self) -> bool:
-        # The last step's groups may be rejected as long as they are not trained on.
+        # The last step's groups may still be rejected until they are trained on.
         return self._failure is not None or (self._next_step > self._last_version and not self._taken)
 
     def _room_until(self, step: int) -> int:
-        """Places that the steps until this one have left, itself included."""
+        """Number of free places in all steps up to and including `step`."""
         return (step - self._next_step) * self._groups_per_step + self._places
 
     def _choice(self) -> list[FinishedGroup]:
-        """The oldest finished groups, as many as the step can take so that no other one expires; an empty list where
-        that is none, or where a step that is not taken in parts would not be full."""
+        """The oldest finished groups, as many as the step can take without letting another group expire. Empty if there
+        are none, or if they do not fill a step that is taken at once."""
         if not self._in_parts and len(self._finished) < self._places:
             return []
         chosen, spare = [], self._spare_places()
         for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
-            # It takes a place from older ones; to itself and younger ones it leaves as many as they need.
+            # The group takes a place from older groups only. The needs of itself and of younger ones are counted.
             older = [version for version in spare if version < group.start_version]
             if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
                 break
@@ -230,8 +229,8 @@ class GroupBuffer:
         return chosen if self._in_parts or len(chosen) == self._places else []
 
     def _spare_places(self) -> dict[int, int]:
-        """For each start version of outstanding groups: places until those expire, without what they and older ones
-        need. Never below 0."""
+        """Start version of outstanding groups → free places in the steps before groups of this version expire, minus
+        the places that they and older groups need. Never below 0."""
         counts, needed, spare = Counter(self._outstanding.values()), 0, {}
         for version in sorted(counts):
             needed += counts[version]

@@ -1,9 +1,9 @@
-"""Checkpoints: complete or not there.
+"""Atomic checkpoints.
 
-A checkpoint is written into `step_N.partial`, then its files are listed in `complete.json` with sizes and checksums and
-brought to disk, then the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a whole checkpoint. What a worker lists itself (`rank_kit.state_files`) its ranks check when they read it;
-everything else is checked here.
+A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
+flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
+ignored, or a complete checkpoint. Files that a worker lists itself (`rank_kit.state_files`) are checked by its ranks
+when they read them; all others are checked here.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ COMPLETE = "complete.json"
 _RUN, _FINGERPRINT = "run.json", "fingerprint.json"
 _NAME = re.compile(r"step_(\d+)")
 PARTIAL = ".partial"
-"""End of the name of a directory that is being written."""
+"""Suffix of a directory that is being written."""
 _EARLIER = "Resume from an earlier one: trainer.resume_mode=from_path trainer.resume_path=…"
 
 
 @attrs.frozen(kw_only=True)
 class RunState:
-    """What the controller needs, besides the workers' state, to continue exactly."""
+    """State of the controller that a resumed run needs, besides the workers' state, to continue exactly."""
 
     step: int
     """Optimizer batches done; also the policy's version."""
     next_group: int
-    """First group number that was never started."""
+    """Smallest group number that was never started."""
     restart_groups: tuple[int, ...]
-    """Groups that were started, and are neither trained on nor stored; a resumed run plays them again."""
+    """Groups that were started but neither trained on nor stored; a resumed run plays them again."""
     kl_coef: float
     """Current KL coefficient (adaptive control moves it)."""
     nonfinite_steps: int
     """Skipped optimizer steps of the policy in a row."""
     critic_nonfinite_steps: int = 0
-    """The same of the critic."""
+    """Skipped optimizer steps of the critic in a row."""
     finished_groups: tuple[int, ...] = ()
-    """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished, and not yet trained on."""
+    """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None
-    """Metrics of `step` where a stop or an error came before its evaluation was done: a resumed run begins with that,
-    and writes the row again."""
+    """Metrics of `step` if a stop or an error came before its evaluation was done. A resumed run begins with this
+    evaluation and writes the row again."""
 
 
 def partial_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written until it is complete."""
+    """The directory in which the checkpoint of a step is written until it is complete."""
     return root / f"step_{step:06d}{PARTIAL}"
 
 
@@ -66,11 +66,11 @@ def begin_checkpoint(
     finished: Sequence[StoredGroup] = (),
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Makes `root/step_N.partial` with the controller's state in it; what an earlier attempt left there goes.
+    """Creates `root/step_N.partial` with the controller's state in it. Removes the rest of an earlier attempt.
 
     Args:
         finished: the groups of `state.finished_groups`.
-        fingerprint: what the run is (`trainer.fingerprint`); None for none.
+        fingerprint: identifies the run (`trainer.fingerprint`); None: not stored.
     """
     partial = partial_path(root, state.step)
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,10 +83,10 @@ def begin_checkpoint(
 
 
 def complete_checkpoint(partial: Path) -> Path:
-    """Makes a checkpoint of a directory to which nothing more is written; its path, `root/step_N`."""
+    """Turns a directory whose files are all written into a checkpoint. Returns its path, `root/step_N`."""
     root, final = partial.parent, partial.with_suffix("")
     names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
-    # Its ranks have read what a worker lists.
+    # The ranks have checked the files that a worker lists.
     files = {name: record for name, record in listed_files(partial).items() if name in names}
     files |= recorded(partial, names - files.keys())
     listing = {name: files[name].as_json() for name in sorted(files)}
@@ -99,8 +99,8 @@ def complete_checkpoint(partial: Path) -> Path:
 
 
 def load_state(checkpoint: Path) -> RunState:
-    """The controller's state. Raises CheckpointError when the checkpoint is missing, cut off or damaged; of the files
-    that a worker lists, only their sizes are looked at."""
+    """The controller's state. Raises CheckpointError if the checkpoint is missing, truncated or damaged. Of files that
+    a worker lists, checks only the sizes."""
     listing = checkpoint / COMPLETE
     if not listing.is_file():
         raise CheckpointError(
@@ -124,23 +124,24 @@ def load_state(checkpoint: Path) -> RunState:
 
 
 def load_fingerprint(checkpoint: Path) -> dict[str, Any] | None:
-    """What the run was; None where the checkpoint does not say. Raises CheckpointError where it cannot be read."""
+    """The fingerprint of the checkpoint's run; None if it has none. Raises CheckpointError if it cannot be read."""
     path = checkpoint / _FINGERPRINT
     return _read_json(path) if path.exists() else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints by their names, oldest first."""
+    """Directories with a checkpoint's name, oldest first."""
     return sorted((path for path in root.glob("step_*") if is_step_name(path.name) and path.is_dir()), key=step_of)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Those with the list of their files. A directory of such a name without one is somebody else's."""
+    """Checkpoints that have a list of their files, oldest first. A directory with such a name but without the list was
+    not written by a run."""
     return [path for path in list_checkpoints(root) if (path / COMPLETE).is_file()]
 
 
 def after_making_room(root: Path) -> str:
-    """What a user does whose run ended because the disk was full."""
+    """Advice to a user whose run ended because the disk was full."""
     complete = complete_checkpoints(root)
     if not complete:
         return f"there is no complete checkpoint in {root}. Make room, and start the run again"
@@ -148,34 +149,34 @@ def after_making_room(root: Path) -> str:
 
 
 def list_unfinished(root: Path) -> list[Path]:
-    """What runs left that ended while they saved, oldest first."""
+    """Partial directories of runs that ended while saving, oldest first."""
     return sorted(root.glob(f"step_*{PARTIAL}"))
 
 
 def is_step_name(name: str) -> bool:
-    """`step_N`: a complete checkpoint, or an exported model."""
+    """Whether the name is `step_N`, as of complete checkpoints and exported models."""
     return _NAME.fullmatch(name) is not None
 
 
 def step_of(path: Path) -> int:
-    """N of `step_N`."""
+    """The step number N of a path named `step_N`."""
     return int(path.name.removeprefix("step_"))
 
 
 def delete_old_checkpoints(root: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`, and never the newest one; nothing for a negative number."""
+    """Deletes all but the newest `keep` checkpoints. Never deletes the newest one. A negative number keeps all."""
     if keep >= 0:
         for path in complete_checkpoints(root)[: -max(keep, 1)]:
             _remove(path)
 
 
 def remove_unfinished(partial: Path) -> None:
-    """Removes what a save left that did not end."""
+    """Removes the partial directory of an unfinished save."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Killed on the way, it leaves a directory that no longer looks complete."""
+    """If killed midway, leaves a directory that no longer looks complete."""
     if checkpoint.exists():
         doomed = checkpoint.with_name(f"{checkpoint.name}.removed{PARTIAL}")
         remove_unfinished(doomed)

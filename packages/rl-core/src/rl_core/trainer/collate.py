@@ -1,4 +1,4 @@
-"""Trajectories into the token stream."""
+"""Collates trajectories into the token stream."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from rl_core.trainer.step_merging import merge_steps
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """One sequence per step of every trajectory, in the given order.
 
-    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (a step's on its last
-    sampled token, or where it says), group_id, trajectory_id (index in `trajectories`), step_index, is_last_step,
-    greedy_score where greedy answers were played, and routed_experts with `routed` where the engine returned them.
+    Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (on a step's last sampled
+    token, unless the step has `token_rewards`), group_id, trajectory_id (index in `trajectories`), step_index,
+    is_last_step, greedy_score if greedy answers were played, routed_experts and `routed` if the engine returned them.
 
     Raises:
-        GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length; it is named.
+        GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length. The message
+            names the trajectory.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -59,7 +60,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def merged(batch: Batch) -> tuple[Batch, Metrics]:
-    """The batch with the steps that continue each other as one sequence, and how much that saves."""
+    """The batch in which steps that continue each other are merged into one sequence, and metrics of the saving."""
     before = float(batch.num_tokens)
     batch, merge = merge_steps(batch)
     return batch, {"rollout/merged_tokens": (merge.tokens_saved * before, before)}

@@ -10,10 +10,11 @@ from rl_core.workers import WorkerGroup
 
 
 async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipeline_depth: int) -> bool:
-    """Puts a new engine to sleep where it shares devices with the models that are loaded next; whether it does.
+    """Puts a new engine to sleep if it takes turns on the devices with the models that are loaded next. Returns whether
+    it does.
 
-    It must be `Sleepable`, and have nothing to do while models compute: with `pipeline_depth` above 0 it generates
-    while the policy trains, so neither ever leaves.
+    It does so if it is `Sleepable` and idle while models compute. With `pipeline_depth` above 0 it generates while the
+    policy trains, so both always stay on the devices.
     """
     if not (colocate_all and pipeline_depth == 0 and isinstance(client, Sleepable)):
         return False
@@ -22,30 +23,30 @@ async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipe
 
 
 class EngineTurns:
-    """Whose turn it is on devices that engine and models share.
+    """Moves engine and models on and off the devices that they share.
 
-    The models leave by `WorkerGroup.offload`, come back with their next call, and take turns among themselves
-    (`rl_core.workers.devices`). The engine loses its weights when it sleeps, so after that they are published again.
-    Where they share nothing, nobody ever moves.
+    Models leave with `WorkerGroup.offload` and come back with their next call. They also take turns among themselves
+    (`rl_core.workers.devices`). The engine loses its weights when it sleeps, so they must then be published again. If
+    the devices are not shared, nothing moves.
     """
 
     def __init__(self, client: InferenceClient, policy: WorkerGroup, *, are_shared: bool):
-        """`are_shared` as `begin_with_models` says: the engine is asleep."""
+        """`are_shared`: the result of `begin_with_models`. If true, the engine is asleep."""
         self._client = client
         self._policy = policy
         self.are_shared = are_shared
         self.engine_sleeps = are_shared
 
     async def to_models(self) -> None:
-        """Before any model computes, with no request under way: the engine sleeps."""
+        """Puts the engine to sleep. Call before any model computes, when no request is running."""
         if self.are_shared and not self.engine_sleeps:
             await self._sleepable.sleep()
             self.engine_sleeps = True
 
     @asynccontextmanager
     async def handover(self) -> AsyncIterator[None]:
-        """Around a weight sync: outside it one side is on the devices, inside the engine's weights and the policy's
-        parameters, without the policy's optimizer state and the engine's cache."""
+        """Context of a weight sync. Inside, the devices hold the engine's weights and the policy's parameters, but
+        neither the policy's optimizer state nor the engine's cache. Outside, they hold either the engine or models."""
         if not self.are_shared:
             yield
             return
@@ -56,7 +57,8 @@ class EngineTurns:
         await self.to_engine()
 
     async def to_engine(self) -> None:
-        """After a weight sync, and after the policy was asked for something beside the awake engine."""
+        """Gives the devices to the engine. Call after a weight sync, and after the policy computed while the engine was
+        awake."""
         if not self.are_shared:
             return
         await self._policy.offload()

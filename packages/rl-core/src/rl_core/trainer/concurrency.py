@@ -1,4 +1,4 @@
-"""Work beside other work, and work that a stop cuts off. Neither leaves a task behind."""
+"""Runs work concurrently with a block, or until a stop. Neither leaves a task behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 @contextlib.asynccontextmanager
 async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` as a task of its own until the block ends."""
+    """Runs `work` as a separate task until the block ends."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -25,7 +25,7 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`; None where `stop` is set before it is there, which cancels the work.
+    """The result of `work`; None if `stop` is set before `work` is done, which cancels it.
 
     Raises:
         ForeignCodeError: something else cancelled the work.

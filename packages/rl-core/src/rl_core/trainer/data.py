@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(eq=False)
 class DataRow:
-    """A row and where it stands."""
+    """A row and its place in the data."""
 
     row: Row
     place: str
@@ -33,27 +33,27 @@ class DataRow:
 
 
 FORMATS = (".parquet", ".jsonl", ".json", ".csv")
-"""Ends of the names of files that hold rows."""
+"""File name suffixes of data files."""
 _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
-"""Columns whose cells of a CSV file are JSON."""
+"""Columns whose cells contain JSON in CSV files."""
 
 
 def is_at_hand(path: str) -> bool:
-    """A file that is here, or what is read from elsewhere: no recipe makes it."""
+    """Whether the path is an existing local file, or is read from elsewhere, so that no recipe has to create it."""
     return Path(path).is_file() or is_remote(path) or is_data_set(path)
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
-    """All rows of parquet, JSON-lines, JSON or CSV files, here or at an address that fsspec knows, and of data sets, in
-    order.
+    """All rows of Parquet, JSON-lines, JSON or CSV files, local or at an address that fsspec supports, and of data
+    sets, in order.
 
     Args:
         key: the configuration key that names the files, for messages.
         prompt_key: the column that holds the prompt.
 
     Raises:
-        DataError: a file is missing, unreadable or empty, or a row has no usable prompt; file and row are named.
-        ConfigError: what it takes to read it is not installed or not in reach.
+        DataError: a file is missing, unreadable or empty, or a row has no usable prompt. It names file and row.
+        ConfigError: a package needed to read the data is not installed, or the source cannot be reached.
     """
     rows: list[DataRow] = []
     for path in map(str, paths):
@@ -74,7 +74,7 @@ def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "promp
 
 
 def _read(path: str, key: str) -> Iterator[tuple[int, Any]]:
-    """Rows with their numbers from 1; of JSON lines those of their lines, of which blank ones are skipped."""
+    """Rows with their numbers, counted from 1. JSON-lines rows have their line numbers; blank lines are skipped."""
     if is_data_set(path):
         yield from enumerate(read_data_set(path, key=key), start=1)
         return
@@ -103,7 +103,7 @@ def _read_json(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(file: BinaryIO, path: str) -> Iterator[tuple[int, Any]]:
-    """Cells are text, and in some columns JSON; an empty one there is a missing one."""
+    """Cells are text, or JSON in the columns of `_STRUCTURED`, where an empty cell counts as missing."""
     lines = io.StringIO(_decoded(file.read(), path), newline="")
     try:
         for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
@@ -168,7 +168,7 @@ def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
     if prompt_key != "prompt":
         row = {**row, "prompt": prompt}
     if "reward_model" in row and row.get("reward_spec") is None:
-        row = {**row, "reward_spec": row["reward_model"]}  # as verl's data sets call it
+        row = {**row, "reward_spec": row["reward_model"]}  # the name in verl's data sets
     return DataRow(row, place)
 
 
@@ -185,8 +185,8 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """A row that holds its prompt in another way, as TRL's data sets do: a whole conversation, two of them that begin
-    alike, or token ids."""
+    """Converts rows that hold their prompt in another form, as TRL's data sets do: a whole conversation, two
+    conversations with the same beginning, or token ids."""
     if "messages" in row:
         return _opened_conversation(row, place)
     if _is_chat(row.get("chosen")) and _is_chat(row.get("rejected")):
@@ -201,13 +201,13 @@ def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Of a whole conversation, as TRL's data sets have it: the assistant's last words are the completion, what stands
-    before them is the prompt."""
+    """Splits a whole conversation, as in TRL's data sets: the assistant's last message is the completion, and the
+    messages before it are the prompt."""
     messages = row["messages"]
     if not _is_chat(messages):
         shown = repr(messages)[:80]
         raise DataError(f"{place}: 'messages' must be a list of messages with 'role' and 'content', got {shown}")
-    # Parquet has every field in every message, and None where there was none.
+    # In Parquet every message has every field; missing ones are None.
     plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
     is_answered = plain[-1]["role"] == "assistant"
     prompt = plain[:-1] if is_answered else plain
@@ -217,7 +217,7 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Group number → row: epoch after epoch, each in an order of its own that depends on the seed alone."""
+    """Group number → row, epoch after epoch. Each epoch has its own order, which depends only on the seed."""
 
     def __init__(self, rows: Sequence[DataRow], *, seed: int, shuffle: bool):
         self._rows = rows
@@ -230,7 +230,7 @@ class PromptSource:
         return len(self._rows)
 
     def row(self, group_id: int) -> DataRow:
-        """The row that group `group_id` plays, counted over all epochs."""
+        """The row that group `group_id` plays. Group numbers run through all epochs."""
         epoch, position = divmod(group_id, len(self._rows))
         if self._shuffle and epoch != self._epoch:
             self._order = generator_of(self._seed, epoch).permutation(len(self._rows))

@@ -18,14 +18,14 @@ from rl_core.trainer.rollouts import RolloutSettings, generate_group, group_requ
 
 @attrs.frozen(kw_only=True, eq=False)
 class Evaluation:
-    """What the policy does on held-out prompts."""
+    """Results of the policy on held-out prompts."""
 
     metrics: dict[str, float]
-    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`, means over samples that did not fail; and
-    `eval/failed`, with the kinds of failures."""
+    """`eval/reward`, `eval/<environment metric>`, `eval/response_length`: means over samples that did not fail. Also
+    `eval/failed`, and failures by kind."""
     trajectories: tuple[Trajectory, ...]
     rows: tuple[Row, ...] = ()
-    """The rows of data that were played; a trajectory's `group_id` is an index in them."""
+    """The data rows that were played; a trajectory's `group_id` is the index here."""
 
 
 async def evaluate(
@@ -41,9 +41,9 @@ async def evaluate(
     """Plays every row `num_samples` times.
 
     Args:
-        batch_size: rows that are in flight together.
+        batch_size: number of rows in flight at a time.
         timeout_s: deadline of the whole evaluation.
-        failures: takes note of samples that fail, also where this raises; None: one of its own.
+        failures: records failed samples, even if this call raises. None: uses its own account.
 
     Raises:
         GenerationError: more samples failed than `settings` allow, or all. DeadlineError: not finished in time.
@@ -84,8 +84,8 @@ def evaluation_failures(rows: Sequence[DataRow], settings: RolloutSettings) -> F
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories: `reward`, `response_length` (sampled tokens) and each environment metric where it was
-    given."""
+    """Means over trajectories: `reward`, `response_length` (sampled tokens), and each environment metric over the
+    trajectories that report it."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         values["reward"].append(trajectory.reward)

@@ -1,4 +1,4 @@
-"""The account of samples that failed: warned of at once, counted by kind, kept for `samples.jsonl`, and limited."""
+"""The account of failed samples: warns at once, counts by kind, keeps them for `samples.jsonl`, limits their rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class FailureAccount:
-    """What failed of the samples of a step, or of an evaluation.
+    """Failed samples of a step or of an evaluation.
 
-    The first failure of each kind is a warning at once. More than `max_rate` of the samples raise: of those that ended
-    since the last `lap`, or of `num_expected`, which is more at the beginning.
+    The first failure of each kind causes a warning at once. It is an error if more than a fraction `max_rate` of the
+    samples fails. The fraction is of the samples that ended since the last `lap`, or of `num_expected` if that is more.
     """
 
     def __init__(self, name: str, *, max_rate: float, num_expected: int):
@@ -35,7 +35,7 @@ class FailureAccount:
         self._failed: list[Trajectory] = []
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Takes note of samples that ended. Raises GenerationError where too many of them failed."""
+        """Records samples that ended. Raises GenerationError if too many have failed."""
         failed = [trajectory for trajectory in trajectories if trajectory.failure is not None]
         self._num_ended.update(trajectory.group_id for trajectory in trajectories)
         self._failed += failed
@@ -59,12 +59,12 @@ class FailureAccount:
 
     @property
     def pending(self) -> tuple[Trajectory, ...]:
-        """The samples that failed and that no `lap` gave, by group."""
+        """Failed samples that no `lap` has returned yet, ordered by group."""
         return tuple(sorted(self._failed, key=_place))
 
     def lap(self, *, later: Container[int] = ()) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """`<name>/failed`, and `<name>/failed/<kind>` of each kind that there was; and the failed samples themselves,
-        by group. Begins anew, but for the groups in `later`, which the next call accounts for."""
+        """Returns the metrics `<name>/failed` and `<name>/failed/<kind>`, and the failed samples ordered by group. Then
+        starts anew, except for the groups in `later`, which are left for the next call."""
         failed = sorted((one for one in self._failed if one.group_id not in later), key=_place)
         self._failed = [one for one in self._failed if one.group_id in later]
         self._num_ended = Counter({group: count for group, count in self._num_ended.items() if group in later})

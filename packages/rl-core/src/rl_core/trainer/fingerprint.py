@@ -1,8 +1,8 @@
-"""What a run is: its prompts and settings, as its checkpoints remember them and a resume compares them.
+"""The fingerprint of a run: its prompts and settings. Checkpoints store it, and a resume compares it.
 
-A group's number says which prompt it plays, by the rows, their order and the seed. Another number of rows, another
-shuffling or another seed would give the numbers of a checkpoint another meaning, so they are refused; every other
-setting may change in a resume, which says so.
+Rows, their order and the seed determine which prompt a group number means. With another number of rows, other
+shuffling or another seed, the group numbers in a checkpoint would mean other prompts, so a resume refuses such changes.
+All other settings may change; a resume lists them in a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_core.trainer.data import DataRow
 logger = logging.getLogger(__name__)
 
 _NUMBER_GROUPS = ("trainer.seed", "data.shuffle")
-"""Keys that, with the rows, say which prompt a group's number means."""
+"""Keys that, together with the rows, determine which prompt a group number means."""
 _OF_THE_PROCESS = frozenset(
     {
         "trainer.resume_mode",
@@ -39,8 +39,8 @@ _OF_THE_PROCESS = frozenset(
         "data.train_data",
     }
 )
-"""Keys of one process of a run: where it writes, what it goes on from, who looks on. Rows are compared, not their
-files."""
+"""Keys that may differ between the processes of a run without a warning: output directories, resume, trackers and
+callbacks. The rows of `data.train_data` are compared, not the file names."""
 _PLAYING = (
     "generator.",
     "environment.",
@@ -50,22 +50,22 @@ _PLAYING = (
     "trainer.algorithm.advantage_estimator",
     "trainer.algorithm.dynamic_sampling.",
 )
-"""How the keys begin that say how a group is played, and whether it is kept."""
+"""Prefixes of the keys that determine how a group is played, and whether it is kept."""
 _REMEDY = "or begin a run of its own with trainer.resume_mode=none, which keeps this one beside it"
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
-    """What a checkpoint remembers of a run, before its prompts are counted (`with_prompts`).
+    """The fingerprint that a checkpoint stores, without the number of prompts (`with_prompts` adds it).
 
     Args:
         config: resolved.
-        rows: of `data.train_data`, in order, all of them.
-        held_out: of `data.val_data`; None: not known.
+        rows: all rows of `data.train_data`, in order.
+        held_out: all rows of `data.val_data`; None: not known.
     """
     settings = {key: value for key, value in leaves(as_mapping(config)) if key not in _OF_THE_PROCESS}
     data = {"num_rows": len(rows), "sha256": _digest(rows), "num_prompts": None}
     data["held_out_sha256"] = _digest(held_out) if held_out else None
-    # As it comes back from a file: lists for tuples.
+    # As JSON returns it: with lists for tuples.
     return json.loads(json.dumps({"data": data, "settings": settings}, default=str))
 
 
@@ -75,10 +75,10 @@ def with_prompts(run: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
 
 
 def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """The numbers of the checkpoint's groups mean the same prompts now.
+    """Requires that the group numbers of the checkpoint mean the same prompts now.
 
     Raises:
-        ConfigError: they do not; ConfigErrors: for several reasons. CheckpointError: what it remembers cannot be read.
+        ConfigError: they do not; ConfigErrors: for several reasons. CheckpointError: its fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)
     if before is None:
@@ -98,7 +98,7 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
 
 
 def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
-    """Groups would be played as they were for the checkpoint, so that those it holds can be trained on."""
+    """Whether groups would be played now as they were for the checkpoint, so that its stored groups can be used."""
     before = load_fingerprint(checkpoint)
     if before is None:
         return False
@@ -107,7 +107,7 @@ def plays_alike(checkpoint: Path, now: Mapping[str, Any]) -> bool:
 
 
 def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """Says which settings, and whether the held-out rows, are not those that the checkpoint was made with."""
+    """Warns about settings and held-out rows that differ from those of the checkpoint."""
     before = load_fingerprint(checkpoint)
     if before is None:
         logger.warning("%s does not record its settings; they are not compared", checkpoint)
@@ -142,7 +142,7 @@ def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, An
 
 
 def _digest(rows: Sequence[DataRow]) -> str:
-    """Of the rows' content in their order, whatever files of whatever format they lie in."""
+    """A digest of the rows' content in order. It does not depend on files and formats."""
     digest, encode = hashlib.sha256(), json.JSONEncoder(sort_keys=True, default=str).encode
     for row in rows:
         digest.update(encode(row.row).encode())

@@ -1,6 +1,6 @@
-"""Between buffer and batch: which groups and tokens a step trains on, and what was left out.
+"""Between buffer and batch: selects the groups and tokens that a step trains on, and counts what was left out.
 
-The rules are `rl_core.algorithms.selection`'s; here they are applied to trajectories, in the loop, and accounted.
+The rules are in `rl_core.algorithms.selection`. This module applies them to the loop's trajectories.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_core.workers.group import add_metrics
 
 
 class Selection:
-    """Repairs and masks the batches of a run."""
+    """Replaces groups in the batches of a run, and masks tokens."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Selection:
     ):
         """
         Args:
-            min_replace_ratio: least share of groups with a signal that a batch needs for the others to be replaced by
-                copies of them; below it the batch is given up. None: no replacement.
-            max_rejected_batches: so many batches given up in a row stop the run.
-            mask_zero_variance: groups whose samples all have the same reward are not trained on.
-            mask_overlong: samples whose last response was cut off by its length, or that had no room for another one,
-                are not trained on; they still count in the baseline.
-            seed: of the run; copies are drawn by it and the batch's first group.
+            min_replace_ratio: smallest fraction of groups with a signal (differing rewards) that a batch needs. Copies
+                of them then replace the other groups. Below it, the batch is rejected. None: no replacement.
+            max_rejected_batches: the run stops after this many rejected batches in a row.
+            mask_zero_variance: do not train on groups whose samples all have the same reward.
+            mask_overlong: do not train on samples whose last response was cut off by its length, or that had no room
+                for another one. They still count in the baseline.
+            seed: seed of the run. It and the batch's first group determine which copies are drawn.
         """
         self._min_replace_ratio = min_replace_ratio
         self._max_rejected_batches = max_rejected_batches
@@ -73,11 +73,11 @@ class Selection:
 
     @property
     def replaces_groups(self) -> bool:
-        """Groups without a signal are replaced: `chosen` says by which."""
+        """Whether groups without a signal are replaced (by `chosen`)."""
         return self._min_replace_ratio is not None
 
     def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
-        """The groups to train on; None when the batch has too few with a signal and another one is needed."""
+        """The groups to train on. None if the batch has too few groups with a signal, so that a new one is needed."""
         assert self._min_replace_ratio is not None
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         seed = seed_of(self._seed, groups[0].group_id)
@@ -103,10 +103,10 @@ class Selection:
         ]
 
     def masked(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        """The batch, or a part of it, with `loss_mask` cleared where the run's rules say so; `sampled` stays as it is.
+        """Clears `loss_mask` of a batch, or of a part of it, as the run's rules require. Does not change `sampled`.
 
         Args:
-            trajectories: what `batch` was collated from: `trajectory_id` is the index here.
+            trajectories: the trajectories of `batch`; `trajectory_id` is the index here.
         """
         trajectory_N, sequence_T = batch["trajectory_id"], batch.sequence_index
         if self._mask_overlong:
@@ -122,7 +122,7 @@ class Selection:
         return batch
 
     def lap(self) -> Metrics:
-        """`selection/…` of the last batch, of the rules that are switched on."""
+        """Metrics `selection/…` of the last batch, for the enabled rules."""
         metrics, masked, self._metrics, self._masked = self._metrics, self._masked, {}, []
         return {**metrics, **add_metrics(masked)}
 
@@ -137,7 +137,7 @@ class Selection:
 
 
 def has_zero_variance(trajectories: Sequence[Trajectory]) -> bool:
-    """All samples of one prompt have the same reward: every group estimator gives them advantage 0."""
+    """Whether all samples of one prompt have the same reward. Every group estimator gives them advantage 0."""
     return bool(zero_variance_groups(*_scores_and_groups(trajectories)).all())
 
 

@@ -17,17 +17,17 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""So long each engine and model has to close when the run is ended at once."""
+"""Seconds that each engine and model has to close if the run is ended at once."""
 _BOUNCE_S = 1.0
-"""A second signal within this time is the same press of the key."""
+"""A second signal within this many seconds counts as the same key press."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """What the signals of a process do while it works on one coroutine.
+    """Handles the signals of a process while it runs one coroutine.
 
-    They are taken over for the whole of `run`, clean-up included, so that none of them lands in the middle of it. Only
-    the main thread has signals: elsewhere `run` just runs.
+    The handlers stay installed for all of `run`, including clean-up, so that no signal can interrupt the clean-up. Only
+    the main thread receives signals. In other threads `run` installs no handlers.
 
     | the work                   | a signal                                                    |
     |----------------------------|-------------------------------------------------------------|
@@ -45,11 +45,11 @@ class Interrupts:
         self._is_cancelled = False
 
     def run(self, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """The result of `work()` in an event loop of its own.
+        """Runs `work()` in a new event loop and returns its result.
 
         Raises:
             KeyboardInterrupt: a signal ended it; everything is closed.
-            ForeignCodeError: something in it raised SystemExit, a CancelledError or the like.
+            ForeignCodeError: code in it raised SystemExit, CancelledError or similar.
             RuntimeError: this thread has a running event loop already.
         """
         _require_no_loop()
@@ -81,7 +81,7 @@ class Interrupts:
             self._stop = None
 
     def _received(self, *_: object) -> None:
-        """The signal handler: between any two instructions, so it leaves the answer to the event loop."""
+        """The signal handler. It may run between any two instructions, so it defers the reaction to the event loop."""
         now = time.monotonic()
         if self._loop is None or (self._ended_at is not None and now - self._ended_at > 2 * CLOSE_S):
             raise KeyboardInterrupt
@@ -101,8 +101,8 @@ class Interrupts:
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """As `asyncio.run`. But a SystemExit in one task leaves the event loop at once: here the other tasks go on, and who
-    waits for that one gets it."""
+    """Like `asyncio.run`, in which a SystemExit in a task leaves the event loop at once. Here the other tasks continue,
+    and the task that awaits the failed one gets the exception."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(work)
@@ -125,18 +125,18 @@ def _handling(handler: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
+            # None: the handler was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
 def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Has each signal wake the waiting event loop: the kernel may hand one to any thread, and its handler then runs
-    only when the main thread runs on."""
+    """Makes every signal wake the waiting event loop. The kernel may deliver a signal to any thread, and its handler
+    runs only when the main thread next executes."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        loop.add_signal_handler(number, lambda: None)  # as a side effect the signals' numbers go to the loop's pipe
+        loop.add_signal_handler(number, lambda: None)  # side effect: signal numbers are written to the loop's pipe
         signal.signal(number, handler)
 
 

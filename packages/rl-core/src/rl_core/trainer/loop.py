@@ -1,17 +1,17 @@
 """The one training loop.
 
-Two tasks, joined by a bounded buffer. With `pipeline_depth` 0 they take turns; with more, generation runs ahead.
-Streamed, a step is trained on while its last groups are still being played (`trainer.step_training`).
+Two tasks, joined by a bounded buffer. With `pipeline_depth` 0 they take turns; with more, generation runs ahead. When
+streaming, a step trains while its last groups are still being played (`trainer.step_training`).
 
 | task             | consumes        | produces                | waits for                       | unblocked by        |
 |------------------|-----------------|-------------------------|---------------------------------|---------------------|
 | Rollouts.run     | prompts         | finished groups         | permission to start a group     | take, published     |
 | TrainingLoop.run | finished groups | weight versions, a row  | a step's groups, then the ranks | finish, the ranks   |
 
-A third one publishes the current version again when an engine that was started again lacks it.
+A third task publishes the current version again when a restarted engine lacks it.
 
-An evaluation runs within the training task, before the next version is published: it sees one version. Where engine and
-models share devices (`EngineTurns`), the next groups are started after all that a step does with the models.
+An evaluation runs in the training task, before the next version is published, so it sees a single version. If engine
+and models share devices (`EngineTurns`), the next groups start after all work of the step on the models.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True)
 class LoopSettings:
-    """When the loop does what besides training."""
+    """When the loop evaluates, saves and exports, and where it writes."""
 
     last_step: int
     eval_interval: int
@@ -68,11 +68,11 @@ class LoopSettings:
     worker_timeout_s: float
     saves_in_background: bool
     merge_steps: bool
-    """Steps that continue each other are trained as one sequence."""
+    """Train steps that continue each other as one sequence."""
     stream_groups: bool = False
-    """Groups are trained on as they finish."""
+    """Train on groups as they finish."""
     fingerprint: Mapping[str, Any] | None = None
-    """What the run is, written into its checkpoints; None: nothing."""
+    """The run's fingerprint, stored in its checkpoints; None: not stored."""
     checkpoint_copies: CheckpointCopies | None = None
     """Where checkpoints are copied; None: nowhere."""
     model_path: Path | None = None
@@ -80,7 +80,7 @@ class LoopSettings:
 
 
 class TrainingLoop:
-    """Trains from `first_step` to `last_step`; step numbers count from 1, and step s makes policy version s."""
+    """Trains from `first_step` to `last_step`. Step numbers count from 1; step s produces policy version s."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class TrainingLoop:
         self._saved_step: int | None = steps_done or None
         self._is_resumed = steps_done > 0
         self._row: dict[str, float] | None = None if unfinished_row is None else dict(unfinished_row)
-        """Metrics of the last step that was done, until its row is complete."""
+        """Metrics of the last trained step, until its row is complete."""
         self._row_is_written = False
         self._lacks_export = False
-        """The last one that was due found no room."""
+        """The last export that was due failed because the disk was full."""
         self.steps_done = steps_done
 
     def stop(self) -> None:
@@ -151,12 +151,12 @@ class TrainingLoop:
 
     @property
     def was_stopped(self) -> bool:
-        """`stop` was called before the last step was done, its evaluation included."""
+        """Whether `stop` was called before the last step and its evaluation were done."""
         return self._stop.is_set() and (self.steps_done < self._settings.last_step or self._row is not None)
 
     async def run(self) -> None:
-        """Trains until the last step, or until `stop`; either way a checkpoint of the last finished step is there. An
-        error too leaves one, where the weights are those of a finished step."""
+        """Trains until the last step or until `stop`, and saves a checkpoint of the last finished step. Also saves one
+        on an error, if the weights are those of a finished step."""
         self._tell(
             Callback.on_run_start, self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step
         )
@@ -164,7 +164,7 @@ class TrainingLoop:
         await self._engines.prove()
         async with alongside(self._bring_back_engines()), self._saving_after_errors():
             await self._train()
-            # Only now: after a stop groups were under way, and an engine on shared devices goes to sleep for this.
+            # Not earlier: after a stop, groups may still run, and saving puts an engine on shared devices to sleep.
             if self._settings.ckpt_interval > 0 or self._stop.is_set():
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
@@ -186,7 +186,7 @@ class TrainingLoop:
         if self._row is not None:
             await self._finish_step()
         elif self._is_resumed and not self._export_directory.exists():
-            # A kill may have come between the checkpoint and the model.
+            # The earlier process may have been killed between the checkpoint and the export.
             await self._export()
         async with alongside(self._rollouts.run()):
             while self.steps_done < self._settings.last_step:
@@ -205,7 +205,7 @@ class TrainingLoop:
             raise
 
     def _tell(self, event: Callable[Concatenate[Callback, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What each callback answers to the event, a method of `Callback`."""
+        """Calls the method `event` of every callback and returns their answers."""
         answers: list[R] = []
         for callback in self._callbacks:
             with code_of(f"{event.__name__} of the callback {type(callback).__name__}"):
@@ -213,8 +213,8 @@ class TrainingLoop:
         return answers
 
     async def _save_after(self, error: Exception) -> None:
-        """Saves the last finished step before the run ends with an error; says so where that cannot be done. Samples
-        that failed since then are written under the step that was not reached."""
+        """Saves the last finished step before the run ends with an error; warns if saving fails. Samples that failed
+        after that step are written under the number of the next one."""
         self._reporter.failed_samples(self.steps_done + 1, self._rollouts.failed())
         if self.steps_done == 0 or not self._training.weights_are_whole:
             return
@@ -227,7 +227,7 @@ class TrainingLoop:
             logger.warning("step %d could not be saved after %s: %s", self.steps_done, type(error).__name__, second)
 
     async def _train_on(self, groups: list[FinishedGroup]) -> None:
-        """Trains on groups that were taken; with a step's last ones, ends the step."""
+        """Trains on groups taken from the buffer. If they are the step's last ones, finishes the step."""
         step = self.steps_done + 1
         queue = queue_metrics(self._buffer) if self._engines.is_sampled_from else {}
         with self._times.phase("checkpoint"):
@@ -245,7 +245,7 @@ class TrainingLoop:
         await self._finish_step()
 
     async def _begin_row(self, trained: TrainedStep, queue: Mapping[str, float]) -> dict[str, float]:
-        """Of a step that was trained; reports its samples."""
+        """The row of a step that has been trained. Also reports its samples."""
         step, groups, batch = self.steps_done, trained.groups, trained.batch
         samples, bound = self._engines.is_sampled_from, self._buffer.max_staleness
         agreement = self._update.agreement(batch, version=step - 1) if samples else {}
@@ -259,8 +259,8 @@ class TrainingLoop:
         return row
 
     async def _finish_step(self) -> None:
-        """Evaluates, asks the callbacks, writes the row and saves, as far as each is due. A stop leaves the evaluation
-        and what comes after it to the run that is resumed."""
+        """Evaluates, calls the callbacks, writes the row and saves, each if due. After a stop, the evaluation and
+        everything after it is left to the resumed run."""
         step, settings = self.steps_done, self._settings
         assert self._row is not None
         is_last = step == settings.last_step
@@ -271,8 +271,8 @@ class TrainingLoop:
             return
         if control.stop:
             self.stop()
-        # The row is written before the checkpoint, so a checkpoint never lacks the row of its step; saving counts in
-        # the next row.
+        # The row is written before the checkpoint, so that a checkpoint never lacks the row of its step. The time of
+        # saving counts in the next row.
         self._write_row()
         self._row = None
         if _is_due(step, settings.ckpt_interval, is_last) or control.save or self._saver.is_behind:
@@ -280,7 +280,7 @@ class TrainingLoop:
         await self._export()
 
     async def _export(self) -> None:
-        """The model of a step at which one is due, or of the next one at which there is room."""
+        """Exports the model of a step at which an export is due, or at the next step if the disk was full."""
         interval = self._settings.hf_save_interval
         if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")
@@ -293,7 +293,7 @@ class TrainingLoop:
         return self._settings.export_root / f"step_{self.steps_done:06d}"
 
     async def _evaluated(self, row: dict[str, float], *, is_due: bool) -> bool:
-        """Adds an evaluation that is due to the row; False where a stop cut it off."""
+        """Evaluates if due and adds the metrics to the row. False if a stop interrupted the evaluation."""
         if not is_due or not self._eval_rows:
             return True
         metrics = await self._evaluate()
@@ -309,7 +309,7 @@ class TrainingLoop:
         return self._times.lap() | idle | self._engines.idle_lap()
 
     def _write_row(self) -> None:
-        """Of the last step that was done, with what is known of it by now; once."""
+        """Writes the row of the last trained step with the metrics known by now. Writes each row once."""
         if self._row is None or self._row_is_written:
             return
         for name, seconds in self._lap().items():
@@ -319,7 +319,7 @@ class TrainingLoop:
         self._reporter.step(self.steps_done, dict(self._row))
 
     async def _next_groups(self) -> list[FinishedGroup] | None:
-        """The groups of the next step, or of its next part; None when the run is to stop."""
+        """The groups of the next step, or of its next part; None if the run should stop."""
         if self._stop.is_set():
             return None
         if self._engines.are_asleep:
@@ -329,7 +329,7 @@ class TrainingLoop:
         with self._times.phase("generate"):
             while True:
                 groups = await unless_set(self._stop, self._buffer.take(self._settings.generation_timeout_s))
-                # After a stop as well, a batch that was taken is trained on, or given up.
+                # Even after a stop, a batch that was taken is either trained on or rejected.
                 if groups is None or not self._selection.replaces_groups:
                     return groups
                 chosen = self._selection.chosen(groups)
@@ -345,7 +345,7 @@ class TrainingLoop:
             return await self._engines.publish(self.steps_done)
 
     async def _bring_back_engines(self) -> None:
-        """Ends with the run; an error of it ends the run too."""
+        """Runs until the run ends. An error here ends the run."""
         try:
             with code_of("bringing back an engine: its client"):
                 await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
@@ -353,7 +353,7 @@ class TrainingLoop:
             await self._buffer.fail(error)
 
     async def _evaluate(self) -> dict[str, float] | None:
-        """The metrics; None where a stop cut it off."""
+        """The metrics of an evaluation; None if a stop interrupted it."""
         self._reporter.phase("evaluate")
         failures = evaluation_failures(self._eval_rows, self._eval_settings)
         evaluation = evaluate(
@@ -399,7 +399,7 @@ class TrainingLoop:
             critic_nonfinite_steps=self._update.critic_nonfinite_steps,
             unfinished_row=self._row,
         )
-        # Before it is there: what could not be saved once is not tried again when that error ends the run.
+        # Set before saving: if saving fails, that error ends the run, and the save must not be tried again.
         self._saved_step = self.steps_done
         with self._times.phase("checkpoint"):
             await self._engines.to_models()

@@ -1,7 +1,7 @@
-"""Peak memory of a run, phase by phase, from what backends and engine say of their parts (`rl plan`).
+"""Peak memory of a run, phase by phase, from the plans of backends and engine (`rl plan`). Starts nothing.
 
-Who is on the devices in a phase is the loop's business (`trainer/colocation.py`, `workers/devices.py`); what each holds
-there is its plug-in's (`RankPlan`, `EnginePlan`). Nothing is started.
+This module follows the loop (`trainer/colocation.py`, `workers/devices.py`) in which models and engine are on the
+devices in a phase. The plug-ins' plans (`RankPlan`, `EnginePlan`) say what each of them holds there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_core.interfaces import EnginePlan, HeldKind, RankPlan, Role
 from rl_core.rank_kit.model_files import MAX_FILE_BYTES
 
 PROCESS_BYTES = 3 << 29
-"""Of one process on a GPU, an estimate: context, libraries, collectives and what its allocator cannot use; 1.5 GiB."""
+"""Estimated overhead of one process on a GPU, 1.5 GiB: context, libraries, collectives, allocator fragmentation."""
 ENGINE = "engine"
 _KINDS: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
 
@@ -29,18 +29,18 @@ class ModelOnRanks:
     ranks: tuple[RankPlan, ...]
     ranks_per_node: int
     keeps_optimizer: bool
-    """Its optimizer's state stays on the devices while others have them."""
+    """The optimizer state stays on the devices while others use them."""
 
 
 @attrs.frozen(kw_only=True)
 class Peak:
-    """The fullest device, and the fullest machine, in one phase."""
+    """Memory of the fullest device and of the fullest machine in one phase."""
 
     devices: str
-    """Whose they are."""
+    """Names the models or the engine that use these devices."""
     phase: str
     parts: Mapping[str, int]
-    """Bytes of the device by what they are of."""
+    """Kind of memory → bytes on the device."""
     host_bytes: int
     """Bytes of host memory, for all ranks of one machine."""
 
@@ -54,18 +54,18 @@ class Serving:
     """What an engine can do with its part of a device."""
 
     tokens: int
-    """Whose keys and values fit at once."""
+    """Number of tokens whose keys and values fit into the cache."""
     context: int
     """Tokens of the longest sequence."""
 
     @property
     def sequences(self) -> int:
-        """Longest sequences that are computed at once; more wait."""
+        """Number of sequences of the longest length that can be decoded at a time; more wait."""
         return self.tokens // self.context
 
 
 def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
-    """Without a device's size, as many tokens as the engine may ever compute at once."""
+    """What the engine can serve. If the device's size is unknown: as many tokens as it may ever have in the cache."""
     wanted = config.generator.inference_engine.max_num_seqs * context
     if device_bytes is None:
         return Serving(tokens=wanted, context=context)
@@ -81,14 +81,14 @@ def peaks(
     context: int,
     device_bytes: int | None = None,
 ) -> tuple[Peak, ...]:
-    """All phases of all devices.
+    """The peaks of all phases on all devices.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         models: all of its models.
-        engine: None where the engine's plug-in does not plan; it is left out then.
+        engine: None: the engine's plug-in does not plan, and the engine is left out.
         context: tokens of the longest sequence.
-        device_bytes: memory of one device, of which an engine takes its share; None: not known.
+        device_bytes: memory of one device, of which the engine takes its share; None: unknown.
     """
     placement = config.trainer.placement
     with_policy = {"policy"}
@@ -108,7 +108,7 @@ def peaks(
 def require_room(
     found: Iterable[Peak], *, device_bytes: int | None, host_bytes: int | None, served: Serving | None = None
 ) -> None:
-    """Raises ConfigError that names every phase that takes more than there is, and what to do."""
+    """Raises ConfigError if a phase needs more memory than there is. The message names all such phases and a remedy."""
     complaints = []
     for peak in found:
         if device_bytes is not None and peak.device_bytes > device_bytes:
@@ -140,7 +140,7 @@ def require_room(
 def _of_devices(
     config: Config, models: Sequence[ModelOnRanks], engine: EnginePlan | None, context: int, device_bytes: int | None
 ) -> list[Peak]:
-    """Of devices that these models, and the engine where it is given, have in common."""
+    """Peaks of devices that are shared by these models, and by the engine if given."""
     turns = engine is not None and engine.can_sleep and config.pipeline_depth == 0
     devices = " + ".join([*(model.role for model in models), *([ENGINE] if engine is not None else [])])
     beside: dict[str, int] = {}
@@ -203,7 +203,7 @@ def _of_engine(engine: EnginePlan, config: Config, context: int, device_bytes: i
 
 
 def _served_parts(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> dict[str, int]:
-    """An engine with a share of the device takes all of it; what keys and values do not need lies idle."""
+    """An engine allocates its whole share of the device. What keys and values do not need stays unused."""
     room = serving(engine, config, context, device_bytes)
     parts = {"engine's weights": engine.weight_bytes, "engine's computation": engine.computing_bytes}
     cache = round(room.tokens * engine.kv_bytes_per_token)
@@ -237,13 +237,13 @@ def _on_host(model: ModelOnRanks) -> int:
 
 
 def _held_between(model: ModelOnRanks, *, optimizer: bool) -> tuple[HeldKind, ...]:
-    """Between two optimizer steps."""
+    """The kinds of state that a model holds between two optimizer steps."""
     frees = all(rank.frees_gradients for rank in model.ranks)
     return tuple(kind for kind in _KINDS if (kind != "gradients" or not frees) and (kind != "optimizer" or optimizer))
 
 
 def _fullest(model: ModelOnRanks, kinds: Sequence[HeldKind], moment: Sequence[str] = ()) -> dict[str, int]:
-    """What the fullest rank has on its device: of what it holds, and of what is there for a moment."""
+    """Bytes on the device of the fullest rank: state of the given `kinds`, and temporary memory named in `moment`."""
 
     def parts(rank: RankPlan) -> dict[str, int]:
         passing = {

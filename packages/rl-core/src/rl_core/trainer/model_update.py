@@ -1,5 +1,5 @@
-"""One model, policy or critic, trained on a batch: an optimizer step per mini-batch and pass, or, where the batch comes
-in parts, one for all of it."""
+"""Trains one model, policy or critic, on a batch: one optimizer step per mini-batch and epoch. If the batch comes in
+parts, one step for the whole batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelUpdateSettings:
     """How one model is trained on a batch."""
 
     name: str
-    """`policy` or `critic`: what its metrics begin with."""
+    """`policy` or `critic`: prefix of its metrics."""
     loss: LossSpec
     reduction: str
     reduction_params: Mapping[str, Any]
@@ -34,7 +34,7 @@ class ModelUpdateSettings:
     epochs: int
     temperature: float
     entropy_interval: int = 0
-    """The metric `entropy` is computed in step 1 and in every step that this divides; 0: only where the loss reads
+    """The metric `entropy` is computed in step 1 and in every step divisible by this. 0: only if the loss reads
     entropies."""
     limits: MicroBatchLimits
     max_nonfinite_steps: int
@@ -42,7 +42,8 @@ class ModelUpdateSettings:
 
 
 class ModelUpdate:
-    """Turns batches into optimizer steps of one model; holds what moves between them: the skipped steps in a row."""
+    """Turns batches into optimizer steps of one model. Its state between steps is the number of skipped steps in a
+    row."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class ModelUpdate:
             settings: how it is trained.
             group: the model's ranks.
             first_is_own, keeps_first: see `ScoringPass`.
-            nonfinite_steps: skipped steps in a row, so far.
+            nonfinite_steps: number of skipped steps in a row so far.
         """
         self._settings = settings
         self._group = group
@@ -67,11 +68,12 @@ class ModelUpdate:
         self._keeps_first = keeps_first
         self._added: list[Metrics] = []
         self._divisor = 0.0
-        """Divisor of the reduction, over the parts that were added."""
+        """Sum of the loss reduction's divisors of the parts added so far."""
         self.nonfinite_steps = nonfinite_steps
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """One optimizer step per mini-batch and epoch; the batch with what the first one gave back, and metrics."""
+        """Takes one optimizer step per mini-batch and epoch. Returns the batch with the scores that the first step
+        returned, and metrics."""
         settings = self._settings
         parts: list[Metrics] = []
         for epoch in range(settings.epochs):
@@ -85,8 +87,8 @@ class ModelUpdate:
         return batch, self._named(parts)
 
     async def add(self, batch: Batch, step: int) -> Batch:
-        """Adds the gradient of a part, whole groups, of the batch, which is one mini-batch; `finish` takes the
-        optimizer step. The part with what the pass gave back."""
+        """Adds the gradient of a part (whole groups) of a batch that is a single mini-batch. `finish` takes the
+        optimizer step. Returns the part with the scores that the pass returned."""
         settings = self._settings
         part, divisor = with_summed_loss_weights(batch, settings.reduction, settings.reduction_params)
         scores, metrics = await self._accumulated(part, step, seed_of(settings.seed, step, 0, 0), is_first=True)
@@ -97,7 +99,7 @@ class ModelUpdate:
         return batch
 
     async def finish(self, step: int) -> Metrics:
-        """The optimizer step over all parts that were added: its gradient and loss are those of the batch at once."""
+        """Takes the optimizer step over all added parts. Gradient and loss equal those of the whole batch at once."""
         scale, added = 1.0 / max(self._divisor, 1.0), add_metrics(self._added)
         self._added, self._divisor = [], 0.0
         loss = {"loss": (added["loss"][0] * scale, 1.0)}
@@ -107,7 +109,7 @@ class ModelUpdate:
     async def _accumulated(
         self, weighted: Batch, step: int, seed: int, *, is_first: bool
     ) -> tuple[dict[str, Tensor], Metrics]:
-        """Adds the gradient of what has its loss weights; the scores that are kept, and metrics."""
+        """Adds the gradient of a batch that has loss weights. Returns the scores to keep, and metrics."""
         settings, interval = self._settings, self._settings.entropy_interval
         loss = attrs.evolve(
             settings.loss,
@@ -129,9 +131,9 @@ class ModelUpdate:
         return {f"{self._settings.name}/{name}": value for name, value in add_metrics(parts).items()}
 
     def judged(self, batch: Batch, step: int) -> dict[str, float]:
-        """The loss of a scored batch, as one mini-batch, and the loss's metrics; nothing is trained.
+        """The loss of a scored batch, taken as one mini-batch, and the loss's metrics. Trains nothing.
 
-        `perplexity` is exp of the mean negative log-prob of the trained tokens.
+        `perplexity` is exp(mean negative log-prob of the trained tokens).
         """
         settings, objective = self._settings, self._objective
         batch = with_loss_weights(batch, settings.reduction, settings.reduction_params)
@@ -147,8 +149,8 @@ class ModelUpdate:
         return metrics
 
     def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
-        """The columns that the loss reads, those it prepares from the whole mini-batch included; nothing else is
-        sent."""
+        """The mini-batch with only the columns that the loss reads, including those that it prepares from the whole
+        mini-batch."""
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
@@ -169,11 +171,11 @@ class ModelUpdate:
 
 
 _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicted_values": "values"}
-"""What a loss reads of the current model → the column that holds it, where that is the model a batch was scored by."""
+"""Score of the current model that a loss reads → the column that holds it if the batch was scored by this model."""
 
 
 def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
-    """The sequences [M] of each mini-batch: whole groups, in the batch's order of groups."""
+    """Indices [M] of the sequences of each mini-batch. It consists of whole groups, in the batch's order of groups."""
     groups = list(dict.fromkeys(batch["group_id"].tolist()))
     number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
     mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])
@@ -181,15 +183,15 @@ def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tenso
 
 
 def with_trained_logprobs(batch: Batch, sequences_M: Tensor, logprobs_T: Tensor) -> Batch:
-    """The batch with what a training pass over some of its sequences gave back as their `old_logprobs`.
+    """Sets `old_logprobs` of some sequences of a batch to the log-probs that a training pass returned.
 
-    NaN stands where nothing is known: at untrained tokens of these sequences and, unless the batch has the column, in
-    all others.
+    Unknown values are NaN: untrained tokens of these sequences and, unless the batch already has the column, all tokens
+    of the other sequences.
 
     Args:
-        batch: the whole one.
-        sequences_M: those that were trained.
-        logprobs_T: of the trained sequences' stream.
+        batch: the whole batch.
+        sequences_M: indices of the trained sequences.
+        logprobs_T: log-probs of the stream of these sequences.
     """
     unknown_T = torch.full((batch.num_tokens,), float("nan"))
     old_logprobs_T = batch["old_logprobs"].clone() if "old_logprobs" in batch else unknown_T

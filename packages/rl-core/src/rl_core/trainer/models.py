@@ -1,4 +1,4 @@
-"""The models of a run, and where each lies in a checkpoint and in an export."""
+"""The models of a run, and the folder of each in a checkpoint and in an export."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rl_core.workers import WorkerGroup
 
 @attrs.frozen(kw_only=True, eq=False)
 class Models:
-    """Handles of the ranks of each."""
+    """Handles of the ranks of each model."""
 
     policy: WorkerGroup
     reference: WorkerGroup | ServedReference | None = None
-    """For KL terms and distillation; never trained, so nothing of it is saved."""
+    """For KL terms and distillation. Never trained, so never saved."""
     critic: WorkerGroup | None = None
     """For estimators that read values."""
 
     async def save_state(self, checkpoint: Path) -> None:
-        """Weights, optimizer and schedule of what is trained."""
+        """Saves weights, optimizer and schedule of the trained models."""
         await self.policy.save_state(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.save_state(checkpoint / "critic")
 
     async def start_saving(self, checkpoint: Path) -> None:
-        """As `save_state`, in the background: returns when the state is copied."""
+        """Like `save_state`, but in the background: returns when the state is copied."""
         await self.policy.start_saving(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.start_saving(checkpoint / "critic")
 
     async def has_saved(self) -> bool:
-        """What `start_saving` began is complete. Raises what went wrong with it, once nothing is being written."""
+        """Whether the save begun by `start_saving` is complete. Raises its error, once nothing is being written."""
         answers: list[bool] = []
         errors: list[CheckpointError] = []
         for group in (self.policy, self.critic):
@@ -47,13 +47,13 @@ class Models:
         return all(answers) and not errors
 
     async def load_state(self, checkpoint: Path) -> None:
-        """Continues from `save_state`. Raises CheckpointError."""
+        """Restores the state that `save_state` wrote. Raises CheckpointError."""
         await self.policy.load_state(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.load_state(checkpoint / "critic")
 
     async def save_model(self, directory: Path) -> None:
-        """The policy in Hugging Face format; the critic in the folder `critic` beside its files."""
+        """Writes the policy in Hugging Face format, and the critic into the subfolder `critic`."""
         await self.policy.save_model(directory)
         if self.critic is not None:
             await self.critic.save_model(directory / "critic")

@@ -1,4 +1,4 @@
-"""The models of a run on their meshes, and its engine, as their plug-ins plan them. Nothing is started."""
+"""The plug-ins' memory plans of a run's models, on their meshes, and of its engine. Starts nothing."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class ArrangedModel:
 
     backend: Backend
     spec: WorkerSpec
-    """Its path is that of a shipped configuration where the model is not here."""
+    """If the model is not on this machine, its path is that of a model configuration that this package ships."""
     mesh: Mesh
     ranks_per_node: int
 
 
 def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
-    """All models of a resolved configuration. Raises ConfigError for one that its ranks cannot be arranged for."""
+    """All models of a resolved configuration. Raises ConfigError if a backend cannot plan, or refuses a model's
+    ranks."""
     models: dict[Role, ArrangedModel] = {}
     for role, (nodes, per_node) in model_shapes(config).items():
-        # Schedules end with the last step, of which a plan needs to know nothing.
+        # Only the schedule depends on the number of steps, and a plan does not need it.
         backend, spec = worker_spec(config, role, num_training_steps=sys.maxsize)
         if not isinstance(backend, Planner):
             raise ConfigError(f"trainer.strategy: {backend.name} does not say what its ranks would hold")
@@ -43,7 +44,7 @@ def arranged_models(config: Config) -> Mapping[Role, ArrangedModel]:
 
 
 def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int) -> ModelOnRanks:
-    """What its ranks would hold with sequences of up to `longest` tokens."""
+    """The memory plan of the model's ranks for sequences of up to `longest` tokens."""
     tokens, count = micro_batch_size(config, role, model.mesh, longest)
     assert isinstance(model.backend, Planner)
     ranks = model.backend.plan(model.spec, model.mesh.world_size, micro_batch_tokens=tokens, num_micro_batches=count)
@@ -57,7 +58,7 @@ def planned_model(config: Config, role: Role, model: ArrangedModel, longest: int
 
 
 def planned_engine(config: Config) -> EnginePlan | None:
-    """What one device of an engine would hold; None where its plug-in does not plan, or none is started."""
+    """The memory plan of one device of an engine; None if its plug-in does not plan, or no engine is started."""
     if not needs_engine(config):
         return None
     plugin, spec = engine_spec(config)
@@ -67,17 +68,17 @@ def planned_engine(config: Config) -> EnginePlan | None:
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of a prompt and its response."""
+    """Largest number of tokens of a prompt and its response together."""
     return config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
 
 
 def micro_batch_size(config: Config, role: Role, mesh: Mesh, longest: int | None = None) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, every sequence as long as it may be and padded; micro-batches of each rank per
-    mini-batch.
+    """Tokens of the largest micro-batch, if every sequence has the largest length and is padded; and the number of
+    micro-batches per rank and mini-batch.
 
     Args:
-        longest: tokens of a sequence; None: `longest_sequence`. Where it is above `trainer.max_tokens_per_microbatch`,
-            that is taken to be raised to it.
+        longest: tokens of a sequence; None: `longest_sequence`. A smaller `trainer.max_tokens_per_microbatch` is raised
+            to it.
     """
     trainer = config.trainer
     longest = int(padded_lengths([longest or longest_sequence(config)], mesh.sequence_multiple)[0])

@@ -1,8 +1,8 @@
-"""What is checked before anything is started, made or written: of a training run, and of playing without training.
+"""Checks before anything is started or written, for training runs and for playing without training.
 
-`rl train`, its dry run and `run_training` call the same function, and so do `rl eval`, `rl generate`, `run_evaluation`
-and `run_generation`. Mistakes that do not depend on each other are raised together. What a recipe is going to make is
-looked at once it is there: here, or by `prepare`.
+`rl train`, its dry run and `run_training` call one function; `rl eval`, `rl generate`, `run_evaluation` and
+`run_generation` call another. Independent mistakes are raised together. Paths that a recipe creates are checked once
+they exist: here, or in `prepare`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RANKS_READ = (
     "trainer.num_threads",
     "trainer.seed",
 )
-"""Keys that are told to the ranks of every model."""
+"""Keys that the ranks of every model get."""
 _UPDATE_READS = (
     "trainer.algorithm",
     "trainer.policy_mini_batch_size",
@@ -79,27 +79,27 @@ _DIRECTORIES = ("trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "tra
 
 
 _FEW = 32
-"""Prompts of the shortest, and of the longest, that are encoded before a run."""
+"""Number of shortest prompts, and of longest prompts, that are encoded before a run."""
 
 
 class NoSampler:
-    """Stands where a generator has its engine, for what needs none."""
+    """Replaces a generator's engine for calls that need none."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         raise AssertionError("nothing is sampled before a run")
 
 
 def preflight(run: Config | Loaded) -> tuple[str, ...]:
-    """All checks of a training run; takes, makes and writes nothing, but for the note that a model was proved.
+    """All checks of a training run. Writes nothing except the record that a model was proved.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
 
     Returns:
-        What is left for the start to prove, in sentences.
+        Sentences about what can only be proved when the run starts.
 
     Raises:
-        ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: all of several.
+        ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: several mistakes.
     """
     config, loaded = config_of(run), _loaded(run)
     mistakes = Mistakes()
@@ -117,7 +117,7 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
     if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
         mistakes.passes(_require_resumable, config, rows["data.train_data"], rows["data.val_data"])
     mistakes.raise_found()
-    # Last, and only of what is right otherwise: it takes seconds.
+    # Last, and only if everything else is right, because it takes seconds.
     left = _prove_models(config)
     if _is_elsewhere(config.policy_model_path):
         left += (f"prompts are measured at the start ({config.policy_model_path} is not here yet)",)
@@ -125,14 +125,15 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
 
 
 def _is_elsewhere(path: str) -> bool:
-    """A public model that was not fetched yet, whose sizes alone are known."""
+    """Whether the model is a public one that has not been downloaded, so that only its sizes are known."""
     return shipped_config(path) is not None and written_config(path) is None
 
 
 def _require_resumable(
     config: Config, train_rows: Sequence[DataRow] | None, held_out: Sequence[DataRow] | None
 ) -> None:
-    """The checkpoint to go on from is whole as far as sizes show it, and of a run that can go on as configured."""
+    """Requires that the checkpoint to resume from is complete, as far as file sizes show, and that a run of this
+    configuration can continue it."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
@@ -143,11 +144,10 @@ def _require_resumable(
 
 
 def prepare(run: Config | Loaded) -> None:
-    """Has the recipe make what a training run reads and is missing, and looks at it. The directories are the run's by
-    then.
+    """Lets the recipe create missing data and models, and checks them. Called when the run holds its directories.
 
     Raises:
-        ConfigError, DataError, PluginError: what was made cannot be trained on; ConfigErrors: for several reasons.
+        ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
     """
     config, make = config_of(run), _prepare_function(_loaded(run))
     _fetch_models(config, list(model_shapes(config)), _loaded(run).makes)
@@ -164,14 +164,14 @@ def prepare(run: Config | Loaded) -> None:
 
 
 def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = None) -> None:
-    """All checks of what plays the prompts of the key `reads` without training, between them the recipe's own
-    preparation. Nothing else is made or written.
+    """All checks for playing the prompts of the key `reads` without training. Between the checks, the recipe creates
+    missing files; nothing else is written.
 
     Args:
-        output: a file that is going to be written.
+        output: a file that will be written.
 
     Raises:
-        ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: all of several.
+        ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: several mistakes.
     """
     config, loaded = config_of(run), _loaded(run)
     mistakes = Mistakes()
@@ -192,12 +192,13 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
 
 
 def config_of(run: Config | Loaded) -> Config:
-    """The configuration of what `run_training` and its like are given."""
+    """The configuration in the argument of `run_training` and similar functions."""
     return run.config if isinstance(run, Loaded) else run
 
 
 def _loaded(run: Config | Loaded) -> Loaded:
-    """With a configuration alone nobody is known to have chosen a key, so none is warned of as having no effect."""
+    """Wraps a plain configuration. It does not tell which keys the user set, so no key counts as set, and none causes
+    the warning that it has no effect."""
     return run if isinstance(run, Loaded) else Loaded(config=run, given={})
 
 
@@ -208,7 +209,7 @@ def _prepare_function(loaded: Loaded) -> Callable[[Config], object] | None:
 
 
 def _fetch_models(config: Config, roles: Sequence[Role], made: Container[str]) -> None:
-    """Those that are named are in the hub's cache, before many processes ask for them at a time."""
+    """Downloads the models given by name into the hub's cache, before many processes request them at once."""
     fetched: set[str] = set()
     for role in roles:
         key = f"{SECTIONS[role]}.model.path"
@@ -232,17 +233,17 @@ def _require_new(output: Path) -> None:
 
 
 def _gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes responses that are longer than what the model takes, where its files say how much that is."""
+    """Notes if the longest response does not fit into the model's context, if the model's files state it."""
     for sampling in (TRAINING, EVALUATION):
         if not mistakes.about("trainer.policy.model.path", f"{sampling}.max_generate_length"):
             mistakes.passes(require_room_for_responses, config, sampling)
 
 
 def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:
-    """The rows of each key's files, None where a file is missing or cannot be read. Notes what is wrong with them."""
+    """The rows of each key's files; None if a file is missing or unreadable. Notes mistakes in the rows."""
     config = loaded.config
     rows = {key: _rows(config, key, mistakes) for key in keys}
-    # Another generator may play without environments.
+    # Other generators may play without environments.
     if config.generator.type == "environment" and not mistakes.about("environment.env_class"):
         everything = [row for found in rows.values() for row in found or []]
         if config.environment.env_class is None:
@@ -254,7 +255,8 @@ def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dic
 
 
 def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
-    """Rows that name another environment than the one for all rows are played by that only if the user said so."""
+    """If rows name an environment other than `environment.env_class`, the user must have set this key, not the
+    recipe."""
     key, chosen = "environment.env_class", loaded.config.environment.env_class
     others = [row for row in rows if isinstance(row.row.get("env_class"), str) and row.row["env_class"] != chosen]
     if not others:
@@ -270,7 +272,7 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes the first row of each environment that this environment cannot play, where it can say so beforehand."""
+    """Notes, for each environment that checks rows (`RowChecking`), the first row that it cannot play."""
     unfit: set[str] = set()
     for row in rows:
         name = config.environment.env_class or row.row.get("env_class")
@@ -279,7 +281,7 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
         with mistakes.gathered():
             try:
                 environment = plugins.load("rl_core.environments", name)
-            except PluginError:  # said where its name stands
+            except PluginError:  # noted by the check of the environment's name
                 unfit.add(name)
                 continue
             if not isinstance(environment, RowChecking):
@@ -295,12 +297,12 @@ def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistak
 def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
-    """Notes prompts that are too long, of those that have most and fewest characters: a run counts the tokens of all
-    prompts once more. And that a model's tokenizer cannot be had. Only where nothing else is wrong."""
+    """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
+    and the fewest characters; the run later counts the tokens of all. Skipped if there are other mistakes."""
     is_made = config.policy_model_path in makes
     if mistakes or (is_made and not Path(config.policy_model_path).exists()):
         return
-    # Another generator may start something when it is made.
+    # Other generators may start something when they are created.
     if config.generator.type != "environment" and needs_engine(config):
         return
     if _is_elsewhere(config.policy_model_path):
@@ -311,7 +313,7 @@ def _gather_prompts(
             generator = plugin.create(told, NoSampler())
         except ConfigError:
             if is_made:
-                return  # again, because it is not whole
+                return  # the model directory is incomplete and will be created again
             raise
         for key, found in rows.items():
             ordered = sorted(found or [], key=lambda row: len(str(row.row["prompt"])))
@@ -323,7 +325,7 @@ def _gather_prompts(
 def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
     files = value_at(config, key)
     if not files or not all(is_at_hand(file) for file in files) or mistakes.about(key):
-        return None  # a mistake that is known, or what the recipe is going to make
+        return None  # a known mistake, or a file that the recipe will create
     with mistakes.gathered():
         return read_rows(files, key=key, prompt_key=config.data.prompt_key)
     return None
@@ -349,13 +351,13 @@ def _require_environment(row: DataRow, name: str | None) -> None:
 
 
 def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes: Mistakes) -> None:
-    """Notes what the trainer does not understand of the algorithm, and what the backend cannot train."""
+    """Notes algorithm settings that the trainer refuses, and models that the backend cannot train."""
     if not mistakes.about(*_UPDATE_READS):
         with mistakes.gathered():
             update = update_settings(config)
             if config.trainer.stream_groups and not mistakes.about(*_STREAMING_READS):
                 require_streamable(config, update)
-    # Data that the recipe is going to make cannot be counted yet: any schedule will do until then.
+    # Data that the recipe will create cannot be counted yet. Until then, any schedule length will do.
     steps, roles = sys.maxsize, []
     if not mistakes.about("trainer.epochs", "trainer.train_batch_size", "trainer.max_training_steps"):
         with mistakes.gathered():
@@ -369,7 +371,7 @@ def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes
 
 
 def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
-    """Steps of the run, `sys.maxsize` where neither the configuration nor rows say how many."""
+    """Steps of the run; `sys.maxsize` if neither configuration nor rows determine them."""
     steps = config.trainer.max_training_steps
     if steps is None:
         return sys.maxsize if train_rows is None else num_steps(config, len(train_rows))
@@ -377,7 +379,7 @@ def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
 
 
 def _require_trainable(config: Config, role: Role, num_training_steps: int, known: Mistakes) -> None:
-    """The backend can train this model, and a micro-batch of its ranks holds the longest sequence."""
+    """Requires that the backend can train this model, and that the longest sequence fits into a micro-batch."""
     nodes, per_node = model_shapes(config)[role]
     backend, spec = worker_spec(config, role, num_training_steps=num_training_steps)
     with _keys_of(role, backend.config_section):
@@ -387,7 +389,8 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
 
 
 def _prove_models(config: Config) -> tuple[str, ...]:
-    """The backend computes each model as transformers does. Returns which cannot be proved now, and why."""
+    """Proves that the backend computes each model as transformers does. Returns which models cannot be proved now, and
+    why."""
     mistakes, left = Mistakes(), []
     for role in model_shapes(config):
         backend, spec = worker_spec(config, role, num_training_steps=None)
@@ -400,7 +403,7 @@ def _prove_models(config: Config) -> tuple[str, ...]:
 
 @contextmanager
 def _keys_of(role: Role, section: str) -> Iterator[None]:
-    """A backend knows its section, not whose it is: its errors get the whole key."""
+    """Completes the keys in a backend's errors: it knows its section, but not which model the section belongs to."""
     try:
         yield
     except ConfigError as error:
@@ -410,7 +413,7 @@ def _keys_of(role: Role, section: str) -> Iterator[None]:
 
 
 def require_token_budget(config: Config, mesh: Mesh) -> None:
-    """The longest sequence, padded so that the mesh can split it, fits into a micro-batch."""
+    """Requires that the longest sequence, padded so that the mesh can split it, fits into a micro-batch."""
     budget, multiple = config.trainer.max_tokens_per_microbatch, mesh.sequence_multiple
     longest = config.trainer.max_prompt_length + config.generator.sampling_params.max_generate_length
     padded = -(-longest // multiple) * multiple

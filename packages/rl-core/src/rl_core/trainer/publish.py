@@ -1,4 +1,4 @@
-"""One weight sync: ranks send, engines load, both sides' manifests must be equal."""
+"""One weight sync: ranks send, engines load, and the manifests of both sides must be equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_core.workers import WorkerGroup
 R = TypeVar("R")
 PauseMode = Literal["keep", "abort", "wait"]
 _END_S = 10.0
-"""For engines to end their part of a sync that failed."""
+"""Seconds that engines have to end their part of a failed sync."""
 
 
 @attrs.frozen(kw_only=True)
@@ -25,9 +25,9 @@ class Publication:
     """A sync that succeeded."""
 
     sent: Manifest
-    """What the engines hold."""
+    """The manifest of the weights that the engines now hold."""
     pause_s: float
-    """How long they sampled nothing for it."""
+    """Seconds that the engines paused sampling for the sync."""
 
 
 async def publish_weights(
@@ -41,22 +41,22 @@ async def publish_weights(
     pause_mode: PauseMode = "keep",
     delta: Mapping[str, Any] | None = None,
 ) -> Publication:
-    """Brings the engines to the group's weights, as `version`. Where the transport is staged and the client is
-    `WeightPreparing`, engines sample until they have received it, and pause for the swap alone.
+    """Publishes the group's weights to the engines as `version`. If the transport is staged and the client is
+    `WeightPreparing`, engines keep sampling while they receive, and pause only to load.
 
     Args:
         group: the ranks that send.
         client: the engines.
-        transport: how the weights travel.
-        version: what the engines call them.
-        max_bucket_bytes: of what travels at a time.
-        num_engines: of a client that does not say how many processes receive.
-        pause_mode: what becomes of requests under way: see `InferenceClient.pause`.
-        delta: see `Rendezvous`; None: whole weights, which nobody keeps.
+        transport: how the weights are sent.
+        version: the new version's number.
+        max_bucket_bytes: largest size of one bucket.
+        num_engines: number of receivers, for a client that is not `WeightReceivers`.
+        pause_mode: what happens to running requests: see `InferenceClient.pause`.
+        delta: see `Rendezvous`; None: whole weights, of which neither side keeps a copy.
 
     Raises:
-        WeightSyncError: what arrived is not what was sent. Engines that had been paused for it stay so, and serve
-        nothing until a good sync.
+        WeightSyncError: the weights that arrived are not those that were sent. Engines that were paused for the sync
+            stay paused and serve nothing until a sync succeeds.
     """
     preparing = client if transport.is_staged and isinstance(client, WeightPreparing) else None
     # Receivers are counted after the pause, so that the sync does not wait for an engine that was lost during it.
@@ -87,7 +87,7 @@ async def publish_weights(
 
 
 async def _paused(client: InferenceClient, mode: PauseMode) -> float:
-    """When the engines were asked to pause; they have."""
+    """Pauses the engines. Returns the time at which they were asked to."""
     asked_at = time.monotonic()
     await _of_client(client, client.pause(mode))
     return asked_at
@@ -101,9 +101,9 @@ async def _of_client(client: InferenceClient, answering: Awaitable[R]) -> R:
 async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
-    """Waits for both. When one fails the other is told through the transport and waited for too: a rank that still
-    sends would hold up whatever it is asked next. An engine that does not end is given up: it may be hung. Raises the
-    error that came first."""
+    """Waits for both. If one side fails, `stop` ends the other through the transport, and this waits for it too: a rank
+    that still sends would block its next call. An engine that does not end in time may hang and is cancelled. Raises
+    the first error."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""A step of each model of a run on tensors without data, at the fullest that the run may ask for."""
+"""Runs a step of each model on tensors without data, with the largest batch that the run may have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rl_core.trainer.planned_run import ArrangedModel, longest_sequence, micro_b
 from rl_core.trainer.settings import update_settings
 
 _MICRO_BATCHES = 2
-"""That are rehearsed of a mini-batch with more: from the second one on, the gradients of those before are there."""
+"""Largest number of micro-batches that are rehearsed. Two suffice: from the second on, gradients are already in
+memory."""
 
 
 @attrs.frozen(kw_only=True)
@@ -27,16 +28,16 @@ class RehearsedModel:
 
     phases: tuple[RehearsedPhase, ...]
     num_micro_batches: int
-    """That were rehearsed; `phases` have the operations of all of them."""
+    """Number of rehearsed micro-batches; `phases` count the operations of all of them."""
     micro_batch_tokens: int
     """Tokens of each micro-batch, before ranks split it."""
 
 
 def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> RehearsedModel:
-    """Runs the step.
+    """Runs the step of the model's first rank.
 
     Raises:
-        ConfigError: the backend cannot rehearse, or not what the configuration asks for.
+        ConfigError: the backend cannot rehearse, or cannot rehearse this configuration.
     """
     if not isinstance(model.backend, Rehearser):
         raise ConfigError(
@@ -54,7 +55,7 @@ def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> Rehears
 
 
 def planned_phase(planned: ModelOnRanks, phase: str) -> Mapping[str, int]:
-    """What the plan says of the first rank's device, under the names of `RehearsedPhase.parts`."""
+    """Planned bytes on the first rank's device, under the names of `RehearsedPhase.parts`."""
     rank = planned.ranks[0]
     held = {"parameters": rank.parameter_bytes, "gradients": rank.gradient_bytes, "optimizer": rank.optimizer_bytes}
     passing = {"gathered": rank.gathered_bytes, "activations": rank.activation_bytes}
@@ -72,7 +73,7 @@ def _loss(config: Config, role: Role) -> LossSpec | None:
 
 
 def _fullest_batch(config: Config, longest: int, per_micro_batch: int, num_micro_batches: int) -> tuple[Batch, Plan]:
-    """Every prompt and response as long as it may be, with every column that a loss may read."""
+    """A batch in which every prompt and response has the largest length, with every column that a loss may read."""
     count = per_micro_batch * num_micro_batches
     is_sampled_T = torch.arange(longest) >= config.trainer.max_prompt_length
     masks = {"sampled": is_sampled_T, "loss_mask": is_sampled_T}

@@ -1,7 +1,8 @@
-"""Checkpoints elsewhere: `trainer.ckpt_path=s3://…` keeps a copy of each there, and a run goes on from the newest.
+"""Remote checkpoints: with `trainer.ckpt_path=s3://…`, each checkpoint is copied there, and a run resumes from the
+newest.
 
-A checkpoint is written here first, in the run's directory, whole as ever; then its files are copied, the list of them
-last, so that one without it is no checkpoint there either. A copy that fails is tried again with the next one.
+A checkpoint is first completed in the run's local directory. Then its files are copied, their list last, so that a
+remote copy without the list does not count as a checkpoint. A failed copy is repeated with the next checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class CheckpointCopies:
         self._sending: OwnThread[None] | None = None
 
     def steps(self) -> list[str]:
-        """Names of the whole checkpoints there, oldest first. Raises ConfigError, OSError."""
+        """Names of the complete remote checkpoints, oldest first. Raises ConfigError, OSError."""
         names = [name for name in remote_files.names_in(self._address) if is_step_name(name)]
         return sorted((name for name in names if self._listing(name) is not None), key=lambda name: int(name[5:]))
 
     def send(self, root: Path) -> None:
-        """Copies what is whole in `root` and not there, and removes there what is no longer here."""
+        """Copies complete checkpoints in `root` that the remote lacks, and removes remote ones that `root` lacks."""
         try:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
@@ -48,8 +49,8 @@ class CheckpointCopies:
             logger.warning("%s: not copied, the next checkpoint tries again: %s", self._address, error)
 
     async def send_within(self, root: Path, timeout_s: float) -> None:
-        """As `send`, without the event loop. A store that says nothing for so long counts as one that fails, and is not
-        waited for again."""
+        """Runs `send` outside the event loop. A store that does not answer within `timeout_s` counts as failed, and the
+        run does not wait for it again."""
         if self._sending is None or self._sending.is_done:
             self._sending = OwnThread(lambda: self.send(root))
             try:
@@ -60,7 +61,7 @@ class CheckpointCopies:
         logger.warning("%s: not copied, the store does not answer; the run continues", self._address)
 
     def require_sent(self) -> None:
-        """Raises CheckpointError where the last copy failed."""
+        """Raises CheckpointError if the last copy failed."""
         if self._failure is not None:
             raise CheckpointError(
                 f"trainer.ckpt_path: {self._address} has not all checkpoints ({self._failure}); they are whole in the "
@@ -68,7 +69,7 @@ class CheckpointCopies:
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:
-        """Has `root` hold the newest checkpoint there. Raises ConfigError, OSError."""
+        """Downloads the newest remote checkpoint into `root`, if it is missing. Raises ConfigError, OSError."""
         names = self.steps()
         if not names or (root / names[-1] / COMPLETE).is_file():
             return
@@ -88,16 +89,17 @@ class CheckpointCopies:
 
 
 def copies_of(config: Config) -> CheckpointCopies | None:
-    """Where a run copies its checkpoints; None where `trainer.ckpt_path` is a path of this machine."""
+    """Where a run copies its checkpoints; None if `trainer.ckpt_path` is a local path."""
     path = config.trainer.ckpt_path
     return CheckpointCopies(path) if path is not None and remote_files.is_remote(path) else None
 
 
 async def fetch_checkpoint(config: Config) -> None:
-    """Before a run looks for the checkpoint that it goes on from.
+    """Downloads the newest remote checkpoint, if there is one. Called before a run looks for a checkpoint to resume.
 
     Raises:
-        ConfigError: another run's lie there. DeadlineError: the store says nothing within `trainer.worker_timeout_s`.
+        ConfigError: the address holds another run's checkpoints. DeadlineError: the store did not answer within
+            `trainer.worker_timeout_s`.
     """
     copies = copies_of(config)
     if copies is None:

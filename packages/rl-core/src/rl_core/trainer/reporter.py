@@ -1,4 +1,4 @@
-"""Whom the loop tells what happened."""
+"""The interface through which the loop reports what happened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.interfaces import Trajectory
 
 
 class Reporter(Protocol):
-    """Who is told what happened; `rl_core.reports.run_reporter` writes it into the run directory."""
+    """Receives the loop's reports; `rl_core.reports.run_reporter` writes them into the run directory."""
 
     def phase(self, name: str) -> None: ...
 

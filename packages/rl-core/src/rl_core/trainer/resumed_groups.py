@@ -1,4 +1,4 @@
-"""Which of a checkpoint's finished groups a resumed run trains on as they are; it plays the others again."""
+"""Decides which of a checkpoint's finished groups a resumed run can train on; it plays the others again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 def resumed_groups(
     config: Config, checkpoint: Path | None, state: RunState, now: Mapping[str, Any], *, total_steps: int
 ) -> tuple[Sequence[StoredGroup], RunState]:
-    """The groups that are trained on as they are, and the state in which the others are to be played again.
+    """The groups that the run trains on without playing them again, and the run state in which the others are to be
+    restarted.
 
     Args:
-        now: what the run is (`trainer.fingerprint`). Where prompts would be played otherwise than for the checkpoint,
-            all its groups are played again.
+        now: the fingerprint of this run (`trainer.fingerprint`). If it would play prompts differently than the
+            checkpoint's run, all groups are played again.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the groups cannot be read.
     """
     if checkpoint is None or not state.finished_groups:
         return (), state
@@ -53,7 +54,7 @@ def resumed_groups(
 def within_the_bound(
     groups: Iterable[StoredGroup], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
 ) -> tuple[StoredGroup, ...]:
-    """Those that can be trained on within the bound, oldest first, by a run that goes on at `version`: all of them,
+    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. These are all,
     unless the batch or the bound became smaller, or fewer steps are left."""
     kept: list[StoredGroup] = []
     for stored in sorted(groups, key=lambda one: (one.group.start_version, one.group.group_id)):

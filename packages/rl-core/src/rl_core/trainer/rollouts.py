@@ -1,4 +1,4 @@
-"""The generating task: starts groups as fast as the buffer allows and hands over those that can be trained on."""
+"""The generating task: starts groups as fast as the buffer allows, and passes on those that can be trained on."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class RolloutSettings:
     drop_zero_variance: bool
     """Dynamic sampling: a group whose samples all have the same reward is dropped, and another one is played."""
     max_dropped_groups: int
-    """More groups than that dropped between two that are kept stop the run."""
+    """The run stops if more than this many groups in a row are dropped."""
     limit_rule: str = "one batch"
-    """Where `max_dropped_groups` comes from, for the message."""
+    """The rule that gave `max_dropped_groups`, for the error message."""
     plays_greedy: bool = False
-    """A greedy answer is played beside the samples of each prompt: a baseline, which is not trained on."""
+    """Also play a greedy answer to each prompt, as a baseline. It is not trained on."""
     max_failure_rate: float = 1.0
     """A larger fraction of failed samples stops the run."""
     samples_per_step: int = 1
-    """Of which that fraction is taken, until more have ended."""
+    """The fraction is of this many samples, until more have ended."""
 
 
 class Rollouts:
@@ -61,7 +61,7 @@ class Rollouts:
         stored: Sequence[StoredGroup] = (),
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`stored` are groups of an earlier run that are in the buffer; `restart_groups` are played again."""
+        """`stored`: groups of an earlier run that are already in the buffer. `restart_groups` are played again."""
         self._generator = generator
         self._source = source
         self._buffer = buffer
@@ -70,12 +70,12 @@ class Rollouts:
         self.next_group = next_group
         self._dropped_in_a_row = 0
         self._dropped: dict[int, str] = {}
-        """Groups that gave nothing to train on, and why."""
+        """Dropped group → reason."""
         self._discarded_tokens: Counter[int] = Counter()
-        """Of each group: sampled, and not trained on."""
+        """Group → number of tokens that were sampled but not trained on."""
         self._idle = IdleTime(clock)
         self._greedy_tokens: Counter[int] = Counter()
-        """Of each group's greedy answer."""
+        """Group → number of tokens of its greedy answer."""
         self._failures = FailureAccount(
             "rollout", max_rate=settings.max_failure_rate, num_expected=settings.samples_per_step
         )
@@ -84,7 +84,7 @@ class Rollouts:
             self._greedy_tokens[one.group.group_id] = one.greedy_tokens
 
     async def run(self) -> None:
-        """Until no step needs another group. An error ends the buffer's consumer too."""
+        """Plays groups until no step needs another one. An error is passed to the buffer, whose `take` raises it."""
         try:
             async with asyncio.TaskGroup() as playing:
                 while True:
@@ -101,12 +101,13 @@ class Rollouts:
             await self._buffer.fail(first_error(errors))
 
     def pending_restarts(self) -> tuple[int, ...]:
-        """Groups of an earlier run that were not started again yet."""
+        """Groups of an earlier run that have not been restarted yet."""
         return tuple(self._restart)
 
     def stored(self) -> tuple[StoredGroup, ...]:
-        """The buffer's finished groups that no step was trained on, with what is counted of them later. None of a run
-        in step, which repeats itself bit for bit where it plays again whatever its next step is made of."""
+        """The buffer's finished groups that no step has trained on, with their counts for later metrics. Empty for a
+        run in which generation does not run ahead: it plays all groups of its next step again and thus repeats itself
+        bit for bit."""
         if not self._buffer.runs_ahead:
             return ()
         failed: dict[int, list[Trajectory]] = {}
@@ -122,9 +123,9 @@ class Rollouts:
         )
 
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """Counts since the last call: groups dropped and why, tokens of groups that were dropped or discarded, failed
-        samples by kind, tokens of greedy answers; and the failed samples. Groups that are outstanding are left for the
-        step that accounts for them: a resumed run plays those again."""
+        """Metrics since the last call, and the failed samples. Counts dropped groups by reason, tokens of dropped or
+        discarded groups, failed samples by kind, and tokens of greedy answers. Outstanding groups are left for the step
+        that accounts for them, because a resumed run plays them again."""
         later = set(self._buffer.outstanding)
         dropped = Counter(reason for group, reason in self._dropped.items() if group not in later)
         self._dropped = {group: reason for group, reason in self._dropped.items() if group in later}
@@ -136,16 +137,17 @@ class Rollouts:
         return counts | failed_counts, failed
 
     def idle_lap(self) -> float:
-        """Seconds since the last call in which no group was under way."""
+        """Seconds since the last call during which no group was being played."""
         return self._idle.lap()
 
     def discard(self, groups: Iterable[FinishedGroup]) -> None:
-        """Finished groups that are not trained on: their tokens count as discarded."""
+        """Counts the tokens of these finished groups, which are not trained on, as discarded."""
         for group in groups:
             self._discarded_tokens[group.group_id] += num_sampled(group.trajectories)
 
     def failed(self) -> tuple[Trajectory, ...]:
-        """All samples that failed and that no `lap` gave, of groups that are outstanding too; it still gives them."""
+        """All failed samples that no `lap` has returned yet, including those of outstanding groups. A later `lap` still
+        returns them."""
         return self._failures.pending
 
     async def _play(self, group_id: int, start_version: int) -> None:
@@ -184,17 +186,17 @@ class Rollouts:
 
 
 def num_sampled(trajectories: Iterable[Trajectory]) -> int:
-    """Tokens that the policy sampled for them."""
+    """Number of tokens that the policy sampled in these trajectories."""
     return sum(sum(step.sampled) for trajectory in trajectories for step in trajectory.steps)
 
 
 def _popped(count_of_group: Counter[int], later: set[int]) -> float:
-    """The sum over the groups that are not in `later`, which are removed."""
+    """Removes the groups that are not in `later`, and returns the sum of their counts."""
     return float(sum(count_of_group.pop(group) for group in [*count_of_group] if group not in later))
 
 
 async def generate_group(generator: Generator, request: GroupRequest) -> tuple[Trajectory, ...]:
-    """The group's trajectories. Raises GenerationError for a generator that does not answer what it was asked."""
+    """The group's trajectories. Raises GenerationError if the generator's answer does not match the request."""
     with code_of(f"{request.row_place}: the generator {type(generator).__name__}"):
         trajectories = await generator.generate(request)
     asked = [(request.group_id, index) for index in range(request.num_samples)]
@@ -228,6 +230,6 @@ def group_request(row: DataRow, group_id: int, start_version: int, settings: Rol
 
 
 def greedy_request(request: GroupRequest) -> GroupRequest:
-    """One answer to the same prompt, of the most likely token each time."""
+    """A request for one greedy answer to the same prompt."""
     params = attrs.evolve(request.params, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
     return attrs.evolve(request, num_samples=1, params=params)

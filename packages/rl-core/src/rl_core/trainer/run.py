@@ -1,4 +1,4 @@
-"""From a resolved configuration to a finished run: builds what the loop needs, runs it, and closes it again."""
+"""From a resolved configuration to a finished run: builds the parts of the loop, runs it, and closes them."""
 
 from __future__ import annotations
 
@@ -86,24 +86,25 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config | Loaded, *, started: float | None = None) -> RunSummary:
-    """Checks everything that can be checked before (`trainer.preflight`), trains as `config` says, and returns when the
-    run is done or was stopped.
+    """Makes all checks that are possible beforehand (`trainer.preflight`), trains as `config` says, and returns when
+    the run is done or was stopped.
 
-    In the main thread SIGINT and SIGTERM stop it at the next step boundary, with a checkpoint; a second one ends it at
-    once. In a notebook, whose event loop has that thread: `await asyncio.to_thread(run_training, config)`.
+    In the main thread, the first SIGINT or SIGTERM stops the run at the next step boundary, with a checkpoint; a second
+    one ends it at once. In a notebook, whose event loop occupies that thread, use
+    `await asyncio.to_thread(run_training, config)`.
 
-    Until it returns, no other run can have its directories (`trainer.run_lock`).
+    Until it returns, no other run can use its directories (`trainer.run_lock`).
 
     Args:
-        config: resolved (see `rl_core.config.resolve`); or as `rl_core.config.load` gives it: then the recipe makes
-            what is missing, once the directories are the run's.
-        started: `time.perf_counter()` at which the process began its work; now, when not given.
+        config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
+            the latter, the recipe creates missing files once the run holds its directories.
+        started: `time.perf_counter()` when the process began its work; default: now.
 
     Raises:
-        ConfigError, PluginError, DataError: it cannot run as asked, for one because another run has one of the
-            directories; nothing was changed. ConfigErrors: several mistakes, listed.
-        RLError: everything that input, data or machine can cause.
-        KeyboardInterrupt: it was ended at once.
+        ConfigError, PluginError, DataError: the run cannot start as configured, for example because another run uses
+            one of its directories. Nothing was changed. ConfigErrors: several mistakes, listed.
+        RLError: any failure caused by input, data or the machine.
+        KeyboardInterrupt: the run was ended at once.
     """
     begun = time.perf_counter() if started is None else started
     preflight(config)
@@ -120,13 +121,14 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
 
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
-    """Plays the held-out rows once with the model at `trainer.policy.model.path`; the metrics.
+    """Plays the held-out rows once with the model at `trainer.policy.model.path`. Returns the metrics.
 
     Args:
-        config: as of `run_training`. Only what playing needs is checked, and the recipe makes what is missing.
+        config: as in `run_training`. Checks only what playing needs; the recipe creates missing files.
 
     Raises:
-        ConfigError, PluginError, DataError: they cannot be played as asked. ConfigErrors: several mistakes, listed.
+        ConfigError, PluginError, DataError: the rows cannot be played as configured. ConfigErrors: several mistakes,
+            listed.
     """
     prepare_playing(config, reads="data.val_data")
     resolved = config_of(config)
@@ -134,16 +136,17 @@ def run_evaluation(config: Config | Loaded) -> dict[str, float]:
 
 
 def run_generation(config: Config | Loaded, output: Path, *, limit: int | None = None) -> int:
-    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample; their number.
+    """Plays the held-out rows (the training rows, if there are none) and writes one JSON line per sample. Returns the
+    number of lines.
 
     Args:
-        config: as of `run_evaluation`.
-        output: a new file; its directory is made where it is missing.
-        limit: play only the first so many rows; None plays all.
+        config: as in `run_evaluation`.
+        output: a new file. Its directory is created if it is missing.
+        limit: plays only this many rows, the first ones; None: all.
 
     Raises:
-        ConfigError, PluginError, DataError: they cannot be played as asked, or `output` exists; nothing is overwritten.
-            ConfigErrors: several mistakes, listed.
+        ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` exists; it is never
+            overwritten. ConfigErrors: several mistakes, listed.
     """
     resolved = config_of(config)
     reads = _generation_data(resolved)
@@ -253,7 +256,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
 
 
 def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
-    """Again, where the recipe made the rows, or another run wrote the directory since it was looked at."""
+    """Repeats this check of `preflight`: since then the recipe may have created rows, or another run a checkpoint."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         require_same_groups(checkpoint, now)
@@ -266,7 +269,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
 
 async def _generate(config: Config, reads: str, output: Path, limit: int | None) -> int:
     rows = _rows(config, reads)[:limit]
-    # Whoever looks at samples wants to see those that failed too.
+    # Failed samples are written too, so that users can inspect them.
     result = await _play(config, rows, attrs.evolve(train_rollouts(config), max_failure_rate=1.0), TRAINING)
     writer = SamplesWriter(output, first_step=0)
     writer.write([sample_of(one, step=0, purpose="eval", row=result.rows[one.group_id]) for one in result.trajectories])
@@ -279,7 +282,7 @@ def _rows(config: Config, key: str) -> list[DataRow]:
 
 
 async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
-    """Plays the rows once with the model at `trainer.policy.model.path`, as the keys of `sampling` say."""
+    """Plays the rows once with the model at `trainer.policy.model.path`, and the sampling of the section `sampling`."""
     async with _playing(config) as (_, generator):
         return await evaluate(
             generator,
@@ -293,7 +296,7 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 @asynccontextmanager
 async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None, Generator]]:
-    """The generator, and the engine that it samples from, if it does."""
+    """The generator, and the engine's client; None if the generator does not sample."""
     generator, told = generator_spec(config)
     generator.validate(told)
     if needs_engine(config):
@@ -388,7 +391,8 @@ async def _served_reference(config: Config) -> AsyncIterator[ServedReference]:
 
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> None:
-    """Waits for `close`; of a run that is ended at once only `CLOSE_S`: what is busy longer ends with the process."""
+    """Waits for `close`. If the run is ended at once, waits at most `CLOSE_S`; a part that takes longer ends with the
+    process."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
         await close()
@@ -423,9 +427,9 @@ def _callback(path: str) -> Callback:
 
 @contextmanager
 def _data_outside_garbage_collection() -> Iterator[None]:
-    """Keeps rows, models and modules, which live as long as the run, out of the collector's passes.
+    """Excludes rows, models and modules, which live as long as the run, from garbage collection.
 
-    They are most of a process's objects: measured on the quick start, the passes over them took 95 ms of a 730 ms step.
+    They are most objects of the process. In the quick start, scanning them took 95 ms of a 730 ms step.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A run's directory: new, continued or resumed from an earlier step, without losing anything; and its summary."""
+"""A run's directory: new, continued or resumed from an earlier step, without losing any file; and the run's summary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OWN_ENTRIES = re.compile(
     r"report\.html(\.writing)?|checkpoints|model|tensorboard|wandb|wandb_run_id\.txt|replaced_\d+|logs|"
     r"\.rl-lock"
 )
-"""What a run and its own trackers and engines write into its directory."""
+"""Names of the files that a run, its trackers and its engines write into its directory."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,17 +45,17 @@ class RunSummary:
 
     run_dir: Path
     steps: int
-    """Steps done, over all its processes."""
+    """Number of steps done by all processes of the run."""
     interrupted: bool
     accuracy_before: float | None
-    """Held-out accuracy (mean reward where the environment names no accuracy) before training; None without
+    """Held-out accuracy before training (mean reward if the environment reports no accuracy). None without
     evaluation."""
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
-    """Time of the loop: all steps and evaluations."""
+    """Duration of the loop: all steps and evaluations."""
     total_seconds: float
-    """Time of this process from its start: preparation, loading and saving too."""
+    """Time since this process started, including preparation, loading and saving."""
     seed: int
 
 
@@ -65,22 +65,23 @@ class RunStart:
 
     run_dir: Path
     checkpoint: Path | None
-    """What it continues from; None: from the model."""
+    """The checkpoint to continue from; None: the run starts from the model."""
     state: RunState
 
 
 def open_run_directory(config: Config) -> RunStart:
-    """Makes the run's directory ready and finds the checkpoint to continue from.
+    """Prepares the run's directory and finds the checkpoint to continue from.
 
-    A checkpoint of `trainer.ckpt_path` continues the run that is there (`set_aside_later_steps` makes room for it).
-    Without one, or with one of elsewhere, a run begins: an earlier one in the directory is moved aside, to
-    `<run_dir>.1`, `.2`, …; of a directory in which other files lie too, what the run wrote. Nothing is overwritten.
-    `config.yaml` is how the run began; a resumed run with another configuration writes `config.resumed-1.yaml`, `-2`,
-    …. What saves left that did not end is removed.
+    If the checkpoint is in `trainer.ckpt_path`, the run in the directory continues (`set_aside_later_steps` moves its
+    later steps away). Without a checkpoint, or with one from elsewhere, a new run begins. An earlier run in the
+    directory is then moved to `<run_dir>.1`, `.2`, …; if the directory contains other files too, only the run's files
+    are moved. Nothing is overwritten. `config.yaml` is the configuration that the run began with; a resumed run with
+    another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
         CheckpointError: `resume_path` is not a checkpoint, or it is damaged; nothing was changed.
-        ConfigError: the directory cannot be made or written, or what lies there under a run's names is no run.
+        ConfigError: the directory cannot be created or written, or it contains files that have the names of a run's
+            files but were not written by a run.
     """
     require_own_files(config)
     run_dir, checkpoint = config.run_dir, checkpoint_to_resume(config)
@@ -101,11 +102,11 @@ def open_run_directory(config: Config) -> RunStart:
 
 
 def set_aside_later_steps(config: Config, step: int) -> None:
-    """Moves what the run directory holds of steps after `step`, which are going to be done again, to
-    `<run_dir>/replaced_1`, `_2`, …: checkpoints, rows of metrics and samples, and the model and report of the end.
+    """Moves the output of steps after `step`, which will be repeated, to `<run_dir>/replaced_1`, `_2`, …: checkpoints,
+    rows of metrics and samples, and the final model and report.
 
-    Does nothing when nothing is later. The model is left where it is if `trainer.export_path` is outside the run
-    directory. Killed on the way, it leaves either what was there or less of it, and a copy of each row.
+    Does nothing if there is no later output. The model is not moved if `trainer.export_path` is outside the run
+    directory. If killed midway, some checkpoints may already be moved, but no row is lost.
     """
     run_dir = config.run_dir
     checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]
@@ -129,7 +130,7 @@ def set_aside_later_steps(config: Config, step: int) -> None:
 
 
 def newest_config(run_dir: Path) -> Path:
-    """The file of the configuration that the run was last started with."""
+    """The file with the configuration with which the run was last started."""
     resumed = [path for path in run_dir.glob("config.resumed-*.yaml") if _resumed_number(path)]
     return max(resumed, key=_resumed_number, default=run_dir / "config.yaml")
 
@@ -161,10 +162,10 @@ def _start_state() -> RunState:
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """What a run would go on from: `resume_path`, or the newest complete checkpoint, whatever rows are there; None: it
-    begins anew.
+    """The checkpoint that a run would continue from: `resume_path`, or the newest complete one, whatever the state of
+    the metrics. None: the run begins anew.
 
-    Raises CheckpointError where `resume_path` is no directory."""
+    Raises CheckpointError if `resume_path` is not a directory."""
     trainer = config.trainer
     if trainer.resume_mode == "none":
         return None
@@ -190,12 +191,12 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
-    """A row is on disk before its step's checkpoint, so something else took those that are missing."""
+    """Warns about missing metrics rows. A row is on disk before its step's checkpoint, so something else removed it."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
     there = {row["step"] for row in read_rows(metrics)}
-    # The row of a step whose evaluation was cut off is written again by the run that goes on.
+    # If the evaluation of the last step was interrupted, the resumed run writes the step's row again.
     last = step_of(checkpoint) - (load_state(checkpoint).unfinished_row is not None)
     lost = [step for step in range(1, last + 1) if step not in there]
     if lost:
@@ -204,9 +205,9 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """What lies in the run's directory under the names of a run's files was written by one.
+    """Requires that files in the run's directory that have the names of a run's files were written by a run.
 
-    Raises ConfigError: it was not, so the run would write into, or move, what is somebody else's.
+    Raises ConfigError if not, because the run would otherwise append to, or move, foreign files.
     """
     run_dir, model = config.run_dir, config.trainer.policy.model.path
     for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME):
@@ -230,7 +231,8 @@ def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _ends(config: Config, step: int) -> list[Path]:
-    """The exported models of later steps, the final one among them, and what sums the run up; inside `run_dir`."""
+    """Paths inside `run_dir` of the exported models of later steps, including the final one, and of summary and
+    report."""
     run_dir, export_dir = config.run_dir, config.export_dir
     models = list(export_dir.iterdir()) if run_dir in export_dir.parents and export_dir.is_dir() else []
     later = [path for path in models if not (is_step_name(path.name) and step_of(path) <= step)]
@@ -238,7 +240,7 @@ def _ends(config: Config, step: int) -> list[Path]:
 
 
 def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
-    """Makes room for a new run; `checkpoint`, or where it is now if it moved too."""
+    """Moves an earlier run away. Returns `checkpoint`, or its new path if it was moved too."""
     run_dir, ckpt_dir = config.run_dir.absolute(), config.ckpt_dir.absolute()
     checkpoints = complete_checkpoints(ckpt_dir)
     is_inside = run_dir in ckpt_dir.parents
@@ -258,7 +260,7 @@ def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
 
 
 def _own_entries(config: Config) -> list[Path]:
-    """What a run wrote of what lies in its directory, the rows last; without what this run is going to read."""
+    """The entries of the run directory that a run wrote, rows last, without those that this run will read."""
     run_dir = config.run_dir.absolute()
     models = (config.trainer.policy.model.path, config.trainer.ref.model.path, config.trainer.critic.model.path)
     reads = [Path(os.path.realpath(path)) for path in (*models, *config.data.train_data, *config.data.val_data) if path]
@@ -271,7 +273,7 @@ def _own_entries(config: Config) -> list[Path]:
 
 
 def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
-    """The directory as a whole where nothing else lies in it."""
+    """Moves the run's entries; moves the whole directory if it contains nothing else."""
     if len(own) == len(list(run_dir.iterdir())) and not Path.cwd().is_relative_to(run_dir.resolve()):
         run_dir.rename(aside)
         return
@@ -302,7 +304,7 @@ def _write_config(config: Config, *, is_continued: bool) -> None:
 
 
 def _resumed_number(path: Path) -> int:
-    """0 for `config.yaml`."""
+    """N of `config.resumed-N.yaml`; 0 for `config.yaml`."""
     found = _RESUMED.fullmatch(path.name)
     return int(found[1]) if found else 0
 

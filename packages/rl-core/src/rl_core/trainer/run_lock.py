@@ -1,17 +1,17 @@
-"""A run's directories belong to one process at a time: a second one is told who has them, and changes nothing.
+"""Locks a run's directories for one process. A second process gets an error that names the holder, and changes nothing.
 
-A lock is flock(2) on a file with the process's id, host and start in it. The kernel lifts it when the process ends,
-however it ends, so a file that a killed run left keeps nobody out. The file lies beside the directory, as
-`.<name>.rl-lock`: a run moves an earlier run's directory away, and a file inside would go with it, lock and all. Only
-where the directory cannot be moved, because it is a mount point or the one above it cannot be written, is it inside.
+A lock is flock(2) on a file that contains the process's id, host and start time. The kernel releases it however the
+process ends, so the file of a killed run blocks no one. The lock file is next to the directory, as `.<name>.rl-lock`. A
+file inside would move with the directory, lock included, when a run moves an earlier run away. The lock file is inside
+only if the directory cannot be moved, because it is a mount point or its parent is not writable.
 
-Locks of one host may not be seen by another one that shares the file system, and some file systems have none. So a run
-also touches its lock files every few seconds, and where a file names a process of another host, it is watched for such
-a sign of life before it is taken over.
+A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
+touches its lock files every few seconds. If a lock file names a process of another host, it is watched for such a touch
+before it is taken over.
 
-What lies inside another directory of the run needs no lock of its own: a run looks for those of others around its own
-directories too, above them and directly inside. It does so once it has its locks, so of two runs whose directories
-overlap at least one sees the other.
+A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
+above its directories and directly inside them. It does so after taking its own locks, so of two runs whose directories
+overlap, at least one sees the other.
 """
 
 from __future__ import annotations
@@ -40,32 +40,34 @@ logger = logging.getLogger(__name__)
 _KEYS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path")
 _SUFFIX = ".rl-lock"
 _PATIENCE_S = 2.0
-"""So long a lock is asked for that somebody has who has not written yet who he is, or who only looks."""
+"""Seconds to retry a lock whose holder has not written its identity yet, or holds it only to look."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 _BEAT_S, _WATCH_S = 4.0, 10.0
-"""A run touches its lock files so often; one that nobody touches for so long is a dead run's."""
+"""Seconds between touches of a run's lock files; and seconds without a touch after which a run counts as dead."""
 _dead: set[tuple[Path, Holder]] = set()
-"""Who was found dead in this process: each is watched for once."""
+"""Holders that this process has found dead, so that each is watched only once."""
 _descriptors: set[int] = set()
-"""Of the locks of this process. A child that is forked would keep them after its parent's end."""
+"""File descriptors of this process's locks. A forked child must close them, else it holds the locks after its parent
+has ended."""
 
 
 @attrs.frozen(kw_only=True)
 class Holder:
-    """The process that has a lock."""
+    """The process that holds a lock."""
 
     pid: int
     host: str
     started: str
-    """When it took the lock: local time with its offset from UTC."""
+    """When it took the lock: local time with UTC offset."""
 
 
 @contextmanager
 def held_directories(config: Config) -> Iterator[None]:
-    """Inside, the run, checkpoint and export directories are this run's alone.
+    """Context in which only this run may use its run, checkpoint and export directories.
 
     Raises:
-        ConfigError: another run has one of them, or one that contains it or lies in it; or a lock file cannot be made.
+        ConfigError: another run holds one of them, or a directory above or inside one; or a lock file cannot be
+            created.
     """
     directories, pid = _directories(config), os.getpid()
     taken: dict[Path, int] = {}
@@ -78,23 +80,23 @@ def held_directories(config: Config) -> Iterator[None]:
         with _signs_of_life(taken.values()):
             yield
     finally:
-        if os.getpid() == pid:  # not in a forked child, which unwinds the same stack
+        if os.getpid() == pid:  # a forked child unwinds the same stack and must not release
             for path, descriptor in taken.items():
                 _release(path, descriptor)
 
 
 def require_unused(config: Config) -> None:
-    """What `held_directories` would refuse now; takes and writes nothing.
+    """Makes the checks of `held_directories` without taking locks or writing.
 
     Raises:
-        ConfigError: another run has one of the directories, or one that contains it or lies in it.
+        ConfigError: another run holds one of the directories, or a directory above or inside one.
     """
     _require_unused(config, _directories(config), {})
 
 
 def _directories(config: Config) -> dict[Path, str]:
-    """What the run writes, each with its key: by its own name and, where that is a link, by what it leads to; without
-    what lies in another of them."""
+    """Directories that the run writes → key, under the configured path and, if that is a link, also under its target.
+    Leaves out directories inside another one."""
     found: dict[Path, str] = {}
     for key in _KEYS:
         path = str(config.ckpt_dir) if key == "trainer.ckpt_path" else value_at(config, key)
@@ -124,7 +126,7 @@ def _directory_of(lock_file: Path) -> Path:
 
 
 def _require_unused(config: Config, directories: Mapping[Path, str], own: Mapping[Path, int]) -> None:
-    """No other process has a lock of the directories, of one above them, or of one directly inside."""
+    """Requires that no other process holds a lock of the directories, of one above them, or of one directly inside."""
     for directory, key in directories.items():
         above = [file for place in (directory, *directory.parents) for file in (_beside(place), _inside(place))]
         for path in dict.fromkeys([*above, *_lock_files_in(directory)]):
@@ -135,14 +137,14 @@ def _require_unused(config: Config, directories: Mapping[Path, str], own: Mappin
 def _lock_files_in(directory: Path) -> list[Path]:
     try:
         return [path for path in directory.iterdir() if path.name.endswith(_SUFFIX)]
-    except OSError:  # it is not there, or its holder moves it away just now, and has a lock beside it
+    except OSError:  # missing, or its holder is just moving it away and has a lock next to it
         return []
 
 
 def _require_free(config: Config, key: str, path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # most are not there; who may not read one may not write the directory either
+    except OSError:  # most do not exist; without read permission the directory is not writable either
         return
     try:
         has_lock = _lock(config, key, path, descriptor, fcntl.LOCK_SH)
@@ -152,7 +154,7 @@ def _require_free(config: Config, key: str, path: Path) -> None:
 
 
 def _taken(config: Config, key: str, path: Path) -> int:
-    """The descriptor of a new lock file, with a warning where the file system has no locks."""
+    """The descriptor of a lock file that this process has locked. Warns if the file system has no locks."""
     try:
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +174,7 @@ def _taken(config: Config, key: str, path: Path) -> int:
             if _is_at(path, descriptor):
                 _write_holder(descriptor)
                 return descriptor
-            _close(descriptor)  # its holder removed the file after it was opened here
+            _close(descriptor)  # the holder removed the file after this process opened it
     except OSError as error:
         raise ConfigError(
             f"{key}: {value_at(config, key)} cannot be locked: {path}: {error.strerror}. Choose another directory"
@@ -180,8 +182,8 @@ def _taken(config: Config, key: str, path: Path) -> int:
 
 
 def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> bool:
-    """Takes a lock of that kind; whether the file system has any. Raises ConfigError with its holder where another
-    process has one."""
+    """Takes a lock of that kind. False if the file system has no locks. Raises ConfigError that names the holder if
+    another process has the lock."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -199,7 +201,8 @@ def _lock(config: Config, key: str, path: Path, descriptor: int, kind: int) -> b
 
 
 def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_lock: bool) -> None:
-    """Whom the lock file names no longer runs, though nothing or no lock shows it. Raises ConfigError where it does."""
+    """Raises ConfigError if the process that the lock file names may still run although this process got the lock: it
+    may be on another host, or the file system may have no locks."""
     holder = _read_holder(descriptor)
     if holder is None or (path, holder) in _dead:
         return
@@ -220,7 +223,7 @@ def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_
 
 
 def _is_touched(path: Path) -> bool:
-    """Somebody does while it is watched. No clocks of two hosts are compared."""
+    """Watches whether a process touches the file. Compares only the file's times, not the clocks of two hosts."""
     first, deadline = _touched_at(path), time.monotonic() + _WATCH_S
     while first is not None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -232,7 +235,7 @@ def _is_touched(path: Path) -> bool:
 
 def _touched_at(path: Path) -> int | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY)  # opened anew: a shared file system asks its server then
+        descriptor = os.open(path, os.O_RDONLY)  # opened again, so that a shared file system asks its server
     except FileNotFoundError:
         return None
     try:
@@ -249,7 +252,7 @@ def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
     def touch() -> None:
         while not ends.wait(_BEAT_S):
             for descriptor in held:
-                with suppress(OSError):  # a full or lost disk ends the run elsewhere
+                with suppress(OSError):  # if the disk is full or lost, another write ends the run
                     os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run-lock", daemon=True)
@@ -273,7 +276,8 @@ def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> Conf
 
 
 def _is_running_here(holder: Holder | None) -> bool:
-    """A holder of this machine that still runs. Of one that does not, the file tells only until the next one writes."""
+    """Whether the holder is a running process on this machine. The file may still name a previous holder that has
+    ended, until the new one writes."""
     if holder is None or holder.host != socket.gethostname():
         return False
     try:
@@ -289,7 +293,7 @@ def _write_holder(descriptor: int) -> None:
     started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     holder = Holder(pid=os.getpid(), host=socket.gethostname(), started=started)
     line = json.dumps(attrs.asdict(holder)).encode() + b"\n"
-    os.pwrite(descriptor, line, 0)  # in one piece: a reader sees this line or the one before, whole
+    os.pwrite(descriptor, line, 0)  # one write: a reader sees either this line or the previous one, complete
     os.ftruncate(descriptor, len(line))
 
 
@@ -308,7 +312,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _release(path: Path, descriptor: int) -> None:
-    """Removes the file while it is locked, so that none is removed that another process has locked meanwhile."""
+    """Removes the file while it is still locked, so that it cannot be a file that another process has just locked."""
     try:
         if _is_at(path, descriptor):
             path.unlink()

@@ -32,14 +32,14 @@ _POLL_S = 0.05
 
 
 class CheckpointSaver:
-    """Writes checkpoints, one at a time. One that is written in the background is completed at the first step boundary
-    at which all ranks have their files: until then it is a partial directory that no run resumes from.
+    """Writes checkpoints, one at a time. A background save is completed at the first step boundary at which all ranks
+    have written their files. Until then it is a partial directory from which no run resumes.
 
-    A full disk does not end the run: what was written is removed, and `is_behind` says that the next step boundary is
-    to try again.
+    A full disk does not end the run: the partial files are removed, and `is_behind` asks for another try at the next
+    step boundary.
 
     consumes     states of the run (`save`)
-    produces     complete checkpoints, of which `on_complete` hears
+    produces     complete checkpoints, each reported to `on_complete`
     waits for    the ranks: `save` for their files or, in the background, their copies and the save before; `finish`
     unblocked by the ranks, an error of one of them, or the deadline
     """
@@ -70,17 +70,17 @@ class CheckpointSaver:
 
     @property
     def is_behind(self) -> bool:
-        """The last checkpoint found no room."""
+        """Whether the last checkpoint failed because the disk was full."""
         return self._full is not None
 
     async def save(self, state: RunState, finished: Sequence[StoredGroup] = ()) -> None:
-        """Writes the checkpoint of `state.step`; in the background, it starts to. Raises what the save before met, but
-        not that a disk is full."""
+        """Writes the checkpoint of `state.step`, or starts to write it in the background. Raises the error of the
+        previous save, but not that the disk is full."""
         await self._wait()
         self._full = None
         partial = partial_path(self._root, state.step)
         with self._room_for(partial):
-            # Many long samples take seconds to write, in which the engine's answers can be read.
+            # Writing many long samples takes seconds. In a thread, the engine's answers can be read meanwhile.
             await asyncio.to_thread(
                 begin_checkpoint, self._root, state, finished=finished, fingerprint=self._fingerprint
             )
@@ -93,8 +93,8 @@ class CheckpointSaver:
                 await self._copy()
 
     async def export(self, directory: Path) -> bool:
-        """Writes the model in Hugging Face format beside what is trained on, whole or not at all; False where the disk
-        is full, which it says."""
+        """Writes the model in Hugging Face format, atomically, between two steps. False, with a warning, if the disk is
+        full."""
         partial = directory.with_name(f"{directory.name}{PARTIAL}")
         remove_unfinished(partial)
         try:
@@ -114,20 +114,20 @@ class CheckpointSaver:
             return False
 
     async def poll(self) -> None:
-        """Completes the checkpoint in the background if all ranks have their files. Raises what went wrong with it."""
+        """Completes the background checkpoint if all ranks have written their files. Raises its error."""
         if self._partial is None:
             return
         partial = self._partial
         with self._room_for(partial):
             if await self._models.has_saved():
-                # Flushing large files takes seconds, in which the engine's answers can be read.
+                # Flushing large files takes seconds. In a thread, the engine's answers can be read meanwhile.
                 self._partial, path = None, await asyncio.to_thread(complete_checkpoint, partial)
                 self._completed(path)
                 await self._copy()
 
     async def finish(self) -> None:
-        """Waits until no checkpoint is in the background. Raises what went wrong with it, DeadlineError, and
-        DiskFullError where the last one found no room."""
+        """Waits for the background checkpoint. Raises its error, DeadlineError, and DiskFullError if the disk was too
+        full for the last one."""
         await self._wait()
         if self._full is not None:
             raise DiskFullError(
@@ -142,7 +142,7 @@ class CheckpointSaver:
             await self.poll()
             if self._partial is None:
                 return
-            # Of all waits for this checkpoint together: the end of a run does not wait once more for it.
+            # One deadline for all waits for this checkpoint, so that the end of the run does not wait again in full.
             self._deadline = self._deadline or clock() + self._timeout_s
             if clock() > self._deadline:
                 raise DeadlineError(
@@ -153,7 +153,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _room_for(self, partial: Path) -> Iterator[None]:
-        """What finds no room inside is removed, and noted."""
+        """Context that handles a full disk: removes the partial checkpoint, and sets `is_behind`."""
         try:
             yield
         except Exception as error:
@@ -166,7 +166,7 @@ class CheckpointSaver:
             )
 
     async def _copy(self) -> None:
-        """To where `trainer.ckpt_path` says; the engine's answers can be read meanwhile."""
+        """Copies checkpoints to `trainer.ckpt_path`, in a thread so that the engine's answers can be read meanwhile."""
         if self._copies is not None:
             await self._copies.send_within(self._root, self._timeout_s)
 

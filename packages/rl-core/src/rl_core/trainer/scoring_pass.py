@@ -1,9 +1,9 @@
-"""What of the policy's scores a step computes before its first optimizer step: decided here, from the configuration.
+"""Decides, from the configuration, which scores of the policy a step computes before its first optimizer step.
 
-`old_logprobs` are log-probs under the weights at the start of the update, whichever weights sampled. In a batch's first
-optimizer step they are the log-probs which that step computes anyway: its loss takes its own, detached
-(`LossSpec.old_is_current`), and no pass is made for them. Later mini-batches are trained with other weights and are
-scored before; later epochs over the first mini-batch take what its first step computed.
+`old_logprobs` are log-probs under the weights at the start of the update, whichever weights sampled. A batch's first
+optimizer step computes the same log-probs anyway, so its loss uses its own, detached (`LossSpec.old_is_current`), and
+needs no scoring pass. Later mini-batches are trained with other weights, so they are scored beforehand. Later epochs
+over the first mini-batch reuse the log-probs of its first step.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from rl_core.rank_kit.objectives import objective_from_spec
 from rl_core.trainer.batch_advantages import Estimator
 
 OWN_VERSION, RETURNS_VERSION = 3, 2
-"""Of the contract of backends: since when a worker knows `old_is_current`, and gives scores of a training pass."""
+"""Versions of the backend contract: the first with `old_is_current`, and the first in which a training pass returns
+scores."""
 
 
 @attrs.frozen(kw_only=True)
 class ScoringPass:
-    """What the policy computes of a batch before it is trained on it, and what its first optimizer step gives back."""
+    """The scores that the policy computes before training on a batch, and those that its first optimizer step
+    returns."""
 
     covers_batch: bool = True
-    """Every sequence is scored, because something reads the scores before the first optimizer step."""
+    """All sequences are scored, because something reads the scores before the first optimizer step."""
     first_is_own: bool = False
-    """The loss compares with old log-probs, and those of the first optimizer step are its own: only later mini-batches
-    are scored."""
+    """The loss reads old log-probs, and the first optimizer step uses its own. Only later mini-batches are scored."""
     keeps_first: bool = False
-    """The first optimizer step gives back its log-probs: later epochs read them, or they are compared with the
+    """The first optimizer step returns its log-probs, because later epochs read them or they are compared with the
     engine's."""
     scores: tuple[str, ...] | None = None
-    """What is computed, of the scores that the model has; None: all."""
+    """Names of the scores to compute; None: all that the model has."""
     extent: str = "every batch"
-    """Of what the policy's scores are computed before training, for people."""
+    """Which part of a batch is scored before training, as readable text."""
     reason: str = ""
-    """Why, for people."""
+    """Why, as readable text."""
 
     def __str__(self) -> str:
         return f"{self.extent}: {self.reason}"
 
 
 def scoring_pass(config: Config, loss: LossSpec, *, estimator: Estimator | None, is_corrected: bool) -> ScoringPass:
-    """For a resolved configuration.
+    """The scoring pass of a run.
 
     Args:
-        config: the run's.
-        loss: the policy's.
-        estimator: of advantages; None: the loss reads none.
-        is_corrected: an off-policy correction weighs or masks tokens.
+        config: resolved.
+        loss: the policy's loss.
+        estimator: the advantage estimator; None: the loss reads no advantages.
+        is_corrected: whether an off-policy correction weights or masks tokens.
     """
     objective, trainer = objective_from_spec(loss), config.trainer
     columns = {*objective.prepare_columns, *objective.call_columns}
@@ -93,7 +94,7 @@ def _reader(
     *,
     is_corrected: bool,
 ) -> str | None:
-    """Who reads the policy's scores before the first optimizer step; None: nobody."""
+    """What reads the policy's scores before the first optimizer step, as readable text; None: nothing."""
     algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
     if algorithm.use_kl_in_reward:
         return "the KL in the reward reads it (trainer.algorithm.use_kl_in_reward)"
@@ -101,7 +102,7 @@ def _reader(
         return "the off-policy correction reads it (trainer.algorithm.off_policy_correction)"
     if estimator is not None and "old_logprobs_T" in positional_parameters(estimator):
         return f"the advantages read it (advantage_estimator={algorithm.advantage_estimator})"
-    # A critic's values are the critic's affair; without one they are those of a policy with a value head.
+    # With a critic, `values` are the critic's. Without one, they come from a policy with a value head.
     of_policy = {"old_entropies"} if needs_critic(config) else {"old_entropies", "values"}
     if columns & of_policy or "old_logprobs" in prepare_columns:
         return f"the loss reads it of the whole mini-batch (policy_loss_type={name})"
@@ -111,7 +112,7 @@ def _reader(
 
 
 def _of_backend(config: Config, backend: Backend, *, compares: bool, samples: bool) -> str | None:
-    """What keeps the backend from training without the pass; None: nothing."""
+    """Why the backend cannot train without the pass, as readable text; None: it can."""
     options = config.trainer.policy.options(backend.config_section)
     if isinstance(backend, RouteRecording) and backend.records_routes(options):
         return f"its routes are replayed (trainer.policy.{backend.config_section})"

@@ -1,4 +1,4 @@
-"""A reference or teacher that an inference engine serves, in place of training ranks.
+"""A reference or teacher that an inference engine serves instead of training ranks.
 
 consumes: batches · produces: log-probs of their tokens · waits for: the engine · unblocked by: its answer, its failure
 or the deadline.
@@ -24,7 +24,7 @@ class ServedReference:
     """Computes `ref_logprobs` with an engine. Its weights never change.
 
     Args:
-        client: of one engine that serves the reference model at temperature 1.
+        client: client of an engine that serves the reference model at temperature 1.
         timeout_s: longest wait for the log-probs of one batch.
     """
 
@@ -33,7 +33,7 @@ class ServedReference:
         self._timeout_s = timeout_s
 
     async def logprobs(self, batch: Batch) -> Tensor:
-        """log p(token | tokens before it), float32 [T]; 0 for the first token of each sequence.
+        """log p(token | previous tokens), float32 [T]; 0 for the first token of each sequence.
 
         Raises:
             ConfigError: a token is outside the reference's vocabulary.

@@ -1,6 +1,6 @@
-"""The loop's side of the engines: brings them each version, proves that it arrived, brings back those that were lost.
+"""The loop's interface to the engines: publishes each version, proves that it arrived, brings back lost engines.
 
-A run whose groups come from data has none: `NoEngines` stands in their place.
+A run whose groups come from data has no engines and uses `NoEngines`.
 """
 
 from __future__ import annotations
@@ -31,68 +31,68 @@ from rl_core.workers import WorkerGroup
 logger = logging.getLogger(__name__)
 
 _MOST_ENGINES = 32
+"""Largest number of engines that have their own idle metric."""
 _ROOM_S, _ROOM_POLL_S = 600.0, 5.0
-"""So long a weight sync waits for room on a full disk, and so often it tries again."""
+"""Seconds that a weight sync waits for space on a full disk, and seconds between tries."""
 _MAKE_ROOM = "Make room there, or start the run with TMPDIR=… in which there is more"
-"""That have a metric of their own."""
 _MOST_LOST = 3
-"""Tries to publish a version in which an engine may be lost: it may be the sync that ends them."""
+"""Largest number of tries to publish a version if an engine is lost in each: the sync itself may kill them."""
 
 
 @attrs.frozen(kw_only=True)
 class ServingSettings:
-    """How versions travel to the engines, and how it is verified."""
+    """How versions are sent to the engines and verified."""
 
     max_bucket_bytes: int
     num_engines: int
     pause_mode: PauseMode
     delta_interval: int | None = None
-    """One sync in so many sends whole weights, the others what changed; None: all are whole."""
+    """One of this many syncs sends whole weights, the others only changes. None: all send whole weights."""
     verification: VerificationSettings
 
 
 class Engines(Protocol):
-    """Whoever samples from the policy."""
+    """The engines that sample from the policy, as the loop uses them."""
 
     @property
     def is_sampled_from(self) -> bool:
-        """The samples are an engine's, so its log-probs are there to be compared with the trainer's."""
+        """Whether samples come from an engine, so that its log-probs can be compared with the trainer's."""
         ...
 
     @property
     def are_shared(self) -> bool:
-        """Engine and models take turns on the devices."""
+        """Whether engine and models take turns on the devices."""
         ...
 
     @property
     def are_asleep(self) -> bool:
-        """They lost their weights, and need them again before they sample."""
+        """Whether the engines sleep. They have lost their weights, and need them before they can sample."""
         ...
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Brings them to the policy's weights, as `version`; metrics of the verification, where it was time for one."""
+        """Publishes the policy's weights as `version`. Returns the metrics of the verification, if one was due."""
         ...
 
     async def prove(self) -> None:
-        """Proves at the start that every weight arrives, where the settings ask for it."""
+        """Proves at the start of the run that every weight arrives, if the settings ask for it."""
         ...
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
-        """Publishes the current version again whenever an engine that was started again needs it; never returns, or at
-        once where none can be lost. `between_versions` is held while weights change."""
+        """Publishes the current version again whenever a restarted engine needs it. Never returns, or returns at once
+        if no engine can be lost. The loop holds `between_versions` while weights change."""
         ...
 
     async def to_models(self) -> None:
-        """Before any model computes, with no request under way: a shared engine sleeps."""
+        """Puts an engine on shared devices to sleep. Call before any model computes, when no request is running."""
         ...
 
     def idle_lap(self) -> dict[str, float]:
-        """`time/engine_idle…`, since the last call."""
+        """Metrics `time/engine_idle…` since the last call."""
         ...
 
 
 class NoEngines:
-    """Groups come from data: nothing is published, and the devices are the models' own."""
+    """For runs whose groups come from data: nothing is published, and only models use the devices."""
 
     is_sampled_from = False
     are_shared = False
@@ -136,7 +136,7 @@ class ServedEngines:
         self._version = 0
         self._deltas = None if settings.delta_interval is None else DeltaSyncs(settings.delta_interval)
         self._verification = verification_of(settings.verification, policy, client, self._publish)
-        self.idle_lap()  # from now on
+        self.idle_lap()  # starts measuring
 
     @property
     def are_shared(self) -> bool:
@@ -161,8 +161,7 @@ class ServedEngines:
             await self._turns.to_engine()
 
     async def bring_back(self, version: Callable[[], int], between_versions: asyncio.Lock) -> None:
-        """It waits for the weights to be a whole version: while a step changes them, its own publishing serves as
-        well."""
+        """Waits while a step changes the weights, because the step's own sync may already bring the engine back."""
         if not isinstance(self._client, Recovering):
             return
         while True:
@@ -179,7 +178,7 @@ class ServedEngines:
         await self._turns.to_models()
 
     def idle_lap(self) -> dict[str, float]:
-        """Where there are several engines: the mean over them, and each of the first ones."""
+        """With several engines: the mean over all, and the idle time of each of the first `_MOST_ENGINES`."""
         idle = self._client.idle_lap() if isinstance(self._client, IdleMeasuring) else {}
         if len(idle) < 2:
             return {}
@@ -187,12 +186,12 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Once; again, to the engines that are left or were started again, if one was lost under way and broke the sync
-        for all; with whole weights, if changes were refused; and while a disk is full, until there is room.
+        """Publishes once, and again in three cases: an engine was lost during the sync, which fails it for all engines;
+        an engine refused a delta (then with whole weights); or a disk was full (until there is space).
 
         Raises:
-            WeightSyncError, DeadlineError: it failed with all engines alive, or engines were lost in every try.
-            DiskFullError: there was no room for too long.
+            WeightSyncError, DeadlineError: the sync failed with all engines alive, or engines were lost in every try.
+            DiskFullError: the disk stayed full for too long.
         """
         num_lost, clock = 0, asyncio.get_running_loop().time
         deadline = clock() + _ROOM_S
@@ -234,7 +233,7 @@ class ServedEngines:
                 return published
 
     async def _room(self, error: Exception, *, is_late: bool) -> None:
-        """Waits a while for it; the engines are paused. Raises DiskFullError where that was in vain."""
+        """Waits some seconds for disk space while the engines are paused. Raises DiskFullError if `is_late`."""
         if is_late:
             raise DiskFullError(
                 f"disk full: weight version {self._version} found no room within {_ROOM_S:g} s ({error}). {_MAKE_ROOM}"

@@ -1,4 +1,4 @@
-"""What a resolved configuration says to each part of a run. Nothing is started, and no file is read."""
+"""Builds the settings of each part of a run from a resolved configuration. Starts nothing and reads no file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rl_core.workers import MicroBatchLimits
 
 
 def num_steps(config: Config, num_rows: int) -> int:
-    """Steps of a run: `max_training_steps`, or as many whole batches as the epochs give.
+    """Number of steps of a run: `max_training_steps`, or the number of whole batches in all epochs.
 
     Raises:
         DataError: the rows do not fill one batch.
@@ -51,7 +51,7 @@ def num_steps(config: Config, num_rows: int) -> int:
 
 
 def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
-    """The models of the run that have ranks, each with its nodes and ranks per node."""
+    """The models of the run that have ranks → (nodes, ranks per node)."""
     placement = config.trainer.placement
     shapes: dict[Role, tuple[int, int]] = {"policy": placement.policy_shape}
     if needs_reference(config) and config.trainer.ref.inference_backend is None:
@@ -62,7 +62,7 @@ def model_shapes(config: Config) -> dict[Role, tuple[int, int]]:
 
 
 def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -> tuple[Backend, WorkerSpec]:
-    """The backend and what its ranks are told for one of the models; schedules end with the last of the steps."""
+    """The backend, and the spec of its ranks for one of the models. Schedules end with the last training step."""
     trainer = config.trainer
     backend: Backend = plugins.load("rl_core.backends", trainer.strategy, key="trainer.strategy")
     if role == "reference":
@@ -70,7 +70,7 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
     else:
         section = trainer.policy if role == "policy" else trainer.critic
         model, optimizer = section.model, section.optimizer_config
-    # A loss of values trains a model with a value head, where a policy has a language model's.
+    # A loss that reads predicted values trains a value head instead of the language-model head.
     has_value_head = role == "policy" and "predicted_values" in objective_of(config).reads
     spec = WorkerSpec(
         role="critic" if has_value_head else role,
@@ -90,7 +90,8 @@ def worker_spec(config: Config, role: Role, *, num_training_steps: int | None) -
 
 
 def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
-    """Raises ConfigError where sharing is asked for and impossible."""
+    """Whether the ranks compute shared prefixes once. Raises ConfigError if the user requires it and it is
+    impossible."""
     asked = config.trainer.share_prefixes
     if asked is False:
         return False
@@ -137,7 +138,7 @@ def loop_settings(config: Config, total_steps: int, fingerprint: Mapping[str, An
 
 
 def serving_settings(config: Config) -> ServingSettings:
-    """How versions travel to the engines."""
+    """How versions are sent to the engines."""
     engine = config.generator.inference_engine
     return ServingSettings(
         max_bucket_bytes=engine.weight_bucket_bytes,
@@ -163,7 +164,7 @@ def _verification(config: Config) -> VerificationSettings:
 
 
 def train_rollouts(config: Config, *, plays_greedy: bool = False) -> RolloutSettings:
-    """How training prompts are played; `plays_greedy`: for an estimator that compares with greedy answers."""
+    """How training prompts are played. `plays_greedy`: whether the estimator compares with greedy answers."""
     dynamic = config.trainer.algorithm.dynamic_sampling
     filters = dynamic.type == "filter"
     batches = dynamic.max_sample_batches if dynamic.type is not None else 1
@@ -196,7 +197,7 @@ def eval_rollouts(config: Config) -> RolloutSettings:
 
 
 def update_settings(config: Config) -> UpdateSettings:
-    """What a step does with a batch."""
+    """How a step trains on a batch."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     params = advantage_params(config)
     uses_max_seq_len = algorithm.loss_reduction == "seq_mean_token_sum_norm"
@@ -222,7 +223,7 @@ def update_settings(config: Config) -> UpdateSettings:
         max_nonfinite_steps=trainer.max_consecutive_nonfinite_steps,
         seed=trainer.seed,
     )
-    # Whatever weighs the policy's tokens: the critic's error counts alike at each.
+    # The critic's error has the same weight at every token, however the policy's tokens are weighted.
     critic = attrs.evolve(
         policy,
         name="critic",

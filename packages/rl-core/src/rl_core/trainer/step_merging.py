@@ -1,4 +1,4 @@
-"""Merges the steps of multi-turn trajectories into fewer, longer sequences that train exactly alike."""
+"""Merges the steps of multi-turn trajectories into fewer, longer sequences, with the same training result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ _ZERO_IN_PROMPTS = ("loss_mask", "loss_weights", "rewards")
 
 
 def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
-    """A batch in which steps whose prompt continues the step before them are one sequence.
+    """Merges each step whose prompt continues the previous step with that step.
 
-    Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the place where it was sampled. So
-    the gradient of a per-token loss is that of the steps, if advantages and loss weights are there already; a mean per
-    sequence made afterwards, or a ratio per sequence (GSPO), sees the merged ones. `step_index` is renumbered.
+    Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
+    So the gradient of a per-token loss does not change, if advantages and loss weights are already computed. A mean per
+    sequence that is computed afterwards, or a ratio per sequence (GSPO), is over the merged sequences. `step_index` is
+    renumbered.
 
     Args:
-        batch: with `sampled` and the columns of `columns.STEP_COLUMNS`; rows in any order.
+        batch: has `sampled` and the columns of `columns.STEP_COLUMNS`; rows in any order.
 
     Returns:
         The merged batch, and the merge with its `tokens_saved`.
 
     Raises:
-        DataError: an incomplete trajectory, or a step with rewards or loss on prompt tokens that an earlier step has.
+        DataError: a trajectory is incomplete, or a step has rewards or loss on prompt tokens that are part of an
+            earlier step.
         ShapeError: a column is missing.
     """
     merge = merge_prefixes(
@@ -63,7 +65,7 @@ def _require_nothing_lost(batch: Batch, merge: PrefixMerge) -> None:
 
 
 def _position_in_trajectory(trajectory_id_M: Tensor, step_index_M: Tensor) -> Tensor:
-    """int64 [M]: how many sequences of the same trajectory come before each."""
+    """int64 [M]: for each sequence, the number of earlier sequences of the same trajectory."""
     order = torch.argsort(step_index_M, stable=True)
     order = order[torch.argsort(trajectory_id_M[order], stable=True)]
     place = torch.arange(len(order))

@@ -1,4 +1,4 @@
-"""The metrics of a step: what its groups were, and means of what was summed."""
+"""The metrics of a step: properties of its groups, and means of summed metrics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rl_core.trainer.evaluation import trajectory_means
 
 
 def divided(metrics: Metrics) -> dict[str, float]:
-    """Sums over their weights; a metric without weight is left out."""
+    """Each sum divided by its weight. Metrics with weight 0 are left out."""
     return {name: total / weight for name, (total, weight) in metrics.items() if weight}
 
 
 def data_metrics(batch: Batch) -> dict[str, float]:
-    """`rollout/…` of rows whose responses are their own: nothing was sampled, so there is neither reward nor
+    """`rollout/…` for rows that contain the responses. Nothing was sampled, so there are no rewards and no
     staleness."""
     return {
         "rollout/tokens": float(batch.num_tokens),
@@ -26,12 +26,12 @@ def data_metrics(batch: Batch) -> dict[str, float]:
 
 
 _MOST_AGES = 32
-"""That have a metric of their own: a bound may be any number."""
+"""Largest number of staleness values that have their own metric; the bound itself is unlimited."""
 
 
 def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int, bound: int) -> dict[str, float]:
-    """`reward/…`, `rollout/…` and `environment/…` of the groups that version `version` is trained on, none of which is
-    older than `bound`."""
+    """`reward/…`, `rollout/…` and `environment/…` of the groups on which version `version` is trained. None is more
+    than `bound` versions old."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     means = trajectory_means(trajectories)
     mean = means.pop("reward")
@@ -58,6 +58,6 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
 
 
 def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:
-    """What is between generation and training, once a step has taken its groups."""
+    """Groups that wait between generation and training after a step has taken its own."""
     queued, under_way = len(buffer.finished), buffer.num_under_way
     return {"rollout/queued_groups": float(queued), "rollout/groups_under_way": float(under_way)}

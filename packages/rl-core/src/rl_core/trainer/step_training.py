@@ -1,11 +1,12 @@
-"""A step's groups become a gradient and a new version of the weights: at once, or streamed, as they finish.
+"""Trains on a step's groups, either at once or, when streaming, as they finish.
 
-Streamed, a part (the groups that were finished when the trainer was free) is collated, scored, given advantages and
-loss weights alone, and its gradient is added to those before it, while the step's other groups are still being sampled.
-The optimizer step comes with the last part. `trainer.streaming` says which configurations get the same step from it.
+When streaming, a part consists of the groups that were finished when the trainer became free. It is collated and
+scored, gets its advantages and loss weights on its own, and its gradient is accumulated, while the step's other groups
+are still being sampled. The last part ends with the optimizer step. `trainer.streaming` decides for which
+configurations this gives the same step.
 
-Parts grow with load: while one is trained, the next one gathers. A trainer that is slower than the engines has few
-large ones, and one that is faster has time for small ones.
+Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
+large parts; a faster one trains many small ones.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from rl_core.workers.group import add_metrics
 
 @attrs.frozen(kw_only=True)
 class TrainedStep:
-    """What a step was trained on, and how it went."""
+    """The data of a trained step, and its metrics."""
 
     groups: tuple[FinishedGroup, ...]
     """Oldest first."""
     batch: Batch
-    """Of their trajectories, in this order, as it was trained on; without routes where it came in parts."""
+    """The batch of their trajectories, in the same order, as trained on. Without routes if it came in parts."""
     metrics: Metrics
 
     @property
@@ -45,7 +46,7 @@ class TrainedStep:
 
 
 class StepTraining:
-    """Trains the models on what a step takes, in one call or in several."""
+    """Trains the models on the groups of a step, in one call or several."""
 
     def __init__(
         self,
@@ -61,9 +62,9 @@ class StepTraining:
     ):
         """
         Args:
-            tell_phase: is told what begins, for people.
-            merges_steps: steps that continue each other are trained as one sequence.
-            in_parts: steps are streamed.
+            tell_phase: called with the name of each phase that begins, for display.
+            merges_steps: train steps that continue each other as one sequence.
+            in_parts: whether steps are streamed.
         """
         self._update = update
         self._selection = selection
@@ -77,14 +78,14 @@ class StepTraining:
         self._metrics: list[Metrics] = []
         self._overlapped_s = 0.0
         self.weights_are_whole = True
-        """They are those of the last finished step: none is being trained on the ranks, nor has failed there. Gradients
-        of a step that is not finished may be pending."""
+        """Whether the weights are those of the last finished step: no step is in training, and none failed midway.
+        Gradients of an unfinished step may be pending."""
 
     async def train(self, groups: Sequence[FinishedGroup], step: int, *, is_last: bool) -> TrainedStep | None:
-        """Trains on these groups of the step; None where others are to come.
+        """Trains on these groups of the step. Returns None if the step has further groups.
 
         Args:
-            is_last: the step has no others.
+            is_last: whether these are the step's last groups.
         """
         begun = self._clock()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -143,7 +144,7 @@ def whole_step(
     firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
     batch = Batch.concat(
         [
-            # Routes need no one type in all parts, and are read no more.
+            # Routes may have different dtypes in the parts, and are no longer needed.
             one.without_columns(*ROUTE_COLUMNS).with_columns(trajectory_id=one["trajectory_id"] + first)
             for (_, one), first in zip(parts, firsts.tolist(), strict=True)
         ]

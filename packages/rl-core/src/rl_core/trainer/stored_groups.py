@@ -1,7 +1,7 @@
-"""Groups that are finished and not yet trained on, in a checkpoint: a resumed run trains on them as they are.
+"""Stores finished but untrained groups in a checkpoint, so that a resumed run can train on them.
 
-Two files: `finished_groups.json` says what the groups are, `finished_groups.npz` holds what there is per token, of all
-steps end to end.
+Two files: `finished_groups.json` describes the groups; `finished_groups.npz` holds the per-token values of all steps,
+concatenated.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _COLUMNS = {
     "policy_version": np.int64,
     "token_rewards": np.float64,
 }
-"""Fields of a step that have a value per token; in the types that hold Python's numbers without rounding."""
+"""Per-token fields of a step → dtype that holds Python's numbers without rounding."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredGroup:
-    """A finished group, and what its step's row will say of it besides."""
+    """A finished group, and its other contributions to the metrics of its step."""
 
     group: FinishedGroup
     failed: tuple[Trajectory, ...] = ()
-    """Its samples that failed, and its greedy answer, if that did."""
+    """Its failed samples, including a failed greedy answer."""
     greedy_tokens: int = 0
-    """Sampled for its greedy answer."""
+    """Number of tokens sampled for its greedy answer."""
 
 
 def write_groups(directory: Path, groups: Sequence[StoredGroup]) -> None:
-    """Nothing where there are none."""
+    """Writes both files; writes nothing if there are no groups."""
     if not groups:
         return
     arrays: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def write_groups(directory: Path, groups: Sequence[StoredGroup]) -> None:
 
 
 def read_groups(checkpoint: Path) -> tuple[StoredGroup, ...]:
-    """The groups of a checkpoint; none where it has no such files. Raises CheckpointError where they cannot be read."""
+    """The groups of a checkpoint; empty if it has no such files. Raises CheckpointError if they cannot be read."""
     if not (checkpoint / _GROUPS).is_file():
         return ()
     try:
@@ -78,7 +78,7 @@ def _entry(stored: StoredGroup, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_tokens(trajectory: Trajectory, arrays: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the JSON file; what there is per token goes into `arrays`."""
+    """The JSON form of a trajectory. Its per-token values are appended to `arrays`."""
     steps = []
     for step in trajectory.steps:
         for name, dtype in _COLUMNS.items():

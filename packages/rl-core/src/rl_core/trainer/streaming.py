@@ -1,8 +1,7 @@
-"""Which runs may train on groups as they finish (`trainer.stream_groups`): those whose step comes out the same.
+"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those whose step does not change.
 
-What a part of a step is given (advantages, masks, loss weights before their last division) must not depend on the
-step's other groups. What the configuration says is read from it; what functions do is tried out on made-up groups,
-together and each alone.
+Advantages, masks and undivided loss weights of a part must not depend on the step's other groups. Settings are checked
+directly. Functions are tried on made-up groups, once with all groups together and once with each group alone.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from rl_core.trainer.update import UpdateSettings, prepared
 
 _KEY = "trainer.stream_groups"
 _SCALE_VERSION = 2
-"""Of the contract of backends: since when a worker can scale gradients."""
+"""First version of the backend contract in which a worker can scale gradients."""
 _TOLERANCE = 1e-5
-"""Of advantages and weights of size 1, in float32; sums in another order move the seventh digit."""
+"""Absolute tolerance for float32 advantages and weights of size 1; another summation order changes the seventh
+digit."""
 
 
 def require_streamable(config: Config, update: UpdateSettings) -> None:
-    """The configured run may be streamed.
+    """Requires that the configured run can be streamed.
 
     Args:
         config: resolved.
-        update: what it says of a step.
+        update: the settings of its steps.
 
     Raises:
-        ConfigError: it would give another step; ConfigErrors: for several reasons.
+        ConfigError: streaming would change the step; ConfigErrors: for several reasons.
     """
     found = [*_unfit_keys(config, update), *_unfit_backend(config)]
     if not found:
@@ -112,7 +112,7 @@ def _unfit_backend(config: Config) -> Iterator[ConfigError]:
 
 
 def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigError]:
-    """The advantages, then what else is prepared with them: tried out."""
+    """Tries out the estimator, then everything else that is computed with the advantages."""
     estimation = attrs.evolve(update, kl_in_reward=None, correction_params=None)
     name = config.trainer.algorithm.advantage_estimator
     for what, settings in (
@@ -129,7 +129,7 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
 
 
 def difference_alone(settings: UpdateSettings, *, num_samples: int) -> float:
-    """How far what three made-up groups are given differs between all together and each alone; 0 where it does not."""
+    """Largest difference between the columns of three made-up groups prepared together and each alone; 0 if equal."""
     largest = 0.0
     for seed in range(4):
         batch = _made_up(num_samples, seed)
@@ -149,8 +149,8 @@ def _difference(first: Tensor, second: Tensor) -> float:
 
 
 def _made_up(num_samples: int, seed: int) -> Batch:
-    """Three prompts' samples, the last of each in two steps, with all that is there before advantages are made. Rewards
-    are from 0 to 1, of every other seed 0 or 1."""
+    """Samples of three prompts, the last sample of each with two steps, with all columns that exist before advantages
+    are computed. Rewards are between 0 and 1; for every second seed they are 0 or 1."""
     dice = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""Measures the time of a step's phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimes:
-    """Wall-clock seconds of a step's phases; what no phase accounts for is the controller's own time."""
+    """Wall-clock seconds of a step's phases. Time outside all phases counts as the controller's."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -17,7 +17,7 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the block's time to `name`. Phases do not nest."""
+        """Adds the duration of the block to phase `name`. Phases do not nest."""
         started = self._clock()
         try:
             yield

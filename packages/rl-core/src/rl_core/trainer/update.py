@@ -30,13 +30,13 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 @attrs.frozen(kw_only=True)
 class UpdateSettings:
-    """What a step does with a batch; read from `trainer.algorithm` and the batch sizes."""
+    """How a step trains on a batch; from `trainer.algorithm` and the batch sizes."""
 
     policy: ModelUpdateSettings
     critic: ModelUpdateSettings | None
     """None: the estimator reads no values."""
     scoring: ScoringPass = attrs.field(factory=ScoringPass)
-    """What the policy computes of a batch before it is trained on it."""
+    """Which scores the policy computes before training on a batch."""
     estimator: Estimator | None
     """None: the loss reads no advantages."""
     estimator_params: Mapping[str, Any]
@@ -45,14 +45,14 @@ class UpdateSettings:
     kl_in_reward: str | None
     """KL estimator of the penalty in the reward; None: no penalty."""
     adaptive_kl: Mapping[str, float] | None
-    """`kl_target` and `horizon` of the penalty's coefficient; None keeps it fixed."""
+    """`kl_target` and `horizon` of the penalty's adaptive coefficient; None: it is fixed."""
     normalize_advantages: bool
     temperature: float
     forward_limits: MicroBatchLimits
 
 
 class BatchUpdate:
-    """Turns batches into optimizer steps; holds what moves between them: the KL coefficient and, per model, the
+    """Turns batches into optimizer steps. Its state between steps is the KL coefficient and, per model, the number of
     skipped steps in a row."""
 
     def __init__(
@@ -80,22 +80,22 @@ class BatchUpdate:
 
     @property
     def nonfinite_steps(self) -> int:
-        """Skipped optimizer steps of the policy in a row."""
+        """Number of skipped optimizer steps of the policy in a row."""
         return self._policy.nonfinite_steps
 
     @property
     def critic_nonfinite_steps(self) -> int:
-        """Skipped optimizer steps of the critic in a row; 0 without one."""
+        """Number of skipped optimizer steps of the critic in a row; 0 without a critic."""
         return self._critic.nonfinite_steps if self._critic else 0
 
     async def score(self, batch: Batch, *, judges: bool = False) -> Batch:
-        """Adds, as far as anything reads them, the policy's `old_logprobs` and `old_entropies`, or the `values` of a
-        policy that has a value head, the reference's `ref_logprobs` and the critic's `values`.
+        """Adds the scores that something reads: the policy's `old_logprobs` and `old_entropies`, or its `values` if it
+        has a value head; the reference's `ref_logprobs`; the critic's `values`.
 
-        Routes are the policy's: reference and critic choose experts by themselves.
+        Only the policy follows the batch's routes; reference and critic choose experts by themselves.
 
         Args:
-            judges: the policy's scores are wanted in any case.
+            judges: compute the policy's scores in any case.
         """
         models, limits, temperature = self._models, self._settings.forward_limits, self._settings.temperature
         others = batch.without_columns(*ROUTE_COLUMNS)
@@ -118,8 +118,8 @@ class BatchUpdate:
         return {"ref_logprobs": scored["logprobs"]}
 
     async def _policy_columns(self, batch: Batch, *, judges: bool) -> dict[str, Tensor]:
-        """As far as the policy is asked before it is trained; `old_logprobs` of the first mini-batch are NaN where its
-        own optimizer step gives them."""
+        """The policy's scores that are needed before training. `old_logprobs` of the first mini-batch are NaN if its
+        optimizer step computes them."""
         scoring, limits, temperature = self._settings.scoring, self._settings.forward_limits, self._settings.temperature
         forward = self._models.policy.forward
         if judges or scoring.covers_batch:
@@ -141,15 +141,15 @@ class BatchUpdate:
         return prepared(batch, self._settings, kl_coef=self.kl_coef)
 
     async def judged(self, batch: Batch, step: int) -> dict[str, float]:
-        """The training loss of held-out rows and its metrics, `eval/…`, all rows as one mini-batch; nothing is
-        trained."""
+        """The training loss of held-out rows and its metrics, `eval/…`, with all rows as one mini-batch. Trains
+        nothing."""
         scored = await self.score(batch, judges=True)
         batch, _ = self.prepare(scored)
         return {f"eval/{name}": value for name, value in self._policy.judged(batch, step).items()}
 
     async def train(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """All optimizer steps of the batch: policy and critic at the same time, one after the other where they share
-        devices. The batch comes back with the `old_logprobs` that its first optimizer step has found."""
+        """Takes all optimizer steps of the batch: policy and critic concurrently, or in turn if they share devices.
+        Returns the batch with the `old_logprobs` that its first optimizer step computed, and metrics."""
         policy, critic = self._models.policy, self._models.critic
         if self._critic is None or critic is None:
             return await self._policy.train(batch, step)
@@ -163,7 +163,7 @@ class BatchUpdate:
         return batch, {**of_policy, **of_critic}
 
     async def add(self, batch: Batch, step: int) -> Batch:
-        """Adds the gradients of a part of the step's batch, of policy and critic; as `train`, the part comes back."""
+        """Adds the gradients of policy and critic for a part of the step's batch. Returns the part, as `train` does."""
         if self._critic is None:
             return await self._policy.add(batch, step)
         others = batch.without_columns(*ROUTE_COLUMNS)
@@ -171,17 +171,17 @@ class BatchUpdate:
         return batch
 
     async def finish(self, step: int) -> Metrics:
-        """The one optimizer step over all parts that were added."""
+        """Takes the optimizer step over all added parts."""
         of_models = await all_of([model.finish(step) for model in (self._policy, self._critic) if model is not None])
         return {name: value for metrics in of_models for name, value in metrics.items()}
 
     def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
-        """What only the whole batch shows, once it is prepared, and the step after it reads: adapts the KL
+        """Updates the state that needs the whole prepared batch and that the next step reads: adapts the KL
         coefficient.
 
         Args:
-            batch: the step's.
-            metrics: those of `prepare`, of all its parts.
+            batch: the step's batch.
+            metrics: the metrics of `prepare`, over all its parts.
         """
         adaptive = self._settings.adaptive_kl
         if adaptive is not None and "policy/kl" in metrics:
@@ -191,8 +191,8 @@ class BatchUpdate:
         return {} if self._critic is None else explained_variance(batch)
 
     def agreement(self, batch: Batch, version: int) -> Metrics:
-        """`rollout_agreement` of a batch that `train` has returned, over the tokens whose log-probs were computed under
-        the weights at the start of the update."""
+        """`rollout_agreement` of a batch returned by `train`, over tokens whose log-probs were computed with the
+        weights at the start of the update."""
         scoring = self._settings.scoring
         if scoring.covers_batch:
             return rollout_agreement(batch, version)
@@ -204,8 +204,8 @@ class BatchUpdate:
 
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
-    """A scored batch with advantages, and with KL in the reward, normalisation and off-policy correction as far as the
-    settings ask for them."""
+    """Adds advantages to a scored batch. Applies KL in the reward, normalisation and off-policy correction if the
+    settings enable them."""
     metrics: dict[str, tuple[float, float]] = {}
     if settings.kl_in_reward is not None:
         batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)
@@ -227,13 +227,13 @@ _POLICY_SCORES = {
     "values": "values",
     **{name: name for name in ROUTE_COLUMNS},
 }
-"""Column of a batch → the policy's score that goes there."""
+"""Column of a batch → the policy's score that it holds."""
 
 
 def explained_variance(batch: Batch) -> Metrics:
     """`critic/explained_variance`: 1 − Var(returns − values) / Var(returns) over the trained tokens.
 
-    1 is a perfect critic, 0 one that knows no more than the mean; nothing where the returns do not vary.
+    1: a perfect critic; 0: no better than the mean return. Empty if the returns do not vary.
     """
     mask_T = batch["loss_mask"]
     returns_T, values_T = batch["returns"][mask_T].double(), batch["values"][mask_T].double()
@@ -244,14 +244,15 @@ def explained_variance(batch: Batch) -> Metrics:
 
 
 def rollout_agreement(batch: Batch, version: int, *, among: Tensor | None = None) -> Metrics:
-    """How far engine and trainer are apart on sampled tokens: those of the trainer's own version, and the others apart.
+    """How much the log-probs of engine and trainer differ on sampled tokens, separately for tokens of the trainer's own
+    version and for others.
 
     `rollout/logprob_diff_max` is the largest |rollout_logprobs − old_logprobs| in nats over tokens of `version`.
 
     Args:
-        batch: with `old_logprobs`.
-        version: the trainer's.
-        among: bool [T], the tokens that are compared; None: all.
+        batch: has `old_logprobs`.
+        version: the trainer's version.
+        among: bool [T], the tokens to compare; None: all.
     """
     difference_T = (batch["rollout_logprobs"] - batch["old_logprobs"]).abs()
     current_T = batch["sampled"] & (batch["policy_version"] == version)

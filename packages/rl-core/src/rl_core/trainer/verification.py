@@ -1,9 +1,9 @@
-"""Do the engines compute with the trainer's weights? Asked of their log-probs, for any backend and any engine.
+"""Verifies through log-probs that the engines compute with the trainer's weights, for any backend and any engine.
 
-Manifests prove that every byte arrived, not that it was put where it computes. So fixed tokens are scored by the
-trainer and by each engine, and the mean difference of their log-probs has a bound. At the start of a run the path of
-every tensor is proved: all trained parameters get noise, so whichever of them an engine did not take from this sync
-moves its log-probs; then they are restored, bit for bit, and proved again.
+Manifests prove that every byte arrived, but not that the engine computes with it. So the trainer and each engine score
+fixed tokens, and the mean difference of their log-probs must stay below a limit. At the start of a run, the path of
+every tensor is proved: all trained parameters get noise, so an engine's log-probs differ if it did not load one of them
+from this sync. Then the parameters are restored bit for bit, and the comparison is repeated.
 """
 
 from __future__ import annotations
@@ -27,44 +27,45 @@ logger = logging.getLogger(__name__)
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest mean |difference| of log-probs in nats, by the coarser dtype of trainer and engine.
 
-Measured on random Qwen3 models: float32 2e-6 at most; bfloat16 0.02, with MoE layers, where rounding flips a router's
+Measured on random Qwen3 models: float32 at most 2e-6; bfloat16 0.02 with MoE layers, because rounding flips a router's
 choice.
 """
 _USUAL_LOGPROB = -5.0
-"""Rounding is relative, so a default limit is of a mean log-prob from here up and grows in proportion below: a
-pretrained model gives random tokens less than a random model does (SmolLM2-135M in bfloat16: -15.3, and trainer and
-engine 0.12 apart)."""
+"""Rounding errors are relative. So the default limit applies to mean log-probs of this value and above, and grows in
+proportion below. A pretrained model gives random tokens lower log-probs than a random model does (SmolLM2-135M in
+bfloat16: -15.3, with trainer and engine 0.12 apart)."""
 LEAST_NOISE = 0.125
-"""The scale of noise that is tried first, and doubled until it has an effect."""
+"""The first scale of noise that is tried. It is doubled until the noise has an effect."""
 _LARGEST_FACTOR = 8192
-"""Times `LEAST_NOISE`, at most: an adapter of rank 1 on a tiny model needs 32 or 64."""
+"""Largest multiple of `LEAST_NOISE` that is tried. A rank-1 adapter on a tiny model needs 32 or 64."""
 _WANTED_EFFECT = 1.5
-"""Nats by which noise is to move the trainer's log-probs. Random Qwen3 models of 4 and 12 layers, dense and MoE, get
-noise of scale 1 for it: one stale tensor then moves the mean by 0.04 at least (weakest are the norms of queries and
-keys), with half of that noise by 0.01. SmolLM2-135M gets 1/8: of scale 1 it would compute nothing but noise, and two
-right bfloat16 implementations would differ by 3.7."""
+"""Change of the trainer's log-probs, in nats, that the noise should cause. Random Qwen3 models of 4 and 12 layers,
+dense and MoE, need noise of scale 1 for it. A single stale tensor then changes the mean by at least 0.04 (the weakest
+are the norms of queries and keys); with half the noise, by 0.01. SmolLM2-135M needs 1/8: with scale 1 its output would
+be only noise, and two correct bfloat16 implementations would differ by 3.7."""
 _GROWTH = 1.25
-"""Noise that is doubled and moves log-probs by less than this times as far is doubled no more: norms bound its effect
-(adapters of a tiny model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more of it would hide a tensor that is missing."""
+"""Doubling stops when it increases the effect by less than this factor. Norms bound the effect (adapters of a tiny
+model: 0.12, 0.25, 0.48, 0.57, 0.59 nats), and more noise would hide a missing tensor."""
 _NOISY_LIMIT = 3.0
-"""Limits that a model full of noise may differ by: in bfloat16 rounding alone moves it by 0.12. So bfloat16 may hide
-the weakest tensors of a deep model; float32 hides none."""
+"""Multiple of the limit that is allowed while the model has noise: in bfloat16, rounding alone changes its log-probs by
+0.12. So bfloat16 may hide the weakest tensors of a deep model; float32 hides none."""
 _LEAST_EFFECT = 3.0
-"""The noise must move the trainer's own log-probs by so many of the proof's limits, or the proof proves nothing."""
+"""The noise must change the trainer's log-probs by at least this multiple of the proof's limit, else the proof is
+meaningless."""
 _SEQUENCE_TOKENS = 17
-"""Few enough for any engine's context; the first is scored by nobody."""
+"""Tokens per sequence: few enough for any engine's context. The first token has no score."""
 
 
 @attrs.frozen(kw_only=True)
 class VerificationSettings:
-    """What is asked, and how often."""
+    """What is compared, and how often."""
 
     prove_at_start: bool
-    """Noise, sync, probe; restore, sync, probe: before the first step."""
+    """Before the first step: add noise, sync, probe; restore, sync, probe."""
     interval: int
-    """Probe after every so many syncs; 0: never."""
+    """Number of syncs between probes; 0: never."""
     num_tokens: int
-    """That are scored, at least."""
+    """Least number of tokens to score."""
     limit: float
     """Largest mean |difference| of log-probs in nats."""
     limit_grows: bool = False
@@ -75,7 +76,8 @@ class VerificationSettings:
 
 
 class WeightVerification:
-    """Compares trainer and engines. `publish` brings the engines to the trainer's weights, under the same number."""
+    """Compares trainer and engines. `publish` sends the trainer's weights to the engines without a new version
+    number."""
 
     def __init__(
         self,
@@ -92,10 +94,11 @@ class WeightVerification:
         self._has_probed = False
 
     async def prove(self) -> None:
-        """Proves that each trained tensor reaches every engine, both ways; the engines end with the trainer's weights.
+        """Proves that each trained tensor reaches every engine, with noise and after restoring. The engines end with
+        the trainer's weights.
 
         Raises:
-            WeightSyncError: an engine computes with another tensor than the trainer, named by what was done.
+            WeightSyncError: an engine computes with another tensor than the trainer. The message says in which phase.
         """
         if not await self._policy.is_perturbable():
             logger.warning("the training backend cannot perturb its weights: that each tensor arrives is not proved")
@@ -104,7 +107,7 @@ class WeightVerification:
             moved = await self._perturb()
             await self._publish()
             perturbed = await self._probe("every weight was perturbed", _NOISY_LIMIT)
-        except Exception:  # not when the run is cancelled: its weights are of no use, and a busy rank would hold it up
+        except Exception:  # not on cancellation: the weights are no longer needed, and a busy rank would delay it
             await self._policy.restore()
             raise
         await self._policy.restore()
@@ -120,11 +123,11 @@ class WeightVerification:
         )
 
     async def _perturb(self) -> float:
-        """Puts noise on the weights, of the least scale that moves the trainer's log-probs as far as is wanted; by how
-        much it does, in nats. Small adapters move a model less than all of its weights do.
+        """Adds noise of the smallest scale that changes the trainer's log-probs enough. Returns the change in nats.
+        Noise on small adapters changes a model less than noise on all of its weights.
 
         Raises:
-            WeightSyncError: no noise moves them far enough to see whether it arrives.
+            WeightSyncError: no noise changes the log-probs enough to tell whether it arrived.
         """
         clean_T = await self._trainer_logprobs()
         factor, moved = 1, 0.0
@@ -147,10 +150,10 @@ class WeightVerification:
         return moved
 
     async def after_sync(self, version: int) -> dict[str, float]:
-        """Called after every sync: probes when it is time; the metrics, if it was.
+        """Called after every sync. Probes if due, and then returns the metrics.
 
-        By the version, so that a resumed run probes where the uninterrupted one does; and after the process's first
-        sync, in which engines that have just started get their weights.
+        The version decides when a probe is due, so that a resumed run probes at the same steps as an uninterrupted one.
+        Also probes after the process's first sync, in which newly started engines get their weights.
         """
         interval = self._settings.interval
         if interval == 0 or (version % interval and self._has_probed):
@@ -162,11 +165,11 @@ class WeightVerification:
         """Scores the fixed tokens on both sides.
 
         Returns:
-            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats, of the engine that is farthest off;
-            nothing, with a warning, where no engine is in service.
+            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats, for the engine with the largest
+            difference. Empty, with a warning, if no engine is in service.
 
         Raises:
-            WeightSyncError: an engine's mean is above the limit; the message has both sides' numbers.
+            WeightSyncError: an engine's mean is above the limit. The message has the numbers of both sides.
         """
         return await self._probe(f"weight version {version} was published")
 
@@ -182,7 +185,7 @@ class WeightVerification:
             engine_T = torch.tensor([value for sequence in logprobs for value in sequence[1:]])
             difference_T = (trainer_T - engine_T).abs()
             mean = float(difference_T.mean())
-            if not mean <= limit:  # also where it is not a number
+            if not mean <= limit:  # also true for NaN
                 raise WeightSyncError(
                     f"after {what}, engine {engine} does not compute with the trainer's weights: on {len(trainer_T)} "
                     f"fixed tokens the trainer's mean log-prob is {float(trainer_T.mean()):.6f}, the engine's "
@@ -213,7 +216,7 @@ def verification_of(
     client: InferenceClient,
     publish: Callable[[], Awaitable[object]],
 ) -> WeightVerification | None:
-    """None where it is switched off, or (with a warning) where the engines cannot score."""
+    """The run's verification; None if it is off, or (with a warning) if the engines cannot score."""
     if not settings.prove_at_start and settings.interval == 0:
         return None
     if not isinstance(client, Scoring):

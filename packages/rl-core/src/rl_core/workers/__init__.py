@@ -1,4 +1,4 @@
-"""The controller's side of many ranks: launch, plan, dispatch, collect."""
+"""The controller's side of a model's ranks: launch, plan, dispatch, collect."""
 
 from __future__ import annotations
 

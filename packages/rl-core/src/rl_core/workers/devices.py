@@ -1,4 +1,4 @@
-"""Groups that share devices use them one after another."""
+"""Lets groups that share devices use them in turn."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rl_core.workers.rank import Ranks
 
 @attrs.define(eq=False)
 class Tenant:
-    """One group's ranks on shared devices, and what of them lies there."""
+    """One group's ranks on shared devices, and which parts of them are there."""
 
     ranks: Ranks
     keeps_optimizer: bool = False
-    """Its optimizer's state stays on the devices while another group has them (`offload_after_step=false`)."""
+    """The optimizer state stays on the devices while another group uses them (`offload_after_step=false`)."""
     has_parameters: bool = True
     has_optimizer: bool = True
 
 
 class SharedDevices:
-    """The devices of one placement. Whoever they are given to moves the others off first; one group at a time.
+    """The devices of one placement. One group uses them at a time; before it does, the others are moved off.
 
-    A group whose workers cannot move stays where it is and waits for nobody. Workers that can move wait for each other
-    also on a machine without accelerators, where there is nothing to move: they would only compete for the same cores.
+    A group whose workers cannot move stays on the devices and does not wait. Workers that can move also take turns on
+    machines without accelerators, where nothing moves: otherwise they would compete for the same cores.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,18 @@ class SharedDevices:
         self._tenants: list[Tenant] = []
 
     def add(self, tenant: Tenant) -> None:
-        """`tenant` is on the devices with all it has."""
+        """Adds a tenant all of whose state is on the devices."""
         self._tenants.append(tenant)
 
     def remove(self, tenant: Tenant) -> None:
-        """`tenant` is gone; a second call does nothing."""
+        """Removes a tenant that has ended; a second call does nothing."""
         if tenant in self._tenants:
             self._tenants.remove(tenant)
 
     @asynccontextmanager
     async def given_to(self, tenant: Tenant, *, optimizer: bool = False) -> AsyncIterator[None]:
-        """`tenant` has the devices inside: its parameters are there, and with `optimizer` the optimizer's state too."""
+        """Context in which `tenant` has the devices, with its parameters there and, if `optimizer`, also the optimizer
+        state."""
         if not tenant.ranks.abilities.offload:
             yield
             return
@@ -55,7 +56,7 @@ class SharedDevices:
             yield
 
     async def clear(self) -> None:
-        """Moves everyone off."""
+        """Moves all groups off."""
         async with self._in_use:
             await self._clear_except(None)
 

@@ -1,7 +1,7 @@
-"""The ranks of one model, as the controller sees them: it plans, sends each rank its part once, and collects.
+"""The controller's handle of the ranks of one model: it plans, sends each rank its part once, and collects results.
 
-All methods are awaitable. The plan is made here, from lengths alone: per data-parallel rank a list of micro-batches,
-each a list of sequences. A sequence is never split over micro-batches or ranks.
+All methods are awaitable. The plan depends only on lengths: for each data-parallel rank, a list of micro-batches, each
+a list of sequences. A sequence is never split over micro-batches or data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from rl_core.workers.rank import Part, RankHost, Ranks
 
 @attrs.frozen(kw_only=True)
 class MicroBatchLimits:
-    """How large a micro-batch may be: by sequences, by tokens, or both."""
+    """Largest size of a micro-batch: in sequences, in tokens, or both."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
 
 
 class WorkerGroup:
-    """Handle of the ranks of one model. Made by `launch`."""
+    """Handle of the ranks of one model. Created by `launch`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class WorkerGroup:
         share_prefixes: bool = False,
     ):
         self.adapter = adapter
-        """Set for a model that sends only its adapter: see `Rendezvous.adapter`."""
+        """Set if a sync sends only the model's adapter: see `Rendezvous.adapter`."""
         self._backend = backend
         self._share_prefixes = share_prefixes
         self._ranks = ranks
@@ -92,26 +92,25 @@ class WorkerGroup:
         """Starts the ranks and builds their models. One rank runs in this process, several as Ray actors.
 
         Args:
-            backend: what trains the model.
-            spec: what each rank is told.
-            num_nodes: machines.
-            ranks_per_node: GPUs on each; on machines without, processes.
-            share_devices_of: a group of as many ranks whose devices this one uses too: `Offloadable` workers
-                leave them while the other group computes. None: devices of its own.
+            backend: the training backend.
+            spec: the spec of each rank.
+            num_nodes: number of machines.
+            ranks_per_node: GPUs per machine; on machines without GPUs, processes.
+            share_devices_of: a group with the same number of ranks whose devices this group uses too. `Offloadable`
+                workers leave them while the other group computes. None: the group has its own devices.
             timeout_s: longest wait for each later call.
             start_timeout_s: longest wait for this start; None: `timeout_s`.
-            silence_s: ranks in other processes that neither answer nor work for so long are dead, whatever time is
-                left.
+            silence_s: a rank in another process counts as dead after this long without an answer and without work, even
+                before the deadline.
 
         Raises:
-            ConfigError: the backend cannot arrange or train what is asked for, or computes the model otherwise than
-                transformers; or there are not enough devices.
+            ConfigError: the backend cannot train this model or form a mesh of these ranks, or computes the model
+                differently than transformers; or there are not enough devices.
             WorkerError, DeadlineError: a rank failed to start.
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
-        # Known by now in a run, whose checks asked before anything was started. Where this machine cannot prove it,
-        # rank 0 does.
+        # In a run, the checks before the start have already proved it. If this machine cannot prove it, rank 0 does.
         spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
@@ -125,7 +124,7 @@ class WorkerGroup:
                 backend, spec, timeout_s=timeout_s, start_timeout_s=start_timeout_s or timeout_s
             )
         else:
-            # Only here: everything else runs where Ray is not installed.
+            # Imported only here: everything else works without Ray.
             from rl_core.workers.ray_ranks import RayRanks
 
             ranks = await RayRanks.start(
@@ -155,11 +154,11 @@ class WorkerGroup:
         temperature: float,
         returns: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of the whole stream: `logprobs` and `entropies` (a critic: `values`), float32 [T], of which `returns`
-        may name some: at least these are given; and the routes that were taken, where the backend records them."""
+        """Scores of the whole stream, float32 [T]: `logprobs` and `entropies` (a critic: `values`), and the chosen
+        routes if the backend records them. `returns` names the scores that are needed; there may be more."""
         inputs = batch.without_columns(*(name for name in batch if name not in INPUT_COLUMNS))
         parts = self._parts(batch, limits)
-        # A worker of an earlier contract gives all that it has.
+        # A worker of an earlier contract version always returns all scores.
         asked = {} if returns is None or not self._is_of_version(3) else {"returns": tuple(returns)}
         async with self._on_devices():
             results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature, **asked)
@@ -174,8 +173,8 @@ class WorkerGroup:
         temperature: float,
         returns: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Adds the gradient of `loss` over the whole batch; returns the metrics of all ranks, added up, and the scores
-        that `returns` names, [T] of the stream. See `Worker.forward_backward`."""
+        """Adds the gradient of `loss` over the whole batch. Returns the metrics summed over all ranks, and the scores
+        named in `returns`, [T] of the stream. See `Worker.forward_backward`."""
         parts = self._parts(batch, limits)
         if returns:
             self._require_version(2, "forward_backward(returns=…)")
@@ -191,25 +190,25 @@ class WorkerGroup:
         metrics = add_metrics(
             {name: value for name, value in result.items() if name not in returns} for _, result in answers
         )
-        # The loss is a sum over the mini-batch already: its parts add up and are not averaged.
+        # The loss is a weighted sum over the mini-batch, so its parts are added, not averaged.
         return {**metrics, "loss": (metrics["loss"][0], 1.0), **scores}
 
     async def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """One optimizer step on all ranks; `update` says what it does otherwise than the configuration."""
+        """Takes one optimizer step on all ranks; `update` has the settings that differ from the configuration."""
         if update is not None:
             self._require_version(2, "optim_step(update)")
         async with self._on_devices(optimizer=True):
-            # A worker of an earlier contract takes no update.
+            # A worker of an earlier contract version has no parameter `update`.
             asked = () if update is None else (update,)
             return (await self._ranks.call(Worker.optim_step, *asked))[0]
 
     async def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """All ranks send their weights, or their adapter alone; what was sent, over all ranks."""
+        """All ranks send their weights, or only the adapter. Returns the merged manifest of what they sent."""
         async with self._on_devices():
             return merge_manifests(await self._ranks.call(RankHost.publish, rendezvous, version, max_bucket_bytes))
 
     async def is_perturbable(self) -> bool:
-        """Every worker is `Perturbable`."""
+        """Whether every worker is `Perturbable`."""
         async with self._on_devices():
             return all(await self._ranks.call(RankHost.is_perturbable))
 
@@ -230,17 +229,16 @@ class WorkerGroup:
 
     @property
     def can_save_in_background(self) -> bool:
-        """The workers can `start_saving`."""
+        """Whether the workers have `start_saving`."""
         return self._ranks.abilities.save_in_background
 
     async def start_saving(self, directory: Path) -> None:
-        """As `save_state`, but returns when every rank has copied its state: the files are written in the
-        background."""
+        """Like `save_state`, but returns when every rank has copied its state; files are written in the background."""
         async with self._on_devices(optimizer=True):
             await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
-        """What `start_saving` began is complete on all ranks. Raises what went wrong once it is over on all ranks."""
+        """Whether the save begun by `start_saving` is complete on all ranks. Raises its error once it is over on all."""
         outcomes = await self._ranks.call(RankHost.save_outcome)
         if not all(outcome.is_over for outcome in outcomes):
             return False
@@ -250,7 +248,7 @@ class WorkerGroup:
         return True
 
     async def load_state(self, directory: Path) -> None:
-        """Continues from `save_state`. Raises CheckpointError."""
+        """Restores the state that `save_state` wrote. Raises CheckpointError."""
         async with self._on_devices(optimizer=True):
             await self._ranks.call(Worker.load_state, directory)
 
@@ -260,7 +258,8 @@ class WorkerGroup:
             await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
-        """Clears the devices of `Offloadable` workers, also of neighbours; a call brings back what it needs."""
+        """Moves all `Offloadable` workers off the devices, including other groups' there. A call moves back what it
+        needs."""
         await self._devices.clear()
 
     async def close(self) -> None:
@@ -269,14 +268,14 @@ class WorkerGroup:
         await self._ranks.close()
 
     def shares_devices_with(self, other: WorkerGroup) -> bool:
-        """The two share devices and move off them for each other: their calls are better not mixed."""
+        """Whether the two groups take turns on shared devices, so that interleaving their calls would be slow."""
         return self._devices is other._devices and self._ranks.abilities.offload and other._ranks.abilities.offload
 
     def _on_devices(self, *, optimizer: bool = False) -> AbstractAsyncContextManager[None]:
         return self._devices.given_to(self._tenant, optimizer=optimizer)
 
     def _is_of_version(self, version: int) -> bool:
-        """The backend was written for this version of its contract, or a later one."""
+        """Whether the backend was written for this version of its contract or a later one."""
         return self._backend is None or self._backend.contract_version >= version
 
     def _require_version(self, version: int, call: str) -> None:
@@ -315,7 +314,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def _families(batch: Batch, limits: MicroBatchLimits, *, num_data_ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Sequences that share what they begin with, and the tokens that are computed for them."""
+    """Families of sequences that share a prefix, and the number of tokens computed for each family."""
     offsets = batch.offsets.numpy()
     return families(
         prefix_forest(offsets, *read_of_tokens(batch)),
@@ -327,7 +326,7 @@ def _families(batch: Batch, limits: MicroBatchLimits, *, num_data_ranks: int) ->
 
 
 def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) -> dict[str, Tensor]:
-    """Columns of the whole stream, from those of each part's."""
+    """Columns of the whole stream, assembled from those of the parts."""
     columns: dict[str, np.ndarray] = {}
     for part, result in results:
         positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
@@ -354,7 +353,7 @@ def _part(plan: list[np.ndarray], *, shortest: int) -> Part:
 
 
 def add_metrics(parts: Iterable[Metrics]) -> Metrics:
-    """Sums and weights of several parts, added by name."""
+    """Adds sums and weights of several parts by metric name."""
     total: dict[str, tuple[float, float]] = {}
     for part in parts:
         for name, (value, weight) in part.items():

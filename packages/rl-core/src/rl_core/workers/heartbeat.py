@@ -1,8 +1,8 @@
-"""Is a rank that does not return still working? What its process has used up tells a long computation from a dead one.
+"""Decides whether a rank that has not returned is still working: its process's resource use tells a long computation
+from a dead rank.
 
-A rank answers from a thread beside the one that computes, unless its process is stopped, or native code holds the
-interpreter's lock. So an observer on its node is asked as well. What counts as work: CPU time, bytes read or written, a
-thread that waits for a disk.
+A rank answers from a second thread while it computes, unless its process is stopped or native code holds the GIL. So an
+observer process on its node is asked as well. CPU time, bytes read or written, and a thread in disk wait count as work.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from pathlib import Path
 import attrs
 
 _BUSY = 0.05
-"""CPU seconds per second: more than Ray's own threads use in a rank that waits (`tests/ray/test_failures.py`)."""
+"""CPU seconds per second: more than Ray's own threads use in a waiting rank (`tests/ray/test_failures.py`)."""
 _BYTES_PER_S = 100_000
 """More than Ray's own messages."""
 _TICKS_PER_S = 100.0
-"""Unit of times in /proc/*/stat, on every Linux that Python supports."""
+"""Clock ticks of /proc/*/stat, on every Linux that Python supports."""
 
 
 @attrs.frozen(kw_only=True)
 class Pulse:
-    """What a process has used up by now."""
+    """Resources that a process has used so far."""
 
     at_s: float
-    """The reader's clock."""
+    """Time of the reading, on the reader's clock."""
     cpu_s: float
     """CPU time of all its threads."""
     num_bytes: int = 0
-    """Read and written."""
+    """Bytes read and written."""
     waits_for_disk: bool = False
-    """A thread is in an uninterruptible wait."""
+    """Whether a thread is in uninterruptible sleep."""
 
     def shows_work_since(self, earlier: Pulse) -> bool:
-        """The process did more in between than a process does that waits."""
+        """Whether the process used more since `earlier` than a waiting process would."""
         seconds = max(self.at_s - earlier.at_s, 1e-3)
         has_computed = self.cpu_s - earlier.cpu_s > _BUSY * seconds
         return has_computed or self.waits_for_disk or self.num_bytes - earlier.num_bytes > _BYTES_PER_S * seconds
 
 
 def pulse_of(pid: int) -> Pulse:
-    """Of a process on this machine, which need not answer.
+    """The pulse of a process on this machine. The process need not cooperate.
 
     Raises:
-        OSError: it cannot be read; of another process than this one on other systems than Linux.
+        OSError: it cannot be read. Outside Linux, only this process can be read.
     """
     if not sys.platform.startswith("linux"):
         if pid != os.getpid():
@@ -64,7 +64,7 @@ def pulse_of(pid: int) -> Pulse:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields from the state on; the name before it may hold blanks and brackets."""
+    """The fields starting with the state; the process name before it may contain blanks and brackets."""
     try:
         return (path / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -74,11 +74,12 @@ def _stat(path: Path) -> list[str]:
 
 
 class Heartbeats:
-    """Which ranks of a call are dead, judged from pulse after pulse.
+    """Decides from successive pulses which ranks of a call are dead.
 
-    A rank is frozen that neither answers nor works for `silence_s`. One that answers may wait for others, so ranks that
-    answer are dead only where none of the call has worked for so long: a deadlock. Work shows only between two pulses,
-    so the time before a rank's first one does not count: a busy machine may take longer than `silence_s` to read it.
+    A rank that neither answers nor works for `silence_s` is frozen. A rank that answers may be waiting for others, so
+    it counts as dead only if no rank of the call has worked for `silence_s`: a deadlock. Work shows only between two
+    pulses, so the time before a rank's first pulse does not count; reading it may take a busy machine longer than
+    `silence_s`.
     """
 
     def __init__(self, num_ranks: int, silence_s: float, now_s: float) -> None:
@@ -88,7 +89,7 @@ class Heartbeats:
         self._last: dict[int, Pulse] = {}
 
     def note(self, rank: int, pulse: Pulse | None, *, has_answered: bool, now_s: float) -> None:
-        """What was seen of a rank at `now_s`; None: nobody can say."""
+        """Records the pulse of a rank at `now_s`; None: it could not be read."""
         last = self._last.get(rank)
         works = pulse is not None and (last is None or pulse.shows_work_since(last))
         if pulse is not None:
@@ -99,7 +100,7 @@ class Heartbeats:
             self._worked_at[rank] = now_s
 
     def dead(self, now_s: float) -> Mapping[int, str]:
-        """Ranks, and what is wrong with each; empty while the call may still end."""
+        """Dead rank → what is wrong with it. Empty while the call may still return."""
         limit = now_s - self._silence_s
         frozen = {
             rank: "its process neither answers nor works: it is stopped, or deadlocked in native code"

@@ -1,4 +1,4 @@
-"""One rank on one dedicated thread of the controller's process: no Ray, and never on the event loop."""
+"""A single rank in a dedicated thread of the controller's process, without Ray and outside the event loop."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 
 
 class _Thread:
-    """Runs calls in their order. Unlike an executor's, it does not keep the process alive: one that is ended in the
-    middle of a long call ends."""
+    """Runs calls in order. Unlike an executor's thread it is a daemon: the process can exit during a long call."""
 
     def __init__(self, name: str):
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """What the function will return or raise."""
+        """Queues a call. The future gets what the function returns or raises."""
         future: Future[Any] = Future()
         self._calls.put((function, future))
         return future
 
     def end(self) -> None:
-        """After the calls that were submitted."""
+        """Ends the thread after the queued calls."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -46,7 +45,7 @@ class _Thread:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-            del call, function, future  # they hold what the call was given and returned
+            del call, function, future  # else they would keep the call's arguments and result alive
 
 
 class InlineRank:
@@ -63,7 +62,7 @@ class InlineRank:
 
     @classmethod
     async def start(cls, backend: Backend, spec: WorkerSpec, *, timeout_s: float, start_timeout_s: float) -> Self:
-        """Builds the worker, in `start_timeout_s` at the most; `timeout_s` is that of later calls."""
+        """Builds the worker within `start_timeout_s`; `timeout_s` is the deadline of later calls."""
         keep_freed_memory()
         rank = cls(spec.role, start_timeout_s)
         try:
@@ -76,8 +75,8 @@ class InlineRank:
         return rank
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it still runs, and no call waits for
-        it."""
+        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it keeps running, and later calls do not
+        wait for it."""
         if self._host is None:
             raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
         host = self._host
@@ -124,7 +123,7 @@ class InlineRank:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
-        """In the rank's thread: what is no Exception, as a loss that calls `sys.exit()` raises, would end the run as if
-        it was done."""
+        """Runs in the rank's thread. Converts a BaseException, such as that of a loss that calls `sys.exit()`: it would
+        otherwise end the run as if it had finished."""
         with code_of(f"{self._role} rank 0 in {phase}"):
             return function()

@@ -1,4 +1,4 @@
-"""How a process that computes on a CPU keeps its memory."""
+"""Memory allocation of a process that computes on a CPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _OF_THE_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_AREN
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed, for this process, in place of giving it back to the kernel at once; called before
-    the thread is started that computes.
+    """Makes glibc keep freed memory in this process instead of returning it to the kernel at once. Call it before the
+    computing thread starts.
 
-    By default a large tensor is mapped anew each time and every page of it is zeroed by a page fault: 17,000 to 28,000
-    of them in a step of the quick start, 0 to 560 with this, at the same peak memory. Threads share one arena: that of
-    a thread of its own never holds more than 64 MiB in one piece, and larger tensors would be mapped again. Transparent
-    huge pages (THP_MEM_ALLOC_ENABLE=1) left 6,000 to 10,000, and added nothing to this but a fifth of the memory.
+    By default each large tensor is newly mapped, and a page fault zeroes each of its pages: 17,000 to 28,000 faults in
+    a step of the quick start. With this there are 0 to 560, at the same peak memory. All threads share one arena,
+    because a thread's own arena has at most 64 MiB contiguous, and larger tensors would be mapped again. Transparent
+    huge pages (THP_MEM_ALLOC_ENABLE=1) alone left 6,000 to 10,000 faults; added to this, they only used a fifth more
+    memory.
 
-    Left alone: another allocator or C library, what the environment sets by glibc's own variables, and processes with
-    an accelerator, whose tensors are elsewhere.
+    Does nothing with another allocator or C library, if glibc's own environment variables are set, and in processes
+    with an accelerator, because their tensors are on the device.
     """
     if torch.accelerator.is_available() or not _is_glibc():
         return

@@ -1,7 +1,7 @@
-"""What a group asks of its ranks, and what runs at each of them: it builds the worker and makes the calls on it.
+"""The interface between a group and its ranks (`Ranks`), and the host in each rank that builds the worker and calls it.
 
-A call names the method of the contract that is meant, e.g. `Worker.optim_step`: its arguments are checked by the type
-checker, and it travels to other processes by reference.
+A call is given by the contract's method, e.g. `Worker.optim_step`. So the type checker checks its arguments, and it is
+pickled by reference.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ R = TypeVar("R")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Part:
-    """What one data-parallel rank computes."""
+    """The part of a batch that one data-parallel rank computes."""
 
     sequences: np.ndarray
-    """int64, indices into the whole batch; empty for a rank that only takes part in the collectives."""
+    """int64, indices into the whole batch; empty for a rank that only joins the collectives."""
     sent: np.ndarray
-    """int64, the sequences that travel: `sequences`, or any one where there are none (no batch is empty)."""
+    """int64, the sequences that are sent: `sequences`, or an arbitrary one if that is empty (no batch may be empty)."""
     plan: Plan
     """Micro-batches as indices into `sent`."""
 
 
 @attrs.frozen(kw_only=True)
 class Abilities:
-    """What a worker can do besides what every worker must."""
+    """Optional abilities of a worker."""
 
     offload: bool = False
     """It is `Offloadable`."""
@@ -65,16 +65,17 @@ class SaveOutcome:
 
 
 class Ranks(Protocol):
-    """All ranks of a group, wherever they run: what `WorkerGroup` calls."""
+    """All ranks of a group, in this process or elsewhere, as `WorkerGroup` calls them."""
 
     abilities: Abilities
-    """Abilities, which are the same for every worker."""
+    """The abilities that all workers of the group have."""
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `method`, of the worker or of `RankHost`, on every rank with the same arguments; results by rank.
+        """Calls `method` of the worker or of `RankHost` on every rank, with the same arguments. Returns results in rank
+        order.
 
         Raises:
-            RLError: a user's mistake that a rank found, as it was raised there.
+            RLError: a user's mistake found by a rank, as raised there.
             WorkerError: a rank raised something else, died, or was closed.
             DeadlineError: a rank did not answer in time.
         """
@@ -88,7 +89,7 @@ class Ranks(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """As `call`, each rank with its own part of `batch`; None from ranks that hold no result."""
+        """Like `call`, but each rank gets its own part of `batch`. None for ranks that hold no result."""
         ...
 
     async def close(self) -> None:
@@ -113,12 +114,12 @@ class RankHost:
         )
 
     def bound(self, method: Callable[..., R]) -> Callable[..., R]:
-        """The worker's method of that name, or the host's own where `method` is one of it."""
+        """The bound method: the host's if `method` is defined by `RankHost`, else the worker's of the same name."""
         is_own = method.__qualname__.partition(".")[0] in (own.__name__ for own in type(self).__mro__)
         return getattr(self if is_own else self._worker, method.__name__)
 
     def is_perturbable(self) -> bool:
-        """The worker is `Perturbable`."""
+        """Whether the worker is `Perturbable`."""
         return isinstance(self._worker, Perturbable)
 
     def save_outcome(self) -> SaveOutcome:
@@ -131,7 +132,7 @@ class RankHost:
             return SaveOutcome(is_over=True, error=error)
 
     def publish(self, rendezvous: Rendezvous, version: int, max_bucket_bytes: int) -> Manifest:
-        """The worker sends through this rank's end of the transport: whole weights, or what changed."""
+        """Lets the worker send whole weights or changes through this rank's end of the transport."""
         transport = plugins.load("rl_core.weight_transports", rendezvous.transport)
         sender = transport.sender(rendezvous, self._rank.rank, self._rank.world_size)
         if rendezvous.delta is not None:

@@ -127,13 +127,13 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 ray_session = RaySession()
-"""Inference servers use it too."""
+"""The session of this process; inference servers use it too."""
 
 
 async def reserved(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup | None:
     """Returns a ready placement group, or None (and cancels the request) if its resources do not become free in time.
 
-    Also for what else runs on Ray: inference servers.
+    Inference servers on Ray use it too.
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     is_ready = False

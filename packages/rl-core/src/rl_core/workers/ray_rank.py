@@ -1,7 +1,7 @@
-"""One rank as a Ray actor: what runs in its process, and what it answers with.
+"""One rank as a Ray actor: the code in its process, and its answers.
 
 Consumes calls of the controller (`ray_ranks.py`), one after another; produces a result or a `Failure`. Waits for the
-other ranks in a worker's collectives; unblocked by them, or killed by the controller.
+other ranks in the worker's collectives; unblocked by them, or killed by the controller.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class RankAddress:
     """Where a rank runs."""
 
     node: str
-    """Its address."""
+    """The node's network address."""
     node_id: str
-    """Ray's name of it."""
+    """Ray's id of the node."""
     pid: int
     free_port: int
-    """Nobody else gets it until the rank has started."""
+    """A port on the node, reserved for this rank until it has started."""
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES as Ray set it: this rank's own."""
+    """CUDA_VISIBLE_DEVICES as set by Ray: the GPUs of this rank."""
 
     def __str__(self) -> str:
         return f"node {self.node}, pid {self.pid}"
@@ -55,31 +55,32 @@ class RankAddress:
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A rank's answer when a call raised, or when it will never answer."""
+    """A rank's answer if the call raised; also stands for a rank that will never answer."""
 
     summary: str
-    """Type and message."""
+    """Type and message of the exception."""
     traceback: str = ""
     user_error: bytes | None = None
-    """The pickled RLError, if it was one."""
+    """The pickled exception, if it was an RLError."""
     died: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class RankCall:
-    """What a rank is asked to do."""
+    """A call of a rank."""
 
     method: Callable[..., Any]
-    """Of the worker's contract, or of `RankHost`."""
+    """A method of `Worker` and its optional protocols, or of `RankHost`."""
     args: Sequence[Any]
-    """Without the batch, which travels by itself: one copy serves all ranks that read it."""
+    """Arguments, without the batch: it is sent separately, one copy for all ranks that read it."""
     kwargs: Mapping[str, Any]
     returns_result: bool = True
-    """False: nobody reads it."""
+    """False: the rank need not send its result, because the controller does not read it."""
 
 
 class RayRank:
-    """The actor. Calls of the default group come from one thread; `doing` answers on another while they run."""
+    """The actor. Calls of the default concurrency group run in one thread; `doing` and `pulse` answer from another one
+    meanwhile."""
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -89,7 +90,7 @@ class RayRank:
         self._kept_port: socket.socket | None = None
 
     def address(self) -> RankAddress:
-        """Where it runs."""
+        """Where this rank runs."""
         self._kept_port = kept_port()
         node_id = ray.get_runtime_context().get_node_id()
         return RankAddress(
@@ -103,13 +104,13 @@ class RayRank:
     def start(
         self, backend: Backend, spec: WorkerSpec, rank: RankInfo, environment: Mapping[str, str]
     ) -> Abilities | Failure:
-        """Builds the worker; what it can do."""
+        """Builds the worker and returns its abilities."""
         self._name = f"{spec.role} rank {rank.rank}"
 
         def build() -> Abilities:
             os.environ.update(environment)
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-            # A batch lies in shared memory, read-only, and no worker writes to one.
+            # A batch is in read-only shared memory, and no worker writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
             self._host = RankHost(backend, spec, rank)
             if self._kept_port is not None:
@@ -119,16 +120,16 @@ class RayRank:
         return self._answer("start", build)
 
     def call(self, call: RankCall) -> Any:
-        """Makes the call; tensors of its result come back as numpy."""
+        """Makes the call. Tensors in the result are returned as numpy arrays."""
         return self._answer(call.method.__name__, lambda: self._result_of(call))
 
     def call_on_batch(self, call: RankCall, arrays: Mapping[str, np.ndarray]) -> Any:
-        """As `call`, of a method whose first argument is a batch: `arrays`, which Ray has fetched by now."""
+        """Like `call`, for a method whose first argument is a batch. Ray has already fetched its columns, `arrays`."""
         return self._answer(call.method.__name__, lambda: self._result_of(call, Batch.from_arrays(arrays)))
 
     @ray.method(concurrency_group="status")
     def doing(self) -> str:
-        """What its thread is at: the method, for how long, and the innermost frames."""
+        """What the computing thread is doing: the method, since when, and the innermost frames."""
         method, started, thread = self._call
         frame = sys._current_frames().get(thread)
         frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
@@ -137,7 +138,7 @@ class RayRank:
 
     @ray.method(concurrency_group="status")
     def pulse(self) -> Pulse:
-        """What its process has used up by now."""
+        """The pulse of this process."""
         return pulse_of(os.getpid())
 
     def _result_of(self, call: RankCall, *batch: Batch) -> Any:
@@ -158,8 +159,8 @@ class RayRank:
 
 
 def kept_port() -> socket.socket:
-    """A socket bound to a free port. While it is open nobody else is given the port; but a store of torch can listen
-    there, because both allow the other (SO_REUSEADDR) and this one does not listen."""
+    """A socket bound to a free port. While it is open, the system gives the port to no other process. A torch store can
+    still listen on it, because both sockets have SO_REUSEADDR and this one does not listen."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("", 0))
@@ -167,7 +168,7 @@ def kept_port() -> socket.socket:
 
 
 def _address_of(node_id: str) -> str:
-    """As Ray was told: a machine may have another address on the network."""
+    """The node's address that Ray was configured with, which may differ from other addresses of the machine."""
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
@@ -178,7 +179,7 @@ def _with_arrays(result: Any) -> Any:
 
 
 def _pickled(error: Exception) -> bytes | None:
-    """The RLError, if it is one and survives the way."""
+    """The pickled exception, if it is an RLError that survives pickling."""
     if not isinstance(error, RLError):
         return None
     try:

@@ -1,10 +1,9 @@
-"""Ranks as Ray actors, one per rank, in a placement group: what the controller does. `ray_rank.py` is the other side.
-
-Of rl_core only these two modules and `ray_cluster.py` know Ray.
+"""The controller's side of ranks that are Ray actors, one per rank, in a placement group. `ray_rank.py` is the other
+side. In rl_core only these two modules and `ray_cluster.py` use Ray.
 
 Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
-the first rank that fails, or by the deadline. After an error other than a mistake that all ranks agree on, the ranks
-are out of step (some may wait in a collective for one that is gone), so all of them are killed.
+the first rank that fails, or by the deadline. After an error the ranks are out of step (some may wait in a collective
+for a dead rank), so all of them are killed, unless all ranks raised a user's mistake.
 """
 
 from __future__ import annotations
@@ -36,15 +35,16 @@ from rl_core.workers.ray_rank import (
 )
 
 _SETTLE_S = 3.0
-"""After a failure the others have so long: a rank that lost its peer may say so before Ray says that the peer died."""
+"""Seconds to wait for other answers after a failure: a rank may report a lost peer before Ray reports the peer's
+death."""
 _ONLY_READ: frozenset[Callable[..., Any]] = frozenset({RankHost.publish, Worker.save_state, Worker.save_model})
-"""Calls that leave the training state as it is. Their collectives are over on all ranks when one of them raises."""
+"""Calls that do not change the training state. When one raises on a rank, no rank is left in a collective."""
 _ASK_S = 2.0
-"""How long a rank that missed the deadline has to say what it is doing."""
+"""Seconds that a rank which missed the deadline has to report what it is doing."""
 _BEAT_S = 10.0
-"""Ranks under way are asked for their pulse so often."""
+"""Seconds between requests for the pulse of ranks in a call."""
 _OBSERVER_S = 60.0
-"""How long a process has to start on the node of a rank that does not answer, and to look at it."""
+"""Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _observer: Any = ray.remote(num_cpus=0, max_retries=0)(pulse_of)
 
 
@@ -82,14 +82,14 @@ class RayRanks:
         """Starts the actors and builds their workers.
 
         Args:
-            backend: what the ranks build.
-            spec: what they are told.
-            mesh: how they are arranged.
-            shape: nodes, and ranks on each.
-            beside: ranks of the same shape whose devices these use too.
+            backend: the training backend.
+            spec: the spec of each rank.
+            mesh: the mesh of the ranks.
+            shape: (nodes, ranks per node).
+            beside: ranks of the same shape whose devices these ranks share. None: they reserve their own.
             timeout_s: longest wait for each later call.
-            start_timeout_s: longest wait for each part of this start.
-            silence_s: ranks that neither answer nor work for so long are dead (see `Heartbeats`).
+            start_timeout_s: longest wait for each phase of this start.
+            silence_s: ranks that neither answer nor work for this long are dead (see `Heartbeats`).
         """
         ray_session.enter()
         try:
@@ -126,7 +126,7 @@ class RayRanks:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """See `Ranks.call_on_parts`. A part is put into the object store once; all its replica's ranks read that."""
+        """See `Ranks.call_on_parts`. A part is put into the object store once, for all ranks of its model replica."""
         self._require_alive(method.__name__)
         try:
             sent = await asyncio.to_thread(_put, batch, parts)
@@ -148,7 +148,7 @@ class RayRanks:
         return await self._all(method.__name__, calls)
 
     async def close(self) -> None:
-        """Lets the workers finish, then ends the actors. Those that are busy or failed are ended at once."""
+        """Closes the workers, then ends the actors. Actors that are busy or have failed are killed at once."""
         if self._ended is not None:
             return
         try:
@@ -191,10 +191,10 @@ class RayRanks:
         Args:
             phase: for messages.
             refs: the answers to come, by rank.
-            only_reads: the call leaves the training state as it is: ranks go on although it failed on some of them.
+            only_reads: whether the call leaves the training state unchanged, so that ranks can go on after some failed.
         """
         self._unanswered_calls += 1
-        answers, dead = await self._answers(refs)  # a cancelled call stays unanswered
+        answers, dead = await self._answers(refs)  # if this call is cancelled, the ranks stay busy
         self._unanswered_calls -= 1
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if len(answers) == len(refs) and not failures:
@@ -212,8 +212,8 @@ class RayRanks:
         raise error
 
     async def _answers(self, refs: Sequence[Awaitable[Any]]) -> tuple[dict[int, Any], Mapping[int, str]]:
-        """Answers by rank, as they came: all, or those until the deadline or soon after a failure, or until ranks are
-        found to be dead; and which those are."""
+        """Waits for all answers, or until the deadline, shortly after a failure, or until ranks are found dead. Returns
+        the answers by rank, and the dead ranks."""
         tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
         clock = asyncio.get_running_loop().time
         deadline, has_failed = clock() + self._timeout_s, False
@@ -238,7 +238,7 @@ class RayRanks:
         return answers, {}
 
     async def _dead(self) -> Mapping[int, str]:
-        """Waits until ranks are dead, and says which."""
+        """Waits until ranks are found dead. Returns them, each with what is wrong."""
         clock = asyncio.get_running_loop().time
         heartbeats = Heartbeats(len(self._actors), self._silence_s, clock())
         while not (dead := heartbeats.dead(clock())):
@@ -257,12 +257,12 @@ class RayRanks:
         return dead
 
     async def _asked(self, question: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
-        """Answers of the threads beside those that compute, as far as they come in time."""
+        """Asks the ranks' second threads. Returns the answers that come in time."""
         refs = {rank: getattr(self._actors[rank], question).remote() for rank in ranks}
         return await _in_time(refs, timeout_s)
 
     async def _observed(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """Pulses of ranks that do not answer, as other processes on their nodes see them."""
+        """Pulses of ranks that do not answer, read by observer processes on their nodes."""
         if not self._addresses:
             return {}
         refs = {
@@ -274,11 +274,13 @@ class RayRanks:
         return await _in_time(refs, _OBSERVER_S)
 
     def _all_agree(self, failures: Mapping[int, Failure]) -> bool:
-        """Every rank found a mistake of the user: nobody waits for anybody, and the ranks can go on."""
+        """Whether every rank raised a user's mistake. Then no rank waits for another, and the ranks remain usable."""
         return len(failures) == len(self._actors) and _are_user_errors(failures)
 
+
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
-        """One error: of a rank that died before one that raised (it may only have lost its peer), else of the first."""
+        """One error for all failures. A rank that died takes precedence over one that raised, which may only have lost
+        its peer; else the first rank's."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
         if self._all_agree(failures):
             rank = 0
@@ -329,7 +331,7 @@ class RayRanks:
             raise WorkerError(f"{self._role}: asked to {method}, but the ranks have ended: {self._ended}")
 
     def _end(self, reason: str) -> None:
-        """Kills every rank and gives the devices back; a second call does nothing."""
+        """Kills every rank and releases the devices; a second call does nothing."""
         if self._ended is not None:
             return
         self._ended = reason
@@ -361,7 +363,7 @@ async def _in_time(refs: Mapping[int, Awaitable[Any]], timeout_s: float) -> dict
 
 
 async def _answer_of(ref: Awaitable[Any]) -> Any:
-    """A rank's answer; a Failure where Ray reports that none will come."""
+    """A rank's answer; a Failure if Ray reports that none will come."""
     try:
         return await ref
     except RayActorError as error:
@@ -371,9 +373,10 @@ async def _answer_of(ref: Awaitable[Any]) -> Any:
 
 
 def _environment(info: RankInfo, spec: WorkerSpec, gpus: Sequence[str | None]) -> dict[str, str]:
-    """As torchrun sets it: all GPUs of the group's ranks on the node are visible, a rank's own at its local rank.
+    """Environment variables as torchrun sets them. All GPUs of the group's ranks on the node are visible; a rank's own
+    GPU has the index of its local rank.
 
-    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else the node's cores over its ranks.
+    CPU threads: `spec.num_threads`, else the controller's OMP_NUM_THREADS, else cores of the node / its ranks.
     """
     threads = (
         spec.num_threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, (os.cpu_count() or 1) // len(gpus))

@@ -1,21 +1,21 @@
-"""A rank that scores and trains a Hugging Face causal language model with transformers' own code, whatever shards it.
+"""A rank that scores and trains a Hugging Face causal language model with transformers' code, for any sharding.
 
-    worker         `Worker` and all its abilities over a `Shards`: what a backend for such models adds is its `Shards`
-    shards         what such a rank asks of the parameters it holds, whole or in parts
-    rank_mesh      the ranks of one model and the groups that split sequences
-    token_scorer   tokens to log-probs; a model is tried against its own code when it is loaded
+    worker         `Worker` and its optional abilities over a `Shards`, which is all that a backend has to add
+    shards         the interface to a rank's parameters, whole or sharded
+    rank_mesh      the ranks of one model, and the groups that split sequences
+    token_scorer   tokens to log-probs; a loaded model is checked against its own code
     value_head     tokens to values
-    micro_batch    a micro-batch as the model takes it
+    micro_batch    a micro-batch as model input
     attention      causal attention inside a packed stream
     ulysses        sequences split over ranks
     lora           adapters
-    router_replay  tokens go to the experts that the engine chose
-    weights        which tensors are saved and sent, under which names
-    state          named tensors on disk that any number of ranks reads
+    router_replay  sends tokens to the experts that the engine chose
+    weights        which tensors are saved and sent, and under which names
+    state          named tensors on disk that any number of ranks can read
     rehearsal      a rank's step on tensors without data
-    memory_tracker what a rank's tensors take at their fullest
+    memory_tracker peak memory of a rank's tensors
 
-Needs transformers, and peft for adapters: a backend that uses it declares them.
+Needs transformers, and peft for adapters. A backend that uses this package must declare these dependencies.
 """
 
 from __future__ import annotations

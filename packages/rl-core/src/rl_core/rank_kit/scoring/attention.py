@@ -1,9 +1,9 @@
-"""Causal attention inside a packed stream: every sequence attends to itself only, and no T×T mask is ever built.
+"""Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
 
-The one place that chooses a kernel: on CUDA in half precision torch's variable-length flash attention; otherwise SDPA
-over rectangles. A rectangle holds sequences of similar length as right-padded rows: under a causal mask padding on the
-right is never seen by a real token, so `is_causal` is exact and needs no mask tensor. Under Ulysses a rank's tokens are
-first traded for its heads of whole sequences (`ulysses.py`).
+This module alone chooses the kernel: on CUDA in half precision, torch's variable-length flash attention; otherwise SDPA
+over rectangles. A rectangle holds sequences of similar length as right-padded rows. Under a causal mask no real token
+sees padding on its right, so `is_causal` is exact and needs no mask tensor. With Ulysses, all ranks first exchange
+their tokens for heads of whole sequences (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' `AttentionInterface`.
 
-    Dropout is ignored: a model that is trained by reinforcement is run without.
+    Ignores dropout, because models run without it here.
 
     Args:
         module: the calling attention layer.
-        query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed); key and value may have fewer
+        query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed). Key and value may have fewer
             heads, each shared by a group of query heads.
-        attention_mask: None, as transformers passes for an attention without a mask function.
-        scaling: factor of query · key; None is D ** −0.5.
-        sliding_window: tokens each token sees, itself included; None sees all before it.
-        packed_sequences: where the sequences lie.
-        others: what transformers passes to every attention function, unused here.
+        attention_mask: None, which transformers passes if an attention has no mask function.
+        scaling: factor of query · key; None: D ** −0.5.
+        sliding_window: number of tokens that each token sees, including itself; None: all tokens before it.
+        packed_sequences: the places of the sequences.
+        others: arguments that transformers passes to every attention function; unused.
 
     Returns:
         [B, L, heads, D].
 
     Raises:
-        ConfigError: the model's code does not hand `packed_sequences` on, or asks for a term not implemented here.
+        ConfigError: the model's code does not pass `packed_sequences` on, or needs a term not implemented here.
     """
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if packed_sequences is None or attention_mask is not None or unsupported:
@@ -103,7 +103,8 @@ def _attention_per_sequence(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """For windows and head sizes that no kernel shares: attention alone is computed for every sequence apart."""
+    """For windows and head sizes without a kernel for shared prefixes: only attention is computed separately for every
+    sequence."""
     query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
     output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
     return gather_rows(output_THD, shared.token_C)
@@ -125,7 +126,7 @@ def _rectangle_attention(
     outputs = []
     for (rows, width), *parts in zip(packed.rectangles, *(tensor.split(sizes) for tensor in cells), strict=True):
         query, key, value = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        # Flash attention on the CPU takes shared heads as they are; with a mask it would fall back to the full matrix.
+        # Flash attention on the CPU accepts shared heads. With a mask it would fall back to the full matrix.
         output = scaled_dot_product_attention(
             query,
             key,

@@ -1,4 +1,4 @@
-"""Rank 0's weights on every rank, one unit at a time: a decoder layer, or what stands outside the layers."""
+"""Broadcasts rank 0's weights one unit at a time: a decoder layer, or everything outside the layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_core.rank_kit.scoring.rank_mesh import RankMesh
 
 
 def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
-    """Decoder layers, in order."""
+    """The decoder layers, in order."""
     return [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def receive(unit: nn.Module, ranks: RankMesh, *, leave_out: Container[nn.Module]) -> None:
-    """Puts rank 0's parameters and buffers of `unit` on this rank's device; tied ones stay tied.
+    """Copies rank 0's parameters and buffers of `unit` to this rank's device. Tied ones stay tied. Collective.
 
     Args:
         unit: a module.
-        ranks: all take part.
-        leave_out: modules inside that have theirs.
+        ranks: the ranks, all of which must call this.
+        leave_out: modules inside `unit` that have already received their weights.
     """
     slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in (module for module in unit.modules() if module not in leave_out):
@@ -49,7 +49,8 @@ def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
 
 
 def require_same_structure(scorer: nn.Module) -> None:
-    """The others built the model from its configuration alone: it must be what rank 0 read, and in separate units."""
+    """Requires that the structure that other ranks built from the configuration equals the model that rank 0 loaded,
+    and that its units share no parameters."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:
         named = [*scorer.named_parameters(), *scorer.named_buffers()]

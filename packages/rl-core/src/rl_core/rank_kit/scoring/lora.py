@@ -24,27 +24,28 @@ from rl_core.interfaces import LoraConfig
 from rl_core.rank_kit.scoring.rank_mesh import whole
 
 Making = Callable[[Sequence[nn.Parameter], Callable[[], Tensor]], Tensor]
-"""`making(parameters, make)`: what `make` returns while these parameters are whole on every rank. All ranks call it."""
+"""`making(parameters, make)` calls `make` while these parameters are whole on every rank, and returns its result.
+Collective."""
 _NAME = "default"
 
 
 def as_they_are(parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:
-    """The `Making` of parameters that torch computes with as they lie: whole ones, and DTensors."""
+    """The `Making` for parameters that torch can compute with directly: whole tensors, and DTensors."""
     return make()
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, where: str) -> None:
-    """Freezes `model` and puts float32 adapters into its layers; B starts at zero, so its outputs do not change yet.
+    """Freezes `model` and puts float32 adapters into its layers. B starts at zero, so the outputs do not change yet.
 
     Args:
-        model: on the CPU; every parameter is frozen.
+        model: on the CPU; all its parameters become frozen.
         lora: rank above 0.
-        path: of the base model; adapters that are saved alone name it.
-        seed: of A's first values; the same on every rank.
+        path: path of the base model; separately saved adapters refer to it.
+        seed: seed of A's initial values; the same on every rank.
         where: the configuration section, for messages.
 
     Raises:
-        ConfigError: no layer has such a name, or one of them cannot have adapters.
+        ConfigError: no layer has a configured name, or a named layer cannot have adapters.
     """
     import peft
 
@@ -61,7 +62,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
     model.requires_grad_(False)
     output = model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Adapters of tied embeddings are refused below, with what to do.
+        # Adapters of tied embeddings are refused below, with a remedy.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         torch.manual_seed(seed)
         try:
@@ -79,19 +80,19 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: i
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """`add_adapters` was called."""
+    """Whether `add_adapters` was called on the model."""
     return hasattr(model, "peft_config")
 
 
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """All that is trained of a model with adapters, in the order of its layers."""
+    """All trained parameters of a model with adapters, in the order of its layers."""
     return ((name, weight) for name, weight in model.named_parameters() if ".lora_" in name)
 
 
 def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same: W + s · B A, one at a time, a tied one once.
+    """Yields the weights of the equivalent model without adapters, W + s · B A, one at a time; a tied weight once.
 
-    Computed in the adapters' float32, under the names that the model's own code has without adapters.
+    Computed in float32 like the adapters, under the names that the model has without adapters.
     """
     for name, weight in model.named_parameters():
         if ".lora_" in name:
@@ -107,14 +108,15 @@ def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iter
 def adapter_tensors(
     model: PreTrainedModel, dtype: torch.dtype | None, making: Making = as_they_are
 ) -> Iterator[tuple[str, Tensor]]:
-    """The adapters under peft's names, gathered one at a time on all ranks; None: in the dtype they are trained in."""
+    """Yields the adapters under peft's names, gathered one at a time on all ranks, in `dtype`; None: in the dtype in
+    which they are trained."""
     for name, weight in adapter_weights(model):
         tensor = making([weight], weight.detach)
         yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", whole(tensor.to(dtype or weight.dtype))
 
 
 def save_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes the adapters alone, whole under peft's names, in peft's format."""
+    """Writes only the adapters in peft's format. `tensors`: whole, under peft's names."""
     peft_config: Any = model.peft_config
     peft_config[_NAME].save_pretrained(directory)
     on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -130,7 +132,7 @@ def _merged(layer: Any, weight: nn.Parameter) -> Tensor:
 
 
 def _names(names: str | tuple[str, ...]) -> str | list[str]:
-    """A single string is `all-linear` or a regular expression, to peft as here."""
+    """The names in peft's form. A single string is `all-linear` or a regular expression, as in peft."""
     return names if isinstance(names, str) else list(names)
 
 

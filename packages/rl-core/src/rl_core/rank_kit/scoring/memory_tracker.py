@@ -1,8 +1,8 @@
-"""What one rank's tensors take at their fullest, by what they are of, and the operations that are computed on them.
+"""Peak memory of one rank's tensors by kind, and the number of operations computed on them.
 
-torch's own counters hang hooks on a model's tensors, and the graphs that checkpointing computes again are not freed
-while these hooks live (torch 2.13: FlopCounterMode on 28 layers made 38 GiB of 10). So this one only looks at what
-passes.
+torch's own counters attach hooks to a model's tensors. While these hooks exist, the graphs that checkpointing
+recomputes are not freed (torch 2.13: with FlopCounterMode, 28 layers used 38 GiB instead of 10). So this tracker only
+observes dispatched operations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 ACTIVATIONS = "activations"
 GATHERED = "gathered"
 _GATHERING = ("fsdp::", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
-"""How the names of operations begin by which FSDP2 gathers parameters, and sums and splits gradients."""
+"""Name prefixes of the operations with which FSDP2 gathers parameters and reduce-scatters gradients."""
 
 
 class _Storage:
-    """Bytes that exist, or existed."""
+    """A block of memory that exists or existed."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -35,9 +35,9 @@ class _Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While it is entered, follows every tensor of `fake_mode` on the CPU.
+    """While active, follows every tensor of `fake_mode` on the CPU.
 
-    Tensors that are made meanwhile are activations, until FSDP gathers into them or `name` says otherwise.
+    Tensors created meanwhile count as activations, unless FSDP gathers into them or `name` gives them another kind.
     """
 
     def __init__(self, fake_mode: FakeTensorMode):
@@ -50,14 +50,14 @@ class MemoryTracker(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Says what tensors are of, also for the time before this call."""
+        """Sets the kind of tensors, also for the time before this call."""
         for tensor in tensors:
             storage = self._followed(tensor)
             if storage is not None:
                 storage.kind = kind
 
     def mark(self) -> int:
-        """A moment, for `fullest`."""
+        """The current point in time, for `fullest`."""
         return len(self._changes)
 
     def fullest(self, start: int = 0) -> dict[str, int]:
@@ -73,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         return {kind: size for kind, size in parts.items() if size}
 
     def __enter__(self) -> MemoryTracker:
-        # FSDP frees what it gathered by a storage's resize_, which no dispatch mode is shown.
+        # FSDP frees gathered parameters with a storage's resize_, which dispatch modes do not see.
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resized = self._resize(storage, size)
             if storage._cdata in self._alive:
@@ -89,7 +89,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operations on the rank's own part, which come here
+            return NotImplemented  # DTensor then dispatches operations on the rank's local part, which come here
         result = func(*args, **(kwargs or {}))
         made = [self._followed(leaf) for leaf in tree_leaves(result)]
         if any(storage is not None for storage in made):
@@ -101,7 +101,8 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _followed(self, tensor: Any) -> _Storage | None:
-        """None for what takes no memory of the rank's device: numbers, tensors of the host and those without data."""
+        """The tensor's storage. None for values that use no memory on the rank's device: numbers, host tensors and meta
+        tensors."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not isinstance(local, FakeTensor) or local.fake_mode is not self._fake_mode or local.device.type != "cpu":
             return None

@@ -1,4 +1,4 @@
-"""A micro-batch as the model takes it: one packed stream, or a rectangle padded on the right; and its hidden states."""
+"""A micro-batch as model input, either a packed stream or a right-padded rectangle, and its hidden states."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from rl_core.rank_kit.scoring.ulysses import sum_over_ranks
 
 @attrs.frozen(eq=False)
 class ModelInput:
-    """Tokens for the model, and which of its outputs are scored. B rows of L cells, S scores."""
+    """Tokens for the model, and the outputs that are scored. B rows of L cells, S scores."""
 
     tokens_BL: Tensor
     positions_BL: Tensor | None
-    """None for a rectangle on one rank: every model then counts from 0 in each row."""
+    """None for a rectangle on one rank: every model then counts positions from 0 in each row."""
     packed: PackedSequences | None
-    """None for a rectangle on one rank: its padding is on the right, and attention causal, so no real token sees it."""
+    """None for a rectangle on one rank: attention is causal, so no real token sees the padding on its right."""
     source_S: Tensor
     """int64, the cell (row-major) whose hidden state predicts score s."""
     target_S: Tensor
-    """int64, the predicted token's id."""
+    """int64, id of the predicted token."""
     routes: Routes | None
-    """None: every token goes where the model's routers send it."""
+    """None: the model's routers choose the experts."""
     slice: UlyssesSlice | None
-    """None: all scores of the micro-batch are made here."""
+    """None: this rank computes all scores of the micro-batch."""
     score_S: Tensor | None = None
-    """int64, for each token to score the place of its score among those that are made, where sequences share what they
-    begin with and a score is made once; None: its own place."""
+    """int64, for each token to score, the index of its score among the computed ones. Sequences with a shared prefix
+    share its scores. None: every token has its own score."""
 
     def scored_by(self, scorer: nn.Module, *, temperature: float, **options: bool) -> tuple[Tensor, ...]:
-        """The scores of the whole micro-batch, also where this rank makes a slice of them.
+        """The scores of the whole micro-batch, even if this rank computes only a slice of them.
 
         Args:
             scorer: the model.
             temperature: divides the logits.
-            options: the scorer's own.
+            options: further options of the scorer.
         """
         scores = scorer(self, temperature=temperature, **options)
         if self.slice is not None:
@@ -55,30 +55,31 @@ class ModelInput:
 
 @attrs.frozen(eq=False)
 class Routes:
-    """Where the tokens of the B · L cells, row by row, were sent."""
+    """The experts of the tokens in the B · L cells, row-major."""
 
     experts_CLK: Tensor
     """uint8 or int16, for all transformer layers."""
     is_known_C: Tensor
-    """bool; False for padding."""
+    """bool; False for padding and unknown routes."""
 
 
 @attrs.frozen(eq=False)
 class UlyssesSlice:
-    """Which of a micro-batch's scores one rank of a group makes."""
+    """The part of a micro-batch's scores that one rank of a group computes."""
 
     index_S: Tensor
-    """int64, their places among the `num_scores`."""
+    """int64, indices of this rank's scores among the `num_scores`."""
     num_scores: int
     group: UlyssesGroup
 
     def whole(self, scores_S: Tensor) -> Tensor:
-        """[num_scores], on every rank of the group. Their gradient goes to this rank's own ones only."""
+        """[num_scores], gathered on every rank of the group. The gradient flows only to this rank's own scores."""
         return sum_over_ranks(scatter_rows(scores_S, self.index_S, self.num_scores), self.group)
 
 
 def predicted_tokens(batch: Batch, *, among: Tensor | None = None) -> Tensor:
-    """int64 [S], stream indices of all tokens (of the mask `among` [T]) but each sequence's first."""
+    """int64 [S], stream indices of all tokens except each sequence's first. `among`: bool [T], only tokens of this
+    mask."""
     is_predicted_T = torch.ones(batch.num_tokens, dtype=torch.bool) if among is None else among.clone()
     is_predicted_T[batch.offsets[:-1]] = False
     return is_predicted_T.nonzero().squeeze(1)
@@ -98,10 +99,10 @@ def model_input(
     Args:
         batch: the micro-batch.
         index_S: stream indices of the tokens to score.
-        use_sample_packing: one stream for all sequences; else one row for each.
-        share_prefixes: what sequences share at their beginning stands in that stream once.
-        device: where the model is.
-        ulysses: the ranks that share it; each holds an even part of the cells of every row.
+        use_sample_packing: one stream for all sequences; else one row per sequence.
+        share_prefixes: a shared prefix of sequences is in the stream only once.
+        device: the model's device.
+        ulysses: the ranks that split the micro-batch; each holds an equal part of the cells of every row.
     """
     multiple, score_S = ulysses.size if ulysses else 1, None
     if use_sample_packing:
@@ -144,26 +145,27 @@ def model_input(
 
 
 def _first_of_each(index_S: Tensor, cell_T: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each cell among those of `index_S`, and for each of `index_S` the place of its cell's there."""
+    """One token per distinct cell of the tokens `index_S`; and for each token of `index_S`, the index of its cell's
+    token among these."""
     cells, score_S = torch.unique(cell_T[index_S], return_inverse=True)
     return torch.empty_like(cells).index_copy_(0, score_S, index_S), score_S
 
 
 def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype: torch.dtype) -> Tensor:
-    """[S, H] in `compute_dtype`: for every scored token the state in which it is chosen, made from those before it."""
+    """[S, H] in `compute_dtype`: for every scored token, the hidden state that predicts it."""
     packing = {}
     if inputs.packed is not None:
         packing = {"position_ids": inputs.positions_BL, "packed_sequences": inputs.packed}
     with autocast(model, compute_dtype):
         hidden_BLH = model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
     hidden_CH, source_S = hidden_BLH.flatten(0, 1), inputs.source_S
-    # A shared token may predict several.
+    # A shared token may predict several tokens.
     states_SH = gather_rows(hidden_CH, source_S) if inputs.score_S is None else hidden_CH.index_select(0, source_S)
     return states_SH.to(compute_dtype)
 
 
 def autocast(model: PreTrainedModel, compute_dtype: torch.dtype) -> torch.autocast:
-    """bfloat16 where that is computed in; else no casts."""
+    """Autocast to bfloat16 if that is the compute dtype; else no casts."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=compute_dtype == torch.bfloat16)
 
 

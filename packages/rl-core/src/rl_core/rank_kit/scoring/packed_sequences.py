@@ -1,4 +1,4 @@
-"""Where the sequences of a packed stream lie, for attention."""
+"""The places of the sequences in a packed stream, for attention."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
 
 @attrs.frozen(eq=False)
 class PackedSequences:
-    """The sequences, and the rectangles they are attended in; one per micro-batch."""
+    """The sequences of a micro-batch, and the rectangles in which attention is computed."""
 
     offsets: Tensor
     """int32 [N+1] on the stream's device."""
     max_length: int
     rectangles: tuple[tuple[int, int], ...]
-    """(rows, width) of each; their cells are numbered one rectangle after the other."""
+    """(rows, width) of each rectangle; cells are numbered through all rectangles."""
     num_cells: int
     cell_T: Tensor | None
-    """int64 [T], the cell of each token; None where cell t is token t."""
+    """int64 [T], the cell of each token; None: token t is in cell t."""
     ulysses: UlyssesGroup | None = None
-    """Where it is given, the model's tensors hold this rank's slice of every row only."""
+    """If set, the model's tensors hold only this rank's slice of every row."""
     shared: SharedPrefixes | None = None
-    """Where it is given, the sequences are nodes of a `PrefixForest`, and see those before them too."""
+    """If set, the sequences are nodes of a `PrefixForest`, and also see their ancestors."""
 
     @classmethod
     def of_lengths(
         cls, lengths_N: IntArray, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """Groups sequences by length (at least 1 each)."""
+        """From the lengths of the sequences (at least 1). Groups sequences of similar length into rectangles."""
         rectangles, cell_T = rectangle_cells(lengths_N, *rectangle_rows(lengths_N))
         num_cells = sum(rows * width for rows, width in rectangles)
         is_identity = num_cells == len(cell_T) and bool((cell_T == np.arange(len(cell_T))).all())
@@ -52,7 +52,7 @@ class PackedSequences:
     def of_nodes(
         cls, cells: InputCells, device: torch.device, *, ulysses: UlyssesGroup | None = None
     ) -> PackedSequences:
-        """The nodes of a forest as sequences."""
+        """From the cells of a prefix forest, whose nodes are the sequences."""
         packed = cls.of_lengths(cells.length_M, device, ulysses=ulysses)
         has_parents = bool((cells.parent_M >= 0).any())
         return attrs.evolve(packed, shared=SharedPrefixes.of(cells, device)) if has_parents else packed
@@ -60,22 +60,22 @@ class PackedSequences:
 
 @attrs.frozen(eq=False)
 class SharedPrefixes:
-    """What the nodes of a forest see of those before them; and the sequences as they were."""
+    """What the nodes of a forest see of their ancestors; and the original sequences."""
 
     own: AttentionBlocks
-    """Every node's queries, and as many keys."""
+    """One block per node: its queries and its keys."""
     before: AttentionBlocks
-    """The queries of a node's children, and the keys of the node and of all before it."""
+    """One block per node with children: the queries of the children; the keys of the node and all its ancestors."""
     query_Q: Tensor
-    """int64, the stream's rows that see something before their own node."""
+    """int64, the stream's rows whose nodes have ancestors."""
     key_K: Tensor
-    """int64, the rows that they see, once per block."""
+    """int64, the rows that these see, once per block."""
     sequences: PackedSequences
-    """Every sequence from its first token on, with what it shares."""
+    """Every sequence in full, including its shared prefix."""
     row_T: Tensor
     """int64, the stream's row of each token of `sequences`."""
     token_C: Tensor
-    """int64, for each of the stream's rows a token of `sequences`."""
+    """int64, for each row of the stream, a token of `sequences` that it holds."""
 
     @classmethod
     def of(cls, cells: InputCells, device: torch.device) -> SharedPrefixes:
@@ -99,7 +99,8 @@ class SharedPrefixes:
 
 @attrs.frozen(eq=False)
 class AttentionBlocks:
-    """Blocks of queries that see a block of keys each, end to end, and the rectangles they are computed in."""
+    """Blocks of queries, concatenated, each of which sees one block of keys; and the rectangles in which attention is
+    computed."""
 
     query_offsets: Tensor
     """int32 [B+1]"""
@@ -108,22 +109,22 @@ class AttentionBlocks:
     most_queries: int
     most_keys: int
     rectangles: tuple[tuple[int, int, int], ...]
-    """(rows, queries of a row, keys of a row)"""
+    """(rows, queries per row, keys per row)"""
     query_slot_Q: Tensor
-    """int64, each query's place in the rectangles, end to end."""
+    """int64, the index of each query in the concatenated rectangles."""
     key_slot_K: Tensor
 
     @property
     def num_query_slots(self) -> int:
-        """Queries with their padding."""
+        """Number of queries including padding."""
         return sum(rows * queries for rows, queries, _ in self.rectangles)
 
     @classmethod
     def of(
         cls, query_length_B: IntArray, key_length_B: IntArray, device: torch.device, *, pads_keys: bool = False
     ) -> AttentionBlocks:
-        """Puts blocks of a similar number of queries into one rectangle, and unless keys may be padded, as they may
-        under a causal mask, of as many keys."""
+        """Puts blocks with similar numbers of queries into one rectangle. Unless `pads_keys`, they must also have equal
+        numbers of keys; padded keys are allowed only under a causal mask."""
         rows = rectangle_rows(query_length_B, None if pads_keys else key_length_B)
         query_shapes, query_slot_Q = rectangle_cells(query_length_B, *rows)
         key_shapes, key_slot_K = rectangle_cells(key_length_B, *rows)

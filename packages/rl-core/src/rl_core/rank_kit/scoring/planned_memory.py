@@ -1,4 +1,4 @@
-"""What plans of Hugging Face models count alike, whatever shards them."""
+"""The parts of memory plans for Hugging Face models that do not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.rank_kit.scoring.token_scorer import Scorer
 
 
 def units_of(scorer: Scorer) -> list[list[nn.Parameter]]:
-    """The parameters of each decoder layer, last those outside of all layers."""
+    """The parameters of each decoder layer; last, those outside the layers."""
     layers = [list(layer.parameters()) for layer in decoder_layers(scorer)]
     inside = {id(parameter) for layer in layers for parameter in layer}
     return [*layers, [parameter for parameter in scorer.parameters() if id(parameter) not in inside]]
@@ -20,21 +20,21 @@ def units_of(scorer: Scorer) -> list[list[nn.Parameter]]:
 
 @attrs.frozen(kw_only=True)
 class ActivationBytes:
-    """What one micro-batch keeps on a rank at the moments that can be its fullest. Each was found by rehearsals
-    (`rl rehearse`), which run transformers' code and say what exists when."""
+    """Memory of one micro-batch on a rank at the moments that may be the peak. The formulas come from rehearsals
+    (`rl rehearse`), which run transformers' code and record what exists at each moment."""
 
     num_layers: int
     hidden: float
-    """The states between two layers."""
+    """Hidden states between two layers."""
     inputs: float
-    """What a layer keeps until backward: its input where it is computed again, with selective checkpointing the results
-    of its products too, else all of `kept`."""
+    """What one layer keeps until backward. With recomputation: its input; with selective checkpointing also the results
+    of its matrix products; without: all of `kept`."""
     kept: float
     """What the largest layer keeps while it is computed with gradients."""
     passing: float
-    """Gradients that are there beside it when its backward is fullest."""
+    """Gradients that exist in addition to `kept` at the peak of the layer's backward."""
     after_layers: float
-    """Of the last norm and the scored rows: a float32 copy of its input, its results, their gradient."""
+    """The last norm and the scored rows: a float32 copy of the norm's input, its results, their gradient."""
     logits: float
 
     @classmethod
@@ -52,7 +52,7 @@ class ActivationBytes:
             kept=kept,
             passing=tokens * size * max(_backward_elements(shape, layer) for layer in layers),
             after_layers=hidden * (6 if spec.bf16 and spec.role != "critic" else 4),
-            # In float32, and in the dtype of the products if that differs.
+            # In float32, and in the dtype of matrix products if that differs.
             logits=0 if spec.role == "critic" else rows * shape.vocab_size * (4 + (2 if spec.bf16 else 0)),
         )
 
@@ -86,7 +86,7 @@ def _kept_until_backward(spec: WorkerSpec, shape: ModelShape, tokens: float, *, 
 
 
 def _product_elements(shape: ModelShape, layer: int) -> float:
-    """Elements per token that matrix products and attention of one layer result in."""
+    """Elements per token in the results of one layer's matrix products and attention."""
     if shape.latent is not None:
         latent, heads = shape.latent, shape.num_heads
         query = heads * (latent.qk_head_dim + latent.qk_rope_head_dim)
@@ -103,8 +103,8 @@ def _product_elements(shape: ModelShape, layer: int) -> float:
 
 
 def _kept_elements(shape: ModelShape, layer: int, *, in_bf16: bool) -> float:
-    """Elements per token that transformers' code of one layer keeps from forward to backward, in units of the dtype
-    that is computed in. An RMS norm keeps its normalised and scaled outputs, in bfloat16 its input in float32 too."""
+    """Elements per token that transformers' code of one layer keeps from forward to backward, in units of the compute
+    dtype. An RMS norm keeps its normalised and scaled outputs, and in bfloat16 also its input in float32."""
     copy = 2 if in_bf16 else 0
     norms = 2 * (copy + 2) * shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -120,7 +120,7 @@ def _kept_elements(shape: ModelShape, layer: int, *, in_bf16: bool) -> float:
 
 
 def _backward_elements(shape: ModelShape, layer: int) -> float:
-    """Elements per token of gradients that are there beside all that one layer keeps, when its backward is fullest."""
+    """Elements per token of the gradients that exist at the peak of one layer's backward, besides what it keeps."""
     if layer not in shape.moe_layers:
         return 2 * shape.ffn_hidden_size
     return 3 * shape.experts_per_token * shape.hidden_size

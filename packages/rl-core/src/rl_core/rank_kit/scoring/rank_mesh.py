@@ -1,4 +1,4 @@
-"""The ranks of one model as torch sees them: their process group, and the part of it that splits sequences."""
+"""The ranks of one model in torch: their process group, and the subgroup that splits sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_core.rank_kit.process_group import COLLECTIVE_TIMEOUT, join_process_grou
 
 @attrs.frozen(kw_only=True, eq=False)
 class UlyssesGroup:
-    """Ranks that each hold an even slice of a micro-batch's tokens, and inside attention an even part of the heads."""
+    """Ranks that each hold an equal slice of a micro-batch's tokens and, in attention, an equal part of the heads."""
 
     rank: int
     size: int
@@ -24,7 +24,7 @@ class UlyssesGroup:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankMesh:
-    """What one of several ranks knows of all of them."""
+    """One rank's view of all ranks of its model."""
 
     rank: int
     mesh: Mesh
@@ -32,18 +32,18 @@ class RankMesh:
     ulysses: UlyssesGroup | None
     """None: sequences are not split."""
     made_process_group: bool
-    """False where another model's ranks made it, and end it."""
+    """Whether this object created the process group. False: another model's ranks did, and will destroy it."""
 
     @classmethod
     def join(cls, info: RankInfo, device: torch.device, mesh: Mesh) -> RankMesh:
-        """Waits for all ranks.
+        """Joins the process group. Waits for all ranks.
 
         Args:
-            info: where they meet.
-            device: of this rank.
-            mesh: how they split a batch.
+            info: this rank's place, and the address at which ranks meet.
+            device: this rank's device.
+            mesh: the mesh of the ranks.
         """
-        # Two models of one rank each may stand in one process; ranks of several have a process of their own.
+        # Two models with one rank each may be in the same process. With several ranks, each rank has its own process.
         is_new = not dist.is_initialized()
         if is_new:
             join_process_group(info, device)
@@ -53,22 +53,22 @@ class RankMesh:
 
     @property
     def is_first(self) -> bool:
-        """This rank reads the model and hands weights out."""
+        """Whether this is rank 0, which reads the model and sends weights."""
         return self.rank == 0
 
     @property
     def returns_results(self) -> bool:
-        """The controller reads the scores of this rank."""
+        """Whether the controller reads this rank's scores."""
         return self.mesh.returns_results(self.rank)
 
     def leave(self) -> None:
-        """Ends this rank's part of the process group."""
+        """Destroys the process group on this rank, if this object created it."""
         if self.made_process_group:
             dist.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, gathered by all ranks together; others as they are."""
+    """The full tensor of a DTensor; collective. Other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -76,7 +76,7 @@ def _ulysses_group(rank: int, mesh: Mesh) -> UlyssesGroup | None:
     if mesh.sequence == 1:
         return None
     own = None
-    for members in mesh.groups("sequence"):  # every rank takes part in making every group, in the same order
+    for members in mesh.groups("sequence"):  # collective: every rank creates every group, in the same order
         group = dist.new_group(members, timeout=COLLECTIVE_TIMEOUT)
         if rank in members:
             assert isinstance(group, dist.ProcessGroup)

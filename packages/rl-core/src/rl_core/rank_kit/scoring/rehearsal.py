@@ -1,8 +1,8 @@
-"""One rank's step on tensors without data: the worker's own code, alone, with what its tensors would take.
+"""Runs one rank's step with the worker's own code on tensors without data, to measure their memory.
 
-What lies on a rank's device is a `FakeTensor`: shapes and dtypes without numbers. A batch, its layout and whatever else
-a rank keeps in host memory are real. Collectives do nothing (torch's process group `fake`), so what one rank says is
-taken for what all say.
+Tensors on the rank's device are `FakeTensor`s: shapes and dtypes without values. The batch, its layout and everything
+else in host memory are real. Collectives do nothing (torch's process group `fake`), so this rank's values count as
+those of all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rl_core.rank_kit.scoring.worker import ScoringWorker
 from rl_core.rank_kit.worker_specs import SECTIONS
 
 _DEVICE = torch.device("cpu")
-"""A build of torch without CUDA has no handle of its devices, which FSDP asks for."""
+"""Not CUDA: FSDP asks for a device handle, which a torch build without CUDA does not have."""
 
 
 def rehearse(
@@ -47,24 +47,24 @@ def rehearse(
     *,
     section: str,
 ) -> tuple[RehearsedPhase, ...]:
-    """What the first rank takes, which holds most where parts are uneven.
+    """Peak memory of the first rank, which has the largest part if the parts are uneven.
 
     Args:
         spec: the model; of its files, only `config.json` is read.
-        mesh: of all ranks.
-        shard: as of `start.start_shards`.
+        mesh: the mesh of all ranks.
+        shard: as in `start.start_shards`.
         batch: the rank's sequences, with the columns that the loss reads.
         plan: its micro-batches.
         loss: what is minimised; None: the batch is scored.
         section: the backend's section of the configuration, for messages.
 
     Returns:
-        `train` and `step`, as after a first step (the optimizer has its state); or `score`.
+        The phases `train` and `step`, as in a step after the first (with optimizer state); or `score`.
 
     Raises:
         ConfigError: the model cannot be built or sharded.
     """
-    # The batch stands for the fullest one, in which no two sequences have anything in common.
+    # The batch stands for the largest one, in which no two sequences share a prefix.
     spec = attrs.evolve(spec, share_prefixes=False)
     fake_mode = _FakeDevice(allow_non_fake_inputs=True)
     with _rank_alone(mesh.world_size):
@@ -89,7 +89,7 @@ def _trained(
     worker: ScoringWorker, shards: Shards, tracker: MemoryTracker, batch: Batch, plan: Plan, loss: LossSpec
 ) -> tuple[RehearsedPhase, ...]:
     parameters = list(worker.scorer.parameters())
-    state = shards.state(with_optimizer=True)  # the optimizer's too is made by this
+    state = shards.state(with_optimizer=True)  # this also creates the optimizer's state
     tracker.name([tensor for name, tensor in state.items() if name.startswith("optimizer/")], "optimizer")
     tracker.name([*parameters, *worker.scorer.buffers()], "parameters")
     del state
@@ -110,7 +110,8 @@ def _shards(
     fake_mode: FakeTensorMode,
     section: str,
 ) -> Shards:
-    """As `start.start_shards`, of a model without weights: nothing is tried, as there are no numbers to compare."""
+    """Like `start.start_shards`, for a model without weights. Makes no checks, because there are no values to
+    compare."""
     scorer = load_scorer(spec, torch.device("meta"))
     if ranks.ulysses is not None:
         num_heads = scorer.model.config.get_text_config().num_attention_heads
@@ -140,7 +141,7 @@ def _fake_of(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
 
 
 class _FakeDevice(FakeTensorMode):
-    """A number that the host reads from its tensors is 1: a finite norm, a loss."""
+    """Fake mode in which every value that the host reads from a tensor (a norm, a loss) is 1, hence finite."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -150,7 +151,8 @@ class _FakeDevice(FakeTensorMode):
 
 
 class _FakeShards:
-    """Of `Shards`, what a step asks of it. On the device all is fake, what is made there without an input too."""
+    """The part of `Shards` that a step uses. All tensors on the device are fake, including those created without an
+    input."""
 
     def __init__(self, shards: Shards, fake_mode: FakeTensorMode):
         self._shards = shards
@@ -173,12 +175,12 @@ class _FakeShards:
         return self._shards.has_gradients()
 
     def step(self, settings: StepSettings) -> float:
-        # Not inside the mode: DTensor works shapes out on whole fake tensors of its own, which are nobody's memory.
+        # Outside the mode: DTensor infers shapes with its own whole fake tensors, which must not count as memory.
         return self._shards.step(settings)
 
 
 def _on_device(value: Any, fake_mode: FakeTensorMode) -> Any:
-    """A record whose tensors are on the rank's device."""
+    """A copy of a record whose tensors are fake ones on the rank's device."""
     if isinstance(value, Tensor):
         return value if isinstance(value, FakeTensor) else fake_mode.from_tensor(value)
     if attrs.has(type(value)):

@@ -1,7 +1,7 @@
 """Router replay (R3, Ma et al. 2025, arXiv 2510.11370): the policy's tokens go to the experts that the engine chose.
 
-What is replaced is the choice alone (`rl_core.rank_kit.expert_choices`): the weights of the chosen experts come from
-the router's scores of now, and gradients flow through them.
+Only the choice is replaced (`rl_core.rank_kit.expert_choices`). The weights of the chosen experts come from the
+router's current scores, and gradients flow through them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_core.rank_kit.scoring.micro_batch import ModelInput, Routes, predicting_
 
 
 def follow(choices: ExpertChoices, routes: Routes | None) -> None:
-    """Sets the routes of the next forward and of its recomputation."""
+    """Sets the routes of the next forward pass and of its recomputation."""
     if routes is None:
         choices.follow(None, None)
     else:
@@ -28,13 +28,13 @@ def follow(choices: ExpertChoices, routes: Routes | None) -> None:
 def require_followed_routes(
     model: PreTrainedModel, choices: ExpertChoices, inputs: ModelInput, compute_dtype: torch.dtype, key: str
 ) -> None:
-    """Sends a few tokens to experts that the model would not choose, and looks at what its experts are given.
+    """Sends a few tokens to experts that the model would not choose, and checks the inputs of its experts.
 
-    It finds models that choose in another way than is replaced, and those that give nothing to experts outside of the
-    groups that they choose first.
+    This detects models that choose experts in a way that `ExpertChoices` does not replace, and models that give weight
+    0 to experts outside the groups that they choose first.
 
     Raises:
-        ConfigError: the experts are others, or some have no weight.
+        ConfigError: other experts were used, or some have weight 0.
     """
     shape, num_cells = choices.shape, inputs.tokens_BL.numel()
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def require_followed_routes(
 
 
 def _is_followed(arguments: tuple[Any, ...], sent_CK: Tensor) -> bool:
-    """Experts are called with hidden states, indices and weights."""
+    """Whether experts, which are called with hidden states, indices and weights, got the sent indices."""
     if len(arguments) != 3 or arguments[1].shape != sent_CK.shape:
         return False
     return torch.equal(arguments[1], sent_CK) and bool((arguments[2] != 0).all())

@@ -1,4 +1,4 @@
-"""What a worker asks of the parameters it holds, whole or sharded, without knowing which."""
+"""The interface between a worker and its parameters, which may be whole or sharded."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from rl_core.rank_kit.scoring.token_scorer import Scorer
 
 
 class Shards(Protocol):
-    """One rank's part of a scorer and of its optimizer. All methods are collective: every rank calls them in the same
-    order."""
+    """One rank's part of a scorer and of its optimizer. All methods are collective: all ranks must call them in the
+    same order."""
 
     scorer: Scorer
     module: nn.Module
-    """What is called in place of the scorer: the wrapper that gathers its parameters, or the scorer itself."""
+    """Called instead of the scorer: the wrapper that gathers its parameters, or the scorer itself."""
     optimizer: Any
-    """None for a model that is never trained."""
+    """The optimizer; None if the model is never trained."""
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of the sum over all ranks of `loss`."""
+        """Adds the gradient of `loss` summed over all ranks."""
         ...
 
     def let_go(self) -> None:
-        """Frees what scoring has gathered."""
+        """Frees parameters that scoring has gathered."""
         ...
 
     def has_gradients(self) -> bool:
-        """`backward` was called since the last step."""
+        """Whether `backward` was called since the last step."""
         ...
 
     def step(self, settings: StepSettings) -> float:
-        """Scales and clips the gradients, steps, and clears them; the global L2 norm before clipping.
+        """Scales and clips the gradients, takes a step, and clears them. Returns the global L2 norm before clipping.
 
-        Where that is not finite, all but the last is left out.
+        If the norm is not finite, it only clears the gradients.
         """
         ...
 
@@ -47,7 +47,7 @@ class Shards(Protocol):
         ...
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under Hugging Face names in the dtype that is computed in, whole, a few at a time."""
+        """Yields all whole weights under Hugging Face names in the compute dtype; only a few exist at a time."""
         ...
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -55,34 +55,34 @@ class Shards(Protocol):
         ...
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """The adapters under peft's names, whole; None: in the dtype they are trained in."""
+        """Yields the whole adapters under peft's names, in `dtype`; None: in the dtype in which they are trained."""
         ...
 
     def head(self) -> dict[str, Tensor]:
-        """A critic's whole head, by the names in a model's files."""
+        """A critic's whole head, with the names in a model's files."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole, under Hugging Face names, on the CPU; zeros where there is none."""
+        """Whole gradients under Hugging Face names, on the CPU; zeros for parameters without a gradient."""
         ...
 
     def state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """`model/<name>` and `optimizer/<name>/<moment>`: tensors, or what torch's distributed format takes for one."""
+        """`model/<name>` and `optimizer/<name>/<moment>` → tensor, or an object that torch's distributed checkpoint
+        format accepts as one."""
         ...
 
     def take(self, state: Mapping[str, Any], *, with_optimizer: bool, steps_done: int) -> None:
-        """Continues with what was read into `state`, after so many optimizer steps."""
+        """Loads `state`, as after `steps_done` optimizer steps."""
         ...
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of every trained parameter, to be changed in place."""
+        """This rank's piece of every trained parameter; the caller may change them in place."""
         ...
 
     def take_pieces(self) -> None:
-        """Continues with what `pieces` are now."""
+        """Called after `pieces` were changed in place: updates everything that is derived from them."""
         ...
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
-        """To `device`: parameters with their gradients, and the optimizer's state. Only where there is an
-        accelerator."""
+        """Moves parameters (with their gradients) and optimizer state to `device`. Called only with an accelerator."""
         ...

@@ -1,10 +1,10 @@
-"""Attention over a forest: every token sees its own node up to itself, and all nodes before it, each computed once.
+"""Attention over a prefix forest: a token sees its own node up to itself and all ancestor nodes, each computed once.
 
-The two parts are two calls of a flash attention kernel: (own queries, own keys) under a causal mask, and (queries of a
-node's children, keys of the node and of all before it) without one. A kernel also returns the logarithm of the
-softmax's denominator, by which the parts are merged. Its backward needs the output and that logarithm of the whole
-softmax only, so it gives each part's share of the gradient exactly. Ring attention does the same over devices (Liu et
-al. 2023, arXiv 2310.01889), and Hydragen for generation (Juravsky et al. 2024, arXiv 2402.05099).
+It consists of two calls of a flash attention kernel: (own queries, own keys) with a causal mask, and (queries of a
+node's children, keys of the node and its ancestors) without one. The kernel also returns the logarithm of the softmax's
+denominator, with which the two outputs are merged. The kernel's backward needs only output and log-denominator of the
+whole softmax, so it gives the exact gradient of each part. Ring attention does the same over devices (Liu et al. 2023,
+arXiv 2310.01889), and Hydragen for generation (Juravsky et al. 2024, arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _aten: Any = torch.ops.aten
 def shared_attention(
     query_CHD: Tensor, key_CKD: Tensor, value_CKD: Tensor, shared: SharedPrefixes, scaling: float | None
 ) -> Tensor | None:
-    """Attention of a forest's C cells, as [C, H, D]; None where no kernel does it for such tensors.
+    """Attention of a forest's C cells, [C, H, D]; None if no kernel supports such tensors.
 
     Args:
-        query_CHD, key_CKD, value_CKD: of all cells; key and value may have fewer heads.
+        query_CHD, key_CKD, value_CKD: for all cells; key and value may have fewer heads.
         shared: the nodes, and what they see.
-        scaling: factor of query · key; None is D ** −0.5.
+        scaling: factor of query · key; None: D ** −0.5.
     """
     kernel = _kernel_for(query_CHD, key_CKD, value_CKD)
     if kernel is None:
@@ -58,7 +58,7 @@ class _SharedAttention(torch.autograd.Function):
         merged_lse = torch.logaddexp(own_lse, prefix_lse)
         merged = output[rows] * (own_lse - merged_lse).exp()[..., None]
         merged += prefix_output * (prefix_lse - merged_lse).exp()[..., None]
-        # New tensors: selective checkpointing keeps what a kernel has returned, for the layer's second computation.
+        # Out of place: selective checkpointing keeps the kernel's results for the recomputation of the layer.
         output = output.index_copy(0, rows, merged.to(output.dtype))
         lse = lse.index_copy(0, rows, merged_lse)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -87,7 +87,7 @@ class _Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: AttentionBlocks, causal: bool, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [Q, H, D], and the log of the softmax's denominator [Q, H] in float32 or float64."""
+        """Output [Q, H, D], and log of the softmax's denominator [Q, H] in float32 or float64."""
         ...
 
     def backward(
@@ -107,7 +107,7 @@ class _Kernel(Protocol):
 
 
 class _Rectangles:
-    """torch's flash attention for CPUs."""
+    """torch's flash attention for CPUs, on padded rectangles."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: AttentionBlocks, causal: bool, scale: float | None
@@ -132,7 +132,7 @@ class _Rectangles:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts: list[tuple[Tensor, ...]] = []
-        # exp(score − lse) has to be 0 at padding: its denominator is infinite.
+        # exp(score − lse) must be 0 at padding, so the log-denominator there is infinite.
         padded_lse = lse.new_full((blocks.num_query_slots, lse.shape[1]), torch.inf)
         padded_lse.index_copy_(0, blocks.query_slot_Q, lse)
         lses = padded_lse.split([rows * queries for rows, queries, _ in blocks.rectangles])
@@ -148,7 +148,7 @@ class _Rectangles:
 
 
 class _Varlen:
-    """torch's flash attention for sequences end to end, on CUDA in half precision."""
+    """torch's flash attention for concatenated sequences, on CUDA in half precision."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: AttentionBlocks, causal: bool, scale: float | None
@@ -180,7 +180,7 @@ class _Varlen:
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Without dropout the random state is read by nobody.
+        # Without dropout the random state is not read.
         unused = torch.empty(0, dtype=torch.int64, device=query.device)
         return _aten._flash_attention_backward(
             grad.contiguous(),
@@ -213,7 +213,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
 def _in_rectangles(
     blocks: AttentionBlocks, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """For each rectangle [rows, heads, queries or keys, D] of each tensor, zeros where it is padded."""
+    """For each rectangle, all tensors as [rows, heads, queries or keys, D], padded with zeros."""
     num_keys = sum(rows * width for rows, _, width in blocks.rectangles)
     placed = [
         *(_placed(tensor, blocks.query_slot_Q, blocks.num_query_slots) for tensor in queries),

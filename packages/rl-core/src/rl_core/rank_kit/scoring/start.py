@@ -1,4 +1,4 @@
-"""From a model on disk to the shards of every rank, and the proof that they compute what the model does."""
+"""From a model on disk to the shards of every rank, and the check that they compute what the model does."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def start_shards(
     routes_key: str | None,
     keeps_float32: bool = True,
 ) -> Shards:
-    """Rank 0 reads the model and tries it; the others make its structure without memory and get their shards.
+    """Rank 0 loads and checks the model; the others build its structure without memory and receive their shards.
 
     Args:
-        spec: what to load.
-        ranks: all of them.
-        shard: makes every rank's scorer hold its part of rank 0's weights; collective.
+        spec: the model to load.
+        ranks: all ranks of the model.
+        shard: gives every rank's scorer its part of rank 0's weights; collective.
         section: the backend's section of the configuration, for messages.
         routes_key: see `load_scorer`.
         keeps_float32: see `load_scorer`.
 
     Raises:
-        ConfigError: there is no such model, its code cannot do what is asked, or sharding changes what it computes. On
-            all ranks alike.
+        ConfigError: the model does not exist, its code lacks a needed ability, or sharding changes its results. Raised
+            on all ranks.
     """
     where = SECTIONS[spec.role]
     device = torch.device("cpu" if ranks.is_first else "meta")

@@ -1,7 +1,7 @@
-"""State of a worker on disk: named tensors in torch's distributed format, which any number of ranks reads.
+"""State of a worker on disk: named tensors in torch's distributed checkpoint format, readable by any number of ranks.
 
-Every rank writes its shards to a file of its own; `state.json`, written last, lists the files, their sizes and
-checksums. Reading checks all that before it changes anything.
+Every rank writes its shards to its own file. `state.json`, written last, lists the files with sizes and checksums.
+Reading checks all files before it changes anything.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _INDEX = ".metadata"
 
 
 def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None) -> None:
-    """Writes tensors, sharded or whole, and the number of optimizer steps behind them. Complete on return.
+    """Writes tensors, sharded or whole, and the number of optimizer steps done. Complete on return.
 
     Raises:
-        CheckpointError: the storage of a rank failed. On all ranks alike.
+        CheckpointError: the storage of any rank failed. Raised on all ranks.
     """
     _expect_one_rank()
     try:
@@ -60,7 +60,7 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
 def start_writing(
     writer: BackgroundWriter, directory: Path, tensors: Mapping[str, Tensor], *, steps_done: int, ranks: RankMesh | None
 ) -> None:
-    """As `write_state`, but returns when the tensors are copied: `writer` knows when all is done."""
+    """Like `write_state`, but returns when the tensors are copied; `writer.is_done` tells when all is written."""
 
     def write() -> Future[Metadata]:
         _expect_one_rank()
@@ -82,16 +82,16 @@ def start_writing(
 
 
 def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMesh | None) -> int:
-    """Fills `tensors` in place with what was saved under their names; returns the optimizer steps behind them.
+    """Fills `tensors` in place with the values saved under their names. Returns the number of optimizer steps done.
 
     Args:
-        directory: as given to `write_state`, by any number of ranks.
-        tensors: sharded in any way, or whole. The state may hold more: an optimizer that is not wanted here.
-        ranks: all read together; None for one rank alone.
+        directory: the argument of `write_state`, called by any number of ranks.
+        tensors: sharded in any way, or whole. The state may contain others, such as an optimizer that is not needed.
+        ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, cut off or changed, or the tensors are not those of this model. The model is
-            as it was.
+        CheckpointError: a file is missing, truncated or changed, or the tensors are not those of this model. `tensors`
+            are then unchanged.
     """
 
     def check() -> int:
@@ -111,8 +111,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
 
 
 def _expect_one_rank() -> None:
-    """torch warns of a single rank even where it is asked for; in the background it does so in a thread of its own, so
-    the filter stays."""
+    """Filters torch's warning about a single rank, which it gives even if asked for one. A background save warns from
+    another thread, so the filter stays installed."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
@@ -136,7 +136,7 @@ def _require_same_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> Non
 
 
 def _described(entry: object) -> str:
-    """Another backend's state may hold what is no tensor."""
+    """Describes an entry of a state; another backend's state may have entries that are not tensors."""
     is_tensor = isinstance(entry, TensorStorageMetadata)
     return _in_words(entry.properties.dtype, entry.size) if is_tensor else "no tensor"
 

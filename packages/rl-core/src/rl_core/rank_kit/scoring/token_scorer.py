@@ -31,8 +31,8 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 class TokenScorer(nn.Module):
     """Log-probs and entropies of tokens from a causal language model.
 
-    The output layer's weight is used inside `forward`, so a sharding wrapper around this module gathers it too.
-    The model stays in evaluation mode: dropout would make log-probs differ from those the engine sampled with.
+    The output layer's weight is used inside `forward`, so that a sharding wrapper around this module gathers it too.
+    The model stays in evaluation mode, because dropout would change log-probs relative to the engine's.
     """
 
     score_names = ("logprobs", "entropies")
@@ -44,18 +44,18 @@ class TokenScorer(nn.Module):
         self.compute_dtype = compute_dtype
         self.hidden_scale = _hidden_scale(model.config)
         self.choices: ExpertChoices | None = None
-        """Set for a model whose routers follow a batch's routes."""
+        """Set if the model's routers follow a batch's routes."""
 
     def forward(self, inputs: ModelInput, *, temperature: float, with_entropy: bool = True) -> tuple[Tensor, ...]:
-        """Scores every token that has a token before it.
+        """Scores the tokens that `inputs` selects.
 
         Args:
             inputs: a micro-batch.
             temperature: > 0, divides the logits.
-            with_entropy: whether entropies are wanted.
+            with_entropy: whether to compute entropies.
 
         Returns:
-            Log-probs [S] and, where they are wanted, entropies [S], float32 (float64 for a float64 model).
+            Log-probs [S] and, if computed, entropies [S]; float32 (float64 for a float64 model).
         """
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
@@ -76,7 +76,7 @@ class TokenScorer(nn.Module):
         return (logprobs_S,) if entropies_S is None else (logprobs_S, entropies_S)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that a state holds: all, or of a model with adapters these."""
+        """The parameters in a saved state: all, or only the adapters if the model has any."""
         return state_weights(self.model)
 
     def exported_weights(self, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
@@ -90,20 +90,20 @@ Scorer = TokenScorer | ValueScorer
 def load_scorer(
     spec: WorkerSpec, device: torch.device, *, routes_key: str | None = None, keeps_float32: bool = True
 ) -> Scorer:
-    """Loads the model of `spec`, for training or (without an optimizer) frozen; the critic's with a value head.
+    """Loads the model of `spec`, for training or (without an optimizer) frozen; a critic gets a value head.
 
-    Parameters are float32 where they are trained or computed with, else bfloat16; float64 throughout for a checkpoint
-    stored in float64.
+    Parameters are float32 if they are trained or if float32 is the compute dtype, else bfloat16. They are float64 for a
+    checkpoint stored in float64.
 
     Args:
-        spec: what to load.
-        device: where to. On `meta` it has the same structure without memory, and nothing is checked.
-        routes_key: the key that asks for router replay, for messages; None: every token goes its own way.
-        keeps_float32: what is trained is float32 also where bfloat16 is computed in; False: what shards it keeps a
-            float32 copy of it.
+        spec: the model to load.
+        device: its device. On `meta` it has the same structure without memory, and nothing is checked.
+        routes_key: the key that enables router replay, for messages; None: routers make their own choices.
+        keeps_float32: trained parameters are float32 even if the compute dtype is bfloat16. False: they have the
+            compute dtype, and the sharding code keeps a float32 copy.
 
     Raises:
-        ConfigError: there is no such model, or its code cannot do what is asked.
+        ConfigError: the model does not exist, or its code lacks a needed ability.
     """
     path, where, is_trained = spec.model.path, SECTIONS[spec.role], spec.optimizer is not None
     assert path is not None
@@ -148,7 +148,7 @@ def load_scorer(
     if spec.gradient_checkpointing and is_trained:
         recompute_layers(model, spec.gradient_checkpointing, where)
     if not keeps_float32:
-        # Adapters and heads too; buffers, as rotary frequencies, stay what they are.
+        # Includes adapters and heads. Buffers, such as rotary frequencies, keep their dtype.
         for weight in scorer.parameters():
             weight.data = weight.data.to(compute_dtype)
     return scorer
@@ -165,7 +165,8 @@ def _load_config(path: str, where: str) -> PretrainedConfig:
 
 
 def _hidden_scale(config: PretrainedConfig) -> float:
-    """Cohere multiplies logits by `logit_scale`, Granite divides by `logits_scaling`; the same on hidden states."""
+    """Factor of the hidden states, equivalent to Cohere's `logit_scale` (a factor of logits) and Granite's
+    `logits_scaling` (a divisor of logits)."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -182,9 +183,9 @@ def _require_linear_output(model: PreTrainedModel, where: str) -> None:
 
 
 def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> None:
-    """Proves that the scorer agrees with the model's own logits of each sequence alone.
+    """Requires that the scorer agrees with the model's own logits of each sequence alone.
 
-    It finds, besides what `_require_agreement` names, output layers that are more than a matrix.
+    In addition to what `_require_agreement` detects, this detects output layers that are more than a matrix product.
     """
     _require_agreement(
         scorer.model,
@@ -197,7 +198,7 @@ def _require_same_scores(scorer: TokenScorer, spec: WorkerSpec, where: str) -> N
 
 
 def _require_same_states(model: PreTrainedModel, spec: WorkerSpec, compute_dtype: torch.dtype, where: str) -> None:
-    """Proves that the hidden states, which values are made of, are those of each sequence alone."""
+    """Requires that the hidden states, from which values are computed, equal those of each sequence alone."""
 
     def as_trained(inputs: ModelInput) -> Tensor:
         states_SH = predicting_states(model, inputs, compute_dtype)
@@ -217,10 +218,10 @@ def _require_agreement(
     alone: Callable[[Tensor], Tensor],
     where: str,
 ) -> None:
-    """Compares what training computes of two short sequences with what the model's own code makes of each alone.
+    """Compares training's results for two short sequences with those of the model's own code for each alone.
 
-    It finds layers that look across packed sequences (state-space, convolution) and attention that takes no bounds.
-    Leaves the model with the attention that training needs.
+    This detects layers that mix packed sequences (state-space, convolution) and attention that ignores their bounds.
+    Afterwards the model has the attention that training needs.
     """
     name, sequences = type(model).__name__, _two_token_sequences(model, spec)
     inputs = two_sequences(model, spec, model.device)
@@ -244,8 +245,8 @@ def _require_agreement(
 
 
 def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, message: str, remedy: str) -> None:
-    """Raises ConfigError with both texts unless scores agree as far as `compute_dtype` lets them."""
-    # Log-probs of a random model all lie near −log V: what tells one token from another is their spread.
+    """Raises ConfigError with `message` and `remedy` unless scores agree within the accuracy of `compute_dtype`."""
+    # Log-probs of a random model are all near −log V, so differences are measured relative to their spread.
     spread = (expected - expected.mean()).norm().clamp(min=1e-3)
     error = ((found - expected).norm() / spread).item()
     limit = 0.1 if compute_dtype == torch.bfloat16 else 1e-3
@@ -254,7 +255,7 @@ def require_close(found: Tensor, expected: Tensor, compute_dtype: torch.dtype, m
 
 
 def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tensor]:
-    """Of 7 and 5 tokens; where prefixes are shared, after 20 that both begin with."""
+    """Two sequences of 7 and 5 tokens; if prefixes are shared, after a common prefix of 20 tokens."""
     generator = torch.Generator().manual_seed(0)
     start_T, *ends = (torch.randint(model.config.vocab_size, (n,), generator=generator) for n in (20, 7, 5))
     return [torch.cat([start_T, end_T]) if spec.share_prefixes else end_T for end_T in ends]
@@ -263,7 +264,7 @@ def _two_token_sequences(model: PreTrainedModel, spec: WorkerSpec) -> list[Tenso
 def two_sequences(
     model: PreTrainedModel, spec: WorkerSpec, device: torch.device, *, ulysses: UlyssesGroup | None = None
 ) -> ModelInput:
-    """A few tokens, the same on every rank, to try a model on."""
+    """The model input of two short sequences, the same on every rank, for checking a model."""
     batch = Batch.from_sequences([{"tokens": tokens_T} for tokens_T in _two_token_sequences(model, spec)])
     return model_input(
         batch,

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509).
 
-Every rank of a group holds an even slice of the tokens and runs all layers on it. In front of attention an all-to-all
-trades tokens for heads, so that a rank attends in whole sequences with its part of the heads; behind it another one
-trades back. Log-probs are put together again over the group; their gradient goes back to the own slice only, and the
-ranks' parameter gradients add up to the whole.
+Every rank of a group holds an equal slice of the tokens and runs all layers on it. Before attention, an all-to-all
+exchanges tokens for heads, so that a rank computes attention over whole sequences for its part of the heads. After
+attention, another one exchanges back. Log-probs are gathered over the group. Their gradient flows only to a rank's own
+slice, and the parameter gradients of the ranks sum to the whole gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_core.rank_kit.scoring.rank_mesh import UlyssesGroup
 
 
 def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
-    """Raises ConfigError unless every rank gets as many query heads."""
+    """Raises ConfigError unless all ranks get the same number of query heads."""
     if num_heads % group.size:
         fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ConfigError(
@@ -32,7 +32,7 @@ def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
 def heads_for_tokens(tensor: Tensor, group: UlyssesGroup) -> Tensor:
     """[B, heads, L / size, D] of this rank's tokens to [B, heads / size, L, D] of its heads.
 
-    Key/value heads that are fewer than the ranks, or not a multiple of them, are repeated as often as it takes.
+    If the number of key/value heads is not a multiple of the number of ranks, they are repeated until it is.
     """
     num_heads = tensor.shape[1]
     repeats = math.lcm(num_heads, group.size) // num_heads
@@ -45,8 +45,8 @@ def tokens_for_heads(tensor: Tensor, group: UlyssesGroup) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor, group: UlyssesGroup) -> Tensor:
-    """The sum over the group, on every rank. The gradient is that of this rank's share alone: every rank computes the
-    same loss from the sum, and each sends it back through what it added."""
+    """The sum over the group, on every rank. Backward is the identity: every rank computes the same loss from the sum,
+    and backpropagates only through its own summand."""
     return _SumOverRanks.apply(tensor, group)  # pyright: ignore[reportReturnType]
 
 
@@ -55,7 +55,7 @@ def _exchange(tensor: Tensor, split: int, join: int, group: UlyssesGroup) -> Ten
 
 
 def _all_to_all(tensor: Tensor, split: int, join: int, group: UlyssesGroup) -> Tensor:
-    # gloo corrupts chunks that are not contiguous; a stack copies them.
+    # gloo corrupts chunks that are not contiguous; stacking copies them.
     sent = torch.stack(tensor.chunk(group.size, split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.group)

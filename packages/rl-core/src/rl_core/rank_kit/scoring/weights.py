@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained and saved, which tensors are sent, and under which names."""
+"""Selects the parameters of a model that are saved and the tensors that are sent, and their names."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from rl_core.rank_kit.scoring.rank_mesh import whole
 
 
 def state_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a state holds, under the names of the model's own code: the adapters, where there are any, else all
-    parameters; a tied weight comes once."""
+    """The parameters in a saved state, under the names in the model's code: the adapters if there are any, else all
+    parameters. A tied weight appears once."""
     return adapter_weights(model) if has_adapters(model) else model.named_parameters()
 
 
 def exported_weights(
     model: PreTrainedModel, dtype: torch.dtype, making: Making = as_they_are
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model under the names of a Hugging Face checkpoint, adapters merged; a tied weight comes once.
+    """The whole model under the names of a Hugging Face checkpoint, with adapters merged. A tied weight appears once.
 
-    Made one by one, so a consumer decides how many exist at a time.
+    Tensors are created one at a time, so the consumer decides how many exist.
     """
     for name, weight in merged_weights(model, making):
         yield from checkpoint_tensors(model, name, whole(weight.to(dtype)))
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as it stands in a checkpoint: transformers may hold several tensors (experts) as one."""
+    """A parameter as one or several checkpoint tensors: transformers may hold several (experts) in one parameter."""
     yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a saved model holds besides parameters; most have none."""
+    """The buffers that a saved model contains besides parameters; most models have none."""
     return {
-        # FSDP1 puts a module around every sharded one, which has no place in a name.
+        # FSDP1 wraps every sharded module; the wrapper must not appear in names.
         f"{prefix}.{name}".replace("_fsdp_wrapped_module.", ""): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)

@@ -58,19 +58,19 @@ from rl_core.rank_kit.worker_specs import require_model_path, require_optimizer
 
 
 class ScoringWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: one rank, alone
-    or of several.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable` of `rl_core.interfaces`: a single rank
+    or one of several.
 
-    Several ranks run the same micro-batches in the same order, since every layer's parameters are gathered from all;
-    one that has no sequences left computes a shortest one again and leaves its result out.
-    Nothing here is random (the model runs without dropout), so `spec.seed` has nothing to fix.
+    All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
+    without sequences left computes a shortest one again and discards the result. Nothing here is random (the model runs
+    without dropout), so `spec.seed` is not needed.
 
     Args:
-        spec: what was loaded.
-        device: of this rank.
-        ranks: all of them; None for one alone that needs no process group.
-        shards: the model, as this rank holds it.
-        routes_key: the key that asks for router replay, for messages.
+        spec: the spec of the loaded model.
+        device: this rank's device.
+        ranks: all ranks of the model; None for a single rank without a process group.
+        shards: this rank's part of the model.
+        routes_key: the key that enables router replay, for messages.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class ScoringWorker:
 
     @property
     def optimizer(self) -> Any:
-        """None for a model that is not trained."""
+        """The optimizer; None if the model is not trained."""
         return self.shards.optimizer
 
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient; of these, what `returns`
-        names."""
+        """Log-probs and entropies of the stream, or a critic's values, without gradient; only those in `returns` if
+        given."""
         score_names = self.scorer.score_names
         wanted = score_names if returns is None else returns
         require_scores(wanted, score_names, self.spec.role)
@@ -119,7 +119,7 @@ class ScoringWorker:
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of `loss`. Only trained tokens are scored: no loss reads the others."""
+        """Adds the gradient of `loss`. Scores only trained tokens, because no loss reads the others."""
         require_optimizer(self.optimizer, self.spec, "forward_backward")
         self._require_fitting_routes(batch)
         objective = objective_from_spec(loss)
@@ -141,7 +141,8 @@ class ScoringWorker:
         return {**total_metrics(parts), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        """Scales and clips gradients, takes a step, advances the schedule, clears gradients. If a gradient is not
+        finite, it only clears them."""
         require_optimizer(self.optimizer, self.spec, "optim_step")
         config = self.spec.optimizer
         assert config is not None
@@ -155,41 +156,42 @@ class ScoringWorker:
         return OptimizerStep(grad_norm=grad_norm, learning_rate=settings.learning_rate, skipped=not is_finite)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros where none is."""
+        """Accumulated gradients under Hugging Face names, in the parameters' dtype, on the CPU; zeros for parameters
+        without one."""
         return self.shards.gradients()
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
+        """Yields the weights in the compute dtype, gathered one by one and packed lazily; all of them on rank 0."""
         return pack_on_first(self.shards.exported(), max_bucket_bytes, is_first=self._is_first)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The adapter alone, as `export_weights`; in the same dtype, which is the engine's too."""
+        """Like `export_weights`, but only the adapter, in the same dtype, which is also the engine's."""
         tensors = self.shards.adapters(self.scorer.compute_dtype)
         return pack_on_first(tensors, max_bucket_bytes, is_first=self._is_first)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`, or `export_adapter` where the configuration says so."""
+        """Sends `export_weights`, or `export_adapter` if the configuration says so."""
         return publish(self, sender, version, max_bucket_bytes)
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Noise on every trained parameter, until `restore`."""
+        """Adds noise to every trained parameter, until `restore`."""
         self.restore()
         self._perturbation = Perturbation.perturb(self.shards.pieces(), seed=seed, scale=scale)
         self.shards.take_pieces()
 
     def restore(self) -> None:
-        """Takes the noise away again."""
+        """Removes the noise."""
         if self._perturbation is not None:
             self._perturbation.restore(self.shards.pieces())
             self.shards.take_pieces()
             self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights and, of a trained model, optimizer and schedule; every rank its own shards."""
+        """Writes weights and, for a trained model, optimizer and schedule. Every rank writes its own shards."""
         write_state(directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
 
     def start_saving(self, directory: Path) -> None:
-        """As `save_state`, from a copy in CPU memory."""
+        """Like `save_state`, but in the background, from a copy in CPU memory."""
         self.background = self.background or BackgroundWriter(is_alone=self.ranks is None)
         start_writing(self.background, directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
 
@@ -198,7 +200,7 @@ class ScoringWorker:
         return self.background is None or self.background.is_done()
 
     def load_state(self, directory: Path) -> None:
-        """Reads what `save_state` wrote, on any number of ranks; all is checked before anything changes."""
+        """Reads what `save_state` wrote with any number of ranks. Checks everything before it changes anything."""
         state, is_trained = self._state(), self.optimizer is not None
         steps_done = read_state(directory, state, ranks=self.ranks)
         self.shards.take(state, with_optimizer=is_trained, steps_done=steps_done)
@@ -207,9 +209,9 @@ class ScoringWorker:
             self.steps_done = steps_done
 
     def save_model(self, directory: Path) -> None:
-        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so.
+        """Writes model and tokenizer. Weights are in the compute dtype, and `config.json` names it.
 
-        Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
+        Adapters are merged, and also written separately to the folder `adapter`. A critic's head is a separate file.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
         # All that ranks gather together comes before what only the first one writes, and may fail to write.
@@ -231,15 +233,16 @@ class ScoringWorker:
                 save_adapters(model, adapters, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Moves them (parameters with their gradients) to CPU memory; without an accelerator they are there."""
+        """Moves parameters (with their gradients) and optimizer state to CPU memory. Does nothing without an
+        accelerator."""
         self._move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Moves them back."""
+        """Moves them back to the device."""
         self._move(self.device, parameters=parameters, optimizer=optimizer)
 
     def close(self) -> None:
-        """Drops model and optimizer, and leaves the other ranks."""
+        """Drops model and optimizer, and leaves the process group."""
         is_busy = self.background is not None and self.background.is_busy
         was_open = self.__dict__.pop("shards", None) is not None
         self.__dict__.pop("scorer", None)
@@ -271,8 +274,8 @@ class ScoringWorker:
         return dict(zip(names, scores_S, strict=True))
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
-        """Each micro-batch's sequences, and what is computed: without any, one sequence of which no token is trained,
-        because the others wait for this rank in every layer. One rank alone waits for nobody and leaves it out."""
+        """Yields each micro-batch's sequences and the batch to compute. An empty micro-batch computes one sequence
+        without trained tokens, because the other ranks wait for this one in every layer. A single rank skips it."""
         for sequences in plan:
             if len(sequences):
                 yield list(sequences), batch.select(list(sequences))
