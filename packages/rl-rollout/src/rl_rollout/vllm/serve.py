@@ -2,9 +2,9 @@
 
     RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
-It is the server that a run starts itself, with the same configuration: model, dtype, weight transport and the keys of
-vLLM come from there, whichever engine it chooses. FILE has the token that runs show; a server makes it where it is
-missing.
+It is the same server that a run would start, with the same configuration: model, dtype, weight transport and vLLM's
+keys come from there, whichever engine that configuration chooses. FILE has the token that runs must send; the server
+creates the file if it is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENGINE = "generator.inference_engine.backend"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM; the exit code."""
+    """Serves until SIGINT or SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rl_rollout.vllm.serve", description=__doc__)
     parser.add_argument("config", help="a recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
