@@ -26,7 +26,7 @@ def plan_engine(spec: EngineSpec) -> EnginePlan:
     split = tensor * options.data_parallel_size
     shares_experts = options.expert_parallel_size > 1
     experts = {"expert": split if shares_experts else 1, "expert_tensor": 1 if shares_experts else split}
-    # No stage has more layers than the last one, and layers with experts come last.
+    # Counts the last layers: later stages get the full number of layers, and layers with experts come last.
     counts = [shape.layer_parameters(shape.num_layers - 1 - layer, tensor=tensor, **experts) for layer in layers]
     vocabularies = 1 if shape.is_tied or options.pipeline_parallel_size > 1 else 2
     parameters = sum(map(sum, counts)) + shape.hidden_size + vocabularies * shape.vocabulary_parameters(tensor)

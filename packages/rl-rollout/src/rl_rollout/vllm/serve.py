@@ -2,9 +2,9 @@
 
     RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
-It is the same server that a run would start, with the same configuration: model, dtype, weight transport and vLLM's
-keys come from there, whichever engine that configuration chooses. FILE has the token that runs must send; the server
-creates the file if it is missing.
+It is the server that a run starts itself, with the same configuration: model, dtype, weight transport and the keys of
+vLLM come from there, whichever engine it chooses. FILE has the token that runs show; a server makes it where it is
+missing.
 """
 
 from __future__ import annotations
