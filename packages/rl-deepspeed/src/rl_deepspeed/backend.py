@@ -26,13 +26,13 @@ class DeepSpeedBackend:
     options_class: type = DeepSpeedOptions
 
     def mesh(self, options: DeepSpeedOptions, world_size: int) -> Mesh:
-        """Ulysses ranks are neighbours; the rest is data parallel, whatever the stage."""
+        """Ulysses ranks are adjacent; the remaining axis is data parallel, whatever the stage."""
         from rl_core.layout.mesh import Mesh
 
         return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for what cannot be trained; reads no model file."""
+        """Raises ConfigError if the configuration cannot be trained; reads no model file."""
         self.mesh(spec.options, world_size)
         require_model_path(spec)
         require_training_settings(spec)
@@ -49,13 +49,13 @@ class DeepSpeedBackend:
         return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:
-        """DeepSpeed keeps one process group and one set of parameter hooks per process."""
+        """Always True: DeepSpeed keeps one process group and one set of parameter hooks per process."""
         return True
 
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold; imports torch. However many micro-batches there are, one is computed at a time."""
+        """What each rank would hold; imports torch. `num_micro_batches` has no effect: one is computed at a time."""
         from rl_deepspeed.plan import plan_ranks
 
         self.validate(spec, world_size)

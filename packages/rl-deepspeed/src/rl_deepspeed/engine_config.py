@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: its own configuration, made of a `WorkerSpec`. Imports no torch."""
+"""Builds DeepSpeed's own configuration from a `WorkerSpec`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DECIDED = {
     "activation_checkpointing": "trainer.gradient_checkpointing decides",
     "sequence_parallel_size": "deepspeed_config.sequence_parallel_size decides",
 }
-"""Keys of DeepSpeed that other keys of this project decide."""
+"""DeepSpeed keys whose values other keys of this project determine."""
 
 
 def engine_config(spec: WorkerSpec) -> dict[str, Any]:
     """DeepSpeed's configuration for one model."""
     zero = spec.options.zero_optimization
     config: dict[str, Any] = {
-        # There is no batch that DeepSpeed knows of: it steps when it is told to.
+        # DeepSpeed does not know the batch size: the worker decides when it steps.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -46,7 +46,7 @@ def engine_config(spec: WorkerSpec) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
         if spec.optimizer is not None:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-            # With stage 1 and float32 sums DeepSpeed takes another optimizer class, without offloading. Stage 2 gives
+            # With stage 1 and float32 sums DeepSpeed uses another optimizer class, which cannot offload. Stage 2 gives
             # the same numbers and holds less.
             config["zero_optimization"]["stage"] = max(2, zero.stage)
     return _merged(config, spec.options.extra)
@@ -65,7 +65,7 @@ def _zero_config(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def require_free_keys(extra: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for keys that are decided elsewhere."""
+    """Raises ConfigError for keys that other settings determine."""
     for name, reason in _DECIDED.items():
         if name in extra:
             raise ConfigError(f"{where}.{name}: {reason}; leave it out here")

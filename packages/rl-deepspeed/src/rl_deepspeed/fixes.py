@@ -1,4 +1,4 @@
-"""What is changed in DeepSpeed itself, and until when."""
+"""Changes to DeepSpeed itself, and when each can go."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 
 def choose_accelerator() -> None:
-    """Before DeepSpeed is imported: without a GPU it is told so, where it would guess, with a warning."""
+    """Call before importing DeepSpeed: selects the CPU if there is no GPU; DeepSpeed would guess, with a warning."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def keep_plain_gloo() -> None:
-    """On the CPU all-reduces inside one host go through gloo.
+    """Makes all-reduces within one host use gloo on the CPU.
 
-    DeepSpeed 0.19.8 compiles a shared-memory all-reduce when ranks meet (`deepspeed/comm/torch.py`, `build_shm_op`):
-    it needs a compiler, takes minutes, and a rank that is killed meanwhile leaves a lock that all later ones wait for.
-    Only inference uses it. This can go when DeepSpeed builds it where it is first called.
+    DeepSpeed 0.19.8 compiles a shared-memory all-reduce when ranks join (`deepspeed/comm/torch.py`, `build_shm_op`):
+    that needs a compiler, takes minutes, and a rank that is killed meanwhile leaves a lock that all later ranks wait
+    for. Only inference uses it. This can go when DeepSpeed builds the operation on its first call.
     """
     backend: Any = import_module("deepspeed.comm.torch")
 
@@ -32,6 +32,6 @@ def keep_plain_gloo() -> None:
 
 
 def expect_deprecated_calls() -> None:
-    """DeepSpeed 0.19.8 gathers by functions that torch 2.13 has new names for, and that warn in every call. This can go
-    when it uses the new ones."""
+    """Ignores the warnings of DeepSpeed 0.19.8's collectives, which torch 2.13 has renamed and which now warn in every
+    call. This can go when DeepSpeed uses the new names."""
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -1,7 +1,7 @@
 """What each rank holds under ZeRO, counted on the model without its weights.
 
-What is held from step to step is counted exactly. What is whole for a moment is bounded by DeepSpeed's own settings:
-its buckets are allocated whole, however small the model is, and stage 3 keeps gathered parameters up to
+What a rank holds from step to step is counted exactly. Temporarily gathered memory is bounded by DeepSpeed's own
+settings: its buckets are allocated in full, however small the model is, and stage 3 keeps gathered parameters up to
 `stage3_max_live_parameters`.
 """
 
@@ -27,11 +27,11 @@ _ALIGNMENT = 2
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """One entry per rank, as `rl_core.interfaces.Planner` has it: there is one micro-batch at a time.
+    """Returns one entry per rank, as in `rl_core.interfaces.Planner`; one micro-batch is computed at a time.
 
     Args:
         spec: the model.
-        mesh: of its ranks.
+        mesh: the mesh of its ranks.
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
 
     Raises:
@@ -58,7 +58,7 @@ def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tupl
             optimizer_bytes=zero.optimizer_bytes,
             activation_bytes=round(max(fullest)),
             gathered_bytes=zero.gathered_bytes,
-            # A tensor whole, its copy, and the tensors of a checkpoint that are made of it (experts one by one).
+            # A whole tensor, its copy, and the checkpoint tensors made from it (one per expert).
             export_bytes=3 * largest * zero.compute_size,
             frees_gradients=zero.stage < 3,
             on_host=zero.on_host,
@@ -70,7 +70,7 @@ def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tupl
 
 @attrs.define
 class _Zero:
-    """What ranks hold of a model; alike but for gradients, since parts are padded."""
+    """What a rank holds of a model; parts are padded, so ranks differ only in gradients."""
 
     scorer: Scorer
     spec: WorkerSpec
@@ -95,7 +95,7 @@ class _Zero:
 
     @property
     def num_parameters(self) -> int:
-        """That it computes with, between uses."""
+        """Parameters for computation that a rank holds between uses."""
         if self.stage < 3:
             return sum(p.numel() for p in self.scorer.parameters())
         return self._part_of_each(list(self.scorer.parameters()))
@@ -106,7 +106,7 @@ class _Zero:
 
     @property
     def num_stepped(self) -> int:
-        """Trained elements that its optimizer steps."""
+        """Trained elements that a rank's optimizer steps."""
         if self.stage == 3:
             return self._part_of_each(self.trained)
         step = _ALIGNMENT * self.world_size
@@ -114,12 +114,12 @@ class _Zero:
 
     @property
     def optimizer_bytes(self) -> int:
-        """A float32 copy, which it has without bfloat16 too, and AdamW's two moments."""
+        """A float32 copy, which exists even in a float32 run, and AdamW's two moments."""
         return 3 * 4 * self.num_stepped
 
     def gradient_bytes(self, rank: int) -> int:
-        """float32 sums: of its own part, or until the step of all of them (stage 1). In float32 stage 2 keeps the
-        parameters' own gradients, whole, of which a part is the rank's."""
+        """float32 sums of the rank's own part or, with stage 1 until the step, of all gradients. In a float32 run stage
+        2 keeps the whole gradient of every parameter that overlaps the rank's part."""
         if self.stage == 1:
             return 4 * sum(p.numel() for p in self.trained)
         if self.stage == 3 or self.spec.bf16:
@@ -140,7 +140,7 @@ class _Zero:
 
     @property
     def gathered_bytes(self) -> int:
-        """Parameters of other ranks, gradients of a layer before they are summed, and the buckets of both."""
+        """Gathered parameters of other ranks, a layer's gradients before they are summed, and the buckets of both."""
         settings, size = self.settings, self.compute_size
         num_elements = sum(p.numel() for p in self.scorer.parameters())
         total = 0

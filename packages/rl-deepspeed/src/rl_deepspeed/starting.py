@@ -24,7 +24,7 @@ from rl_deepspeed.zero_shards import ZeroShards
 
 choose_accelerator()
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of its own code, and of those that it imports
+    warnings.simplefilter("ignore")  # of DeepSpeed's own code, and of packages it imports
     import deepspeed
     from deepspeed import zero
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -33,7 +33,8 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
     """Makes every rank hold its part of rank 0's weights.
 
-    With stage 3 one unit (a decoder layer, or what stands outside the layers) exists whole at a time besides the parts.
+    With stage 3, besides the parts only one unit (a decoder layer, or all parameters outside the layers) is whole at a
+    time.
     """
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:
@@ -66,7 +67,7 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
 
 
 def _join(ranks: RankMesh) -> None:
-    """DeepSpeed takes the process group that there is."""
+    """Initializes DeepSpeed's communication on the existing process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed.init_distributed(
@@ -93,7 +94,7 @@ def _engine(scorer: Scorer, spec: WorkerSpec, config: dict[str, Any]) -> Any:
 
 
 def _read_outside_their_modules(scorer: Scorer) -> list[nn.Parameter]:
-    """Parameters that the scorer itself computes with, whose modules are never called."""
+    """Parameters that the scorer reads directly, without calling their modules."""
     module = scorer.model.get_output_embeddings() if isinstance(scorer, TokenScorer) else scorer.value_head
     assert isinstance(module, nn.Linear)
     return list(module.parameters())

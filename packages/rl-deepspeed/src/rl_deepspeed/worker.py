@@ -17,13 +17,14 @@ from rl_deepspeed.starting import start_engine
 
 
 class DeepSpeedWorker(ScoringWorker):
-    """A `ScoringWorker` whose parameters are in a DeepSpeed engine; one rank alone has one too: it may offload."""
+    """A `ScoringWorker` whose parameters are in a DeepSpeed engine, even with a single rank, because that may
+    offload."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo):
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         device = own_device(rank)
-        # DeepSpeed reads the device's number here, also where this rank sees one GPU only.
+        # DeepSpeed reads the device's index from LOCAL_RANK, even if this rank sees only one GPU.
         os.environ.update(LOCAL_RANK=str(device.index or 0), RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size))
         os.environ.update(MASTER_ADDR=rank.master_address, MASTER_PORT=str(rank.master_port))
         mesh = Mesh(world_size=rank.world_size, sequence=spec.options.sequence_parallel_size)

@@ -29,16 +29,17 @@ _STATES = {
     ),
     "optimizer": (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states),
 }
-"""What the contract's two words are in DeepSpeed's."""
+"""DeepSpeed's states for the two kinds of state that `Shards.move` distinguishes."""
 
 
 class ZeroShards:
-    """See `Shards`. DeepSpeed averages gradients over the ranks: the loss is multiplied by their number instead.
+    """See `Shards`. DeepSpeed averages gradients over the ranks, so the loss is multiplied by their number to get the
+    sum.
 
     Args:
         scorer: its parameters are the engine's.
-        engine: None for a model that is not trained, whole on every rank.
-        partitions: how its stage divides the model.
+        engine: None for an untrained model that is whole on every rank.
+        partitions: how the engine's ZeRO stage partitions the model.
     """
 
     def __init__(self, scorer: Scorer, engine: Any, partitions: Partitions):
@@ -57,7 +58,7 @@ class ZeroShards:
         self._num_backward += 1
 
     def let_go(self) -> None:
-        """Stage 3 keeps what it expects to use again soon."""
+        """Frees the parameters that stage 3 keeps gathered because it expects to use them again soon."""
         if self._engine is not None:
             self._engine.empty_partition_cache()
 
@@ -66,7 +67,8 @@ class ZeroShards:
         return self._num_backward > 0
 
     def step(self, settings: StepSettings) -> float:
-        """DeepSpeed divides gradients by its loss scale, takes the norm, clips, and skips what is not finite."""
+        """DeepSpeed divides gradients by its loss scale, takes the norm, clips, and skips the step if it is not
+        finite."""
         zero = self.optimizer
         settings.put_into(zero.optimizer.param_groups)
         zero.clip_grad = settings.max_grad_norm
@@ -97,7 +99,7 @@ class ZeroShards:
         return adapter_tensors(self.scorer.model, dtype, self._whole)
 
     def head(self) -> dict[str, Tensor]:
-        """In float32, as a base model's checkpoint has it whatever is computed in."""
+        """Returns the value head in float32, as in a base model's checkpoint, whatever the compute dtype is."""
         assert isinstance(self.scorer, ValueScorer)
         named = self.scorer.value_head.named_parameters()
         return {f"value_head.{name}": self._whole([weight], weight.detach).float() for name, weight in named}
@@ -114,7 +116,7 @@ class ZeroShards:
         return gradients
 
     def state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """The partitions themselves: what is read into them is what the optimizer goes on with."""
+        """Returns the partitions themselves: the optimizer continues with what is read into them."""
         pieces = {}
         for name, weight in self.scorer.named_weights():
             part = self._partitions.part(weight, with_optimizer=with_optimizer)
@@ -132,9 +134,10 @@ class ZeroShards:
                 moments["step"].fill_(steps_done)
 
     def pieces(self) -> list[Piece]:
-        """Rows of the parameter's last axis: a run of elements is the end of one row, whole rows, the start of another.
+        """Cuts each part, a run of elements, into rows of the last axis: the end of a row, whole rows, the start of a
+        row.
 
-        A model that is whole on every rank has copies, and the noise of copies is the same.
+        If the model is whole on every rank, all copies get the same noise.
         """
         pieces = []
         for name, weight in self.scorer.named_weights():
@@ -148,7 +151,8 @@ class ZeroShards:
         self._partitions.push()
 
     def move(self, device: torch.device, *, parameters: bool, optimizer: bool) -> None:
-        """DeepSpeed moves what is chosen to the CPU, and everything back at once; what shall stay leaves again."""
+        """DeepSpeed offloads selected states but reloads all at once, so states that are to stay on the CPU are
+        offloaded again."""
         moved = {kind for kind, is_meant in (("parameters", parameters), ("optimizer", optimizer)) if is_meant}
         if self.optimizer is None:
             if parameters:
@@ -166,7 +170,7 @@ class ZeroShards:
         self._away = away
 
     def _whole(self, parameters: Sequence[nn.Parameter], make: Callable[[], Tensor]) -> Tensor:
-        """See `Making`. A copy: what was gathered goes again."""
+        """See `Making`. Returns a copy, because gathered parameters are freed again."""
         if not any(hasattr(weight, "ds_id") for weight in parameters):
             return make()
         with GatheredParameters(list(parameters)):

@@ -1,4 +1,4 @@
-"""What several environments read out of a response or a row: numbers, and answers as SQuAD compares them."""
+"""Reads numbers from responses and rows, and compares answers as SQuAD does; shared by several environments."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ def normalized(text: str) -> str:
 
 
 def is_exact_match(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether the answer is one of those that are accepted, both normalised."""
+    """Whether the answer equals one of the accepted answers, after normalising both."""
     return normalized(answer) in {normalized(each) for each in accepted}
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number that stands in the text; thousands may be parted by commas."""
+    """The last number in the text; commas may separate thousands."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def number_behind_hashes(text: str) -> Decimal | None:
-    """GSM8K's form: the number behind the last `####`; None where there is none."""
+    """GSM8K's format: the number after the last `####`; None if there is none."""
     _, hashes, behind = text.rpartition("####")
     match = _NUMBER.match(behind.replace("$", "").strip()) if hashes else None
     return Decimal(match[0].replace(",", "")) if match else None
 
 
 def number_of_row(row: Row, environment: str) -> Decimal:
-    """The row's right answer, from `answer` or `reward_spec.ground_truth`. Raises DataError: no number there."""
+    """The row's correct answer, from `answer` or `reward_spec.ground_truth`. Raises DataError if that is not a
+    number."""
     value = right_answer(row)
     try:
         number = Decimal(str(value).replace(",", ""))
@@ -55,7 +56,7 @@ def number_of_row(row: Row, environment: str) -> Decimal:
 
 
 def right_answer(row: Row) -> Any:
-    """`answer`, else `reward_spec.ground_truth`; None where the row has neither."""
+    """`answer`, else `reward_spec.ground_truth`; None if the row has neither."""
     spec = row.get("reward_spec")
     if row.get("answer") is not None or not isinstance(spec, dict):
         return row.get("answer")
@@ -63,7 +64,7 @@ def right_answer(row: Row) -> Any:
 
 
 def require_prompt(row: Row, environment: str) -> None:
-    """Raises DataError for a row whose `prompt` is neither text nor messages."""
+    """Raises DataError if the row's `prompt` is neither text nor messages."""
     prompt = row.get("prompt")
     if isinstance(prompt, str | bytes | type(None)) and not (isinstance(prompt, str) and prompt):
         raise DataError(f"a row of {environment} needs `prompt`, text or a list of messages; got {prompt!r:.80}")

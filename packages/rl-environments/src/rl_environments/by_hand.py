@@ -1,8 +1,8 @@
-"""An environment played in the terminal: you are the policy.
+"""Plays an environment in the terminal: you are the policy.
 
 consumes     lines of standard input, each a response
-produces     what the environment shows, and what it gives for each response
-waits for    the next line (as long as it takes), the environment's answers (`timeout_s` each)
+produces     the environment's observations, and its reward for each response
+waits for    the next line (no deadline), the environment's answers (`timeout_s` each)
 unblocked by the end of the input, Ctrl-C, an environment that is done
 """
 
@@ -28,7 +28,7 @@ _OPTIONS = "environment.options."
 
 
 class EnvironmentRaised(RLError, RuntimeError):
-    """The environment raised something, which in a run would be its sample's failure."""
+    """The environment raised something; in a run its sample would fail."""
 
 
 def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], *, timeout_s: float) -> int:
-    """Plays one episode; the exit code.
+    """Plays one episode; returns the exit code.
 
     Raises:
-        PluginError: no such environment. DataError: a row or an answer of it that cannot be.
-        EnvironmentRaised, DeadlineError: it raised, or did not answer.
+        PluginError: no such environment. DataError: an invalid row, or an invalid answer of the environment.
+        EnvironmentRaised, DeadlineError: the environment raised, or did not answer in time.
     """
     factory: Any = plugins.load("rl_core.environments", name)
     require_row: Callable[[Mapping[str, Any]], None] | None = getattr(factory, "require_row", None)
@@ -80,7 +80,7 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
     with asyncio.Runner() as runner:
 
         def call(method: Callable[..., Any], *arguments: Any) -> Any:
-            # Not `runner.run`, which forgets a Ctrl-C that comes when the coroutine has just returned.
+            # Not `runner.run`, which loses a Ctrl-C that arrives just after the coroutine has returned.
             return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s))
 
         environment = call(factory, row, options)
@@ -102,7 +102,7 @@ def _play(step: Callable[[Action], Any]) -> int:
             click.echo(f"\nended by you after {turns} turns: reward {total:g} so far")
             return 0
         turns += 1
-        # Without a tokenizer: one token per character, as the conformance suite has it.
+        # There is no tokenizer, so one token per character, as in the conformance suite.
         result = step(Action(text=response, tokens=tuple(map(ord, response)), stop_reason="stop"))
         if not isinstance(result, StepResult):
             raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
@@ -114,7 +114,7 @@ def _play(step: Callable[[Action], Any]) -> int:
 
 
 def _read_response() -> str | None:
-    """One line, or several where each but the last ends with a backslash; None at the end of the input."""
+    """One line, or several if all but the last end with a backslash; None at the end of the input."""
     lines: list[str] = []
     click.echo(click.style("you", bold=True) + "          ", nl=False)
     while True:

@@ -1,6 +1,6 @@
-"""A calculator as a tool: the policy may have expressions computed before it answers with a number.
+"""A calculator as a tool: the policy may let it compute expressions before it answers with a number.
 
-Row:       `prompt` (messages, or text that says how to call), `answer` or `reward_spec.ground_truth`, a number
+Row:       `prompt` (messages, or text that explains how to call), `answer` or `reward_spec.ground_truth`, a number
 Reward:    1 if the last number of the answer is the row's, else 0
 Options:   `call_format` (see `rl_environments.tools`)
 Metrics:   `accuracy`, `calls`, `wrong_calls`
@@ -62,10 +62,10 @@ class CalculatorEnvironment(ToolEnvironment):
 
 
 def computed(expression: str) -> str:
-    """The exact value, as a whole number where it is one, else with 12 digits.
+    """The exact value if it is an integer, else 12 digits of it.
 
     Raises:
-        ValueError: it is no arithmetic expression, or too large. ZeroDivisionError.
+        ValueError: it is not an arithmetic expression, or too large. ZeroDivisionError.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression has {len(expression)} characters; expected at most {_LONGEST_EXPRESSION}")
@@ -78,7 +78,7 @@ def computed(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exact, so that neither 0.1 + 0.2 nor large numbers surprise the policy."""
+    """Computes exactly, so that neither 0.1 + 0.2 nor large numbers give surprising results."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))

@@ -40,11 +40,12 @@ class CodeOptions:
     """`environment.options` of `code`, or `environment.options.code`."""
 
     reward: Literal["all", "fraction"] = attrs.field(default="all", validator=one_of("all", "fraction"))
-    """1 if all tests pass, else 0, and tests behind the first that fails are not run; or the part that passes."""
+    """`all`: 1 if all tests pass, else 0; tests after the first failing one are not run. `fraction`: the fraction of
+    tests that pass."""
     max_tests: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
-    """Only the first ones are run; None: all."""
+    """Run only this many of the first tests; None: all."""
     limits: Limits = attrs.field(factory=Limits, converter=_limits)
-    """Of each test: fields of `rl_environments.sandbox.Limits`."""
+    """Limits of each test: fields of `rl_environments.sandbox.Limits`."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = attrs.field(
         default="auto", validator=one_of("auto", "bubblewrap", "landlock", "none")
     )
@@ -54,19 +55,20 @@ class CodeOptions:
     readable: Sequence[str] = ()
     """Directories that programs may read besides the system's."""
     slots: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
-    """Programs at a time on this machine; None: one per CPU core."""
+    """Maximum number of programs running on this machine; None: one per CPU core."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a slot. Below `environment.timeout_s`, so that the error says what was waited for."""
+    """Longest wait for a slot. Keep it below `environment.timeout_s`, so that the error names the slot."""
 
 
 class CodeEnvironment:
-    """Reward for the program in the last fenced block of the response: whether it passes the row's tests, or how many.
+    """Rewards the program in the last fenced block of the response, for passing all of the row's tests or by the
+    fraction that passes.
 
-    Metrics: `accuracy` (all pass), `passed` (the part that passes; a test that is not run does not), `has_program`,
-    `syntax_error`, `timed_out` (a test reached its CPU time or its time on the clock), `sandbox_<mechanism>`.
+    Metrics: `accuracy` (all tests pass), `passed` (the fraction that passes; tests that are not run count as failed),
+    `has_program`, `syntax_error`, `timed_out` (a test reached its CPU or wall-clock limit), `sandbox_<mechanism>`.
     """
 
-    placement = "in_process"  # it awaits processes, and compares a bounded amount of text
+    placement = "in_process"  # it only awaits processes and compares bounded text
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
@@ -82,8 +84,8 @@ class CodeEnvironment:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        """Raises ConfigError without a sandbox, SandboxError and DeadlineError where it fails: the sample fails, not
-        the program."""
+        """Raises ConfigError if there is no sandbox, and SandboxError or DeadlineError if the sandbox fails: then the
+        sample fails, instead of the program getting reward 0."""
         sandbox = await shared_sandbox(
             self._options.sandbox,
             python=self._options.python,
@@ -108,7 +110,7 @@ class CodeEnvironment:
         pass
 
     async def _outcomes(self, sandbox: Sandbox, program: str) -> list[Outcome]:
-        """Outcomes in the order of the tests; of all tests if each one counts."""
+        """Outcomes in the order of the tests; of all tests with `fraction`, else up to the first that fails."""
         outcomes: list[Outcome] = []
         async with sandbox.opened(program, limits=self._options.limits, wait_s=self._options.wait_s) as session:
             for expected in self._tests:
@@ -119,9 +121,9 @@ class CodeEnvironment:
 
 
 def program_in(response: str) -> str | None:
-    """The last fenced block behind the model's thoughts, of those in Python or of no named language; None without one.
+    """The last fenced block after the model's thinking that is Python or names no language; None if there is none.
 
-    A block that does not end, because the response was cut off, is none.
+    An unterminated block (the response was cut off) does not count.
     """
     answer = response.rpartition("</think>")[2]
     blocks = [body for language, body in _FENCED.findall(answer) if language.lower() in _PYTHON]

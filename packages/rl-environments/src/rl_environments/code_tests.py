@@ -30,7 +30,7 @@ class ExpectedTest:
     """Text on stdout, or the function's value; ignored for a `check`."""
 
     def passes(self, outcome: Outcome) -> bool:
-        """Whether the program ended without an error and gave the expected result."""
+        """Whether the program ended without error and produced the expected result."""
         if not outcome.is_clean:
             return False
         if self.test.function is not None:

@@ -1,8 +1,8 @@
-"""Documents of a local file, found by BM25. Needs the extra `search`.
+"""BM25 search over the documents of a local file. Needs the extra `search`.
 
-A file is read and indexed once per process, at its first search: a process that plays many episodes does it once, and
-environments in processes of their own once each. A large corpus is indexed before (`python -m rl_environments.corpora
-documents.jsonl index`): a folder is loaded as it is, memory-mapped, so that all processes share it.
+A file is read and indexed once per process, at its first search: once for a process that plays many episodes, and once
+for each environment in its own process. Index a large corpus beforehand (`python -m rl_environments.corpora
+documents.jsonl index`): an index folder is memory-mapped, so all processes share it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _one_at_a_time = threading.Lock()
 
 @attrs.frozen(kw_only=True)
 class Document:
-    """What a search finds."""
+    """A document that a search finds."""
 
     title: str
-    """Empty where the corpus has none."""
+    """Empty if the corpus has no titles."""
     text: str
 
 
@@ -52,10 +52,10 @@ class Corpus:
 
 
 def load_corpus(path: str) -> Corpus:
-    """The corpus of a file of documents, or of a folder that `write_index` made.
+    """Loads a corpus from a file of documents, or from a folder that `write_index` made.
 
     Raises:
-        ConfigError: the extra is missing. DataError: no such file, or one that holds no documents.
+        ConfigError: the extra is missing. DataError: the file does not exist or holds no documents.
     """
     with _one_at_a_time:
         return _load(str(Path(path).expanduser().resolve()))
@@ -75,7 +75,7 @@ def _load(path: str) -> Corpus:
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
-    """Lines of JSON with `text` and, where wanted, `title`. Raises DataError that names the line."""
+    """Reads JSON lines with `text` and, optionally, `title`. Raises DataError that names the line."""
     if not path.exists():
         raise DataError(f"environment.options.corpus: {path} does not exist; expected a .jsonl file or an index folder")
     documents = []
@@ -93,7 +93,7 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def write_index(documents: Path, folder: Path) -> int:
-    """Indexes a file of documents into a new folder. Returns how many there are."""
+    """Indexes a file of documents into a new folder. Returns the number of documents."""
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     read = read_documents(documents)

@@ -1,7 +1,7 @@
-"""GSM8K in several turns: try, hear whether it was right, correct.
+"""GSM8K in several turns: the policy tries, is told whether it was right, and corrects its answer.
 
 Row:       `prompt`, `answer` or `reward_spec.ground_truth`, a number (the rows of `rl_examples.gsm8k_data`)
-Reward:    1 for the right number behind `####` in the first try, `later_reward` in a later one, else 0
+Reward:    1 for the right number after `####` in the first try, `later_reward` in a later one, else 0
 Options:   `max_tries` (3; `generator.max_turns` must be as large), `later_reward` (1.0)
 Metrics:   `accuracy` (right in any try), `first_accuracy`, `tries`
 """
@@ -23,7 +23,7 @@ NO_NUMBER = "There is no number behind ####. End your answer with #### and the n
 class Gsm8kTurnsEnvironment:
     """See the module."""
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
 
     def __init__(self, row: Row, options: Mapping[str, Any]) -> None:
         options = own_options(options, "gsm8k_turns", ["max_tries", "later_reward"])
@@ -57,7 +57,7 @@ class Gsm8kTurnsEnvironment:
             reward = (1.0 if self._tries == 1 else self._later_reward) if is_right else 0.0
             return StepResult(reward=reward, done=True, metrics=metrics)
         said = NO_NUMBER if number is None else WRONG
-        # In an episode of text nothing else parts the two speakers.
+        # In a text episode nothing else separates the two speakers.
         observation = f"\n\n{said}\n\n" if isinstance(self._prompt, str) else said
         return StepResult(reward=0.0, done=False, observation=observation, metrics=metrics)
 

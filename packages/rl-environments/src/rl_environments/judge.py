@@ -1,15 +1,16 @@
-"""A model as judge: it reads the question and the answer, and says a number. Any server with an OpenAI API serves.
+"""A model as judge: it reads the question and the answer, and replies with a score. Any server with an OpenAI API
+works.
 
-Row:       `prompt`, and `reference` (text) where the judge is to compare with one
-Reward:    the number behind the judge's last `Score:`, divided by `highest_score`; from 0 to 1
+Row:       `prompt`, and `reference` (text) if the judge should compare with one
+Reward:    the number after the judge's last `Score:`, divided by `highest_score`; from 0 to 1
 Options:   `url` (of the API: `http://host:port/v1`), `model`, `timeout_s` (60, of each try), `tries` (2), `max_tokens`
            (512), `temperature` (0), `highest_score` (10), `instructions` (replaces the text below; may hold {question},
            {answer}, {reference}), `key_variable` (the environment variable that has the API key)
 Metrics:   `accuracy` (the reward), `judge_tries`
 
-A judge that does not answer, refuses, or gives no score is the failure of this sample, which has then no reward at all
-(docs/environments.md#failures): a reward of zero would teach the policy what the judge's bad day was like. What
-the policy wrote is shown to the judge as data, between marks that it cannot write itself.
+If the judge does not answer, refuses, or gives no score, the sample fails and has no reward at all
+(docs/environments.md#failures): a reward of zero would penalise the policy for the judge's failure. The policy's text
+is shown to the judge as data, between random marks that the policy cannot reproduce.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _LONGEST_REPLY_BYTES = 4 * 2**20
 
 
 class JudgeEnvironment:
-    """See the module. Its call waits in a thread of its own, so it runs where environments do by default."""
+    """See the module. Its call to the judge blocks, so it runs in a thread of its own, the default placement."""
 
     placement = "thread"
 
@@ -94,7 +95,7 @@ class JudgeEnvironment:
         """See `Environment.step`.
 
         Raises:
-            GenerationError: the judge refused, or gave no score. DeadlineError: it did not answer.
+            GenerationError: the judge refused, or gave no score. DeadlineError: it did not answer in time.
         """
         asked = self._question_to_judge(without_thought(action.text).strip())
         for number in range(1, self._tries + 1):
@@ -118,7 +119,7 @@ class JudgeEnvironment:
             "question": said,
             "answer": answer,
             "reference": f"\nA right answer:\n{reference}\n" if reference else "",
-            # Made anew for every answer: what the policy learns of one does not help it out of the next.
+            # A new mark for every answer, so that knowing one does not help the policy to escape the next.
             "mark": f"----- {secrets.token_hex(8)} -----",
             "highest": str(self._highest),
         }
@@ -150,11 +151,11 @@ class JudgeEnvironment:
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without a proxy from the process's environment: a judge is named by its own address."""
+"""Ignores proxies in the process's environment: `url` is the judge's own address."""
 
 
 def score_of(reply: str, highest: int) -> float:
-    """The number behind the last `Score:`. Raises GenerationError: there is none, or none from 0 to `highest`."""
+    """The number after the last `Score:`. Raises GenerationError if there is none, or it is not from 0 to `highest`."""
     found = re.findall(r"score\W{0,8}(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
     if not found or not 0 <= float(found[-1]) <= highest:
         raise GenerationError(f"the judge said {reply[-200:]!r}; expected `Score: n` with n from 0 to {highest}")

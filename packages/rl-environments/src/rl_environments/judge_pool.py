@@ -1,7 +1,7 @@
-"""Processes that compare answers, shared by all episodes of this process, whatever event loop they run on.
+"""Processes that compare answers, shared by all episodes of this process, on any event loop.
 
-A process is used again until an answer ends it. All end with this process, also when it is killed: each waits at a pipe
-from here, and the kernel kills it together with the thread that started it.
+A process is reused until an answer breaks it. All end with this process, even if it is killed: each waits on a pipe
+from this process, and the kernel kills it together with the thread that started it.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, insta
 from rl_environments.sandbox.inside import frames
 
 _START_S = 300.0
-"""math-verify is imported in 3 s, on a busy machine in 15."""
+"""Start deadline: importing math-verify takes 3 s, on a busy machine 15 s."""
 _LEAST_WALL_S, _WALL_PER_CPU = 60.0, 10.0
 _END_S = 30.0
 _INHERITED = ("PATH", "LANG", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Of the environment: what Python needs. Secrets stay here, since the process reads what the policy wrote."""
+"""Environment variables that Python needs. No others are inherited, because they may hold secrets and the process reads
+the policy's text."""
 _ANSWERS_OWN_FAULT = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
-"""CPU time used up; a stack that a deep expression broke."""
+"""Signals caused by the answer itself: CPU time exhausted, or a stack overflow from a deep expression."""
 
 
 class JudgeError(RLError, RuntimeError):
-    """A process that compares answers ended by itself, which says nothing about the answer."""
+    """A process that compares answers ended for a reason unrelated to the answer."""
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """What became of one answer."""
+    """The result of comparing one answer."""
 
     is_right: bool
     has_answer: bool
-    """Something in the response could be read as an expression."""
+    """Whether something in the response could be parsed as an expression."""
     is_given_up: bool
-    """It took too long, or broke the process. Such an answer is wrong."""
+    """Whether it took too long or crashed the process. Such an answer counts as wrong."""
 
 
 class JudgePool:
-    """A bounded number of processes, started as they are needed."""
+    """A bounded number of processes, started on demand."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -64,14 +65,14 @@ class JudgePool:
         """Compares a response with a reference.
 
         Args:
-            cpu_s: of this answer; one that takes more is wrong.
-            wait_s: longest wait for the verdict, the wait for a free process included.
+            cpu_s: CPU time for this answer; one that takes more is wrong.
+            wait_s: longest wait for the verdict, including the wait for a free process.
 
         Raises:
-            DataError: the reference cannot be read.
+            DataError: the reference cannot be parsed.
             ConfigError: math-verify is not installed.
             DeadlineError: no verdict in time; the answer may be right or wrong.
-            JudgeError: the process was ended by somebody else.
+            JudgeError: the process ended for a reason unrelated to the answer.
         """
         judged = self._executor.submit(self._verdict, response, reference, cpu_s)
         try:
@@ -86,18 +87,18 @@ class JudgePool:
             ) from error
 
     def pids(self) -> list[int]:
-        """The processes that there are."""
+        """Process ids of the existing processes."""
         with self._lock:
             return sorted(judge.pid for judge in self._all)
 
     def close(self) -> None:
-        """Ends all processes, at work or not, and waits for their end."""
+        """Ends all processes, busy or idle, and waits for their end."""
         with self._lock:
             self._is_closed = True
             judges, self._all = self._all, set()
         for judge in judges:
             judge.kill()
-        # Who waits for one of them sees its end, and closes its pipes itself.
+        # A thread that waits for one of them notices its end and closes the pipes itself.
         self._executor.shutdown(wait=False, cancel_futures=True)
         while not self._idle.empty():
             self._idle.get().end()
@@ -142,7 +143,7 @@ class JudgePool:
 
 
 class _Judge:
-    """This side of one process."""
+    """This process's side of one judge process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -182,7 +183,7 @@ class _Judge:
         self._process.wait(_END_S)
 
     def end(self) -> None:
-        """Ends the process when nothing waits for its answers any more."""
+        """Ends the process; call when nothing waits for its answers any more."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -202,10 +203,10 @@ class _Judge:
         self._is_ready = True
 
     def _answer(self, timeout_s: float, purpose: str) -> dict[str, Any] | None:
-        """The next message; None where the process has ended. Raises DeadlineError."""
+        """The next message; None if the process has ended. Raises DeadlineError."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        waiting = select.poll()  # `select.select` knows no file above 1023
+        waiting = select.poll()  # `select.select` fails for descriptors above 1023
         waiting.register(fd, select.POLLIN)
         started = time.monotonic()
         if not waiting.poll(timeout_s * 1000):
@@ -225,7 +226,7 @@ _pools: dict[int, JudgePool] = {}
 
 
 def shared_pool(count: int) -> JudgePool:
-    """This process's pool of so many processes."""
+    """This process's shared pool of `count` processes."""
     with _lock:
         if count not in _pools:
             _pools[count] = JudgePool(count)

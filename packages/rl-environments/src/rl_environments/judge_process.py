@@ -1,9 +1,9 @@
 """One process that compares mathematical answers: `python -m rl_environments.judge_process`, started by
 `judge_pool`.
 
-math-verify guards itself by an alarm of the main thread, which fails in any other and does not end what hangs in native
-code. Here its own guard is off: the kernel ends the process when an answer has used up its CPU time. Time on the clock
-would call right answers wrong on a busy machine.
+math-verify limits itself by an alarm in the main thread, which fails in other threads and does not stop hanging native
+code. That timeout is switched off here: the kernel ends the process when an answer has used up its CPU time. With a
+wall-clock limit, right answers would count as wrong on a busy machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     except ImportError as error:
         frames.send(answers_fd, {"missing": str(error)})
         return
-    # Whoever ignores it hands that on to the programs it starts.
+    # A parent that ignores this signal passes that on to the programs it starts.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     frames.send(answers_fd, {"ready": True})
     while (request := frames.receive(0)) is not None:
@@ -46,7 +46,8 @@ def main() -> None:
 
 
 def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
-    """Whether the response's answer is the reference. One that takes too much memory or depth is wrong."""
+    """Whether the response's answer equals the reference. An answer that needs too much memory or recursion depth is
+    wrong."""
     try:
         expected = math_verify.parse(_marked(reference), parsing_timeout=None)
     except Exception as error:
@@ -62,13 +63,13 @@ def _verdict(math_verify: Any, response: str, reference: str) -> dict[str, Any]:
 
 
 def _marked(reference: str) -> str:
-    """LaTeX is found only where it is marked as such."""
+    """The reference marked as LaTeX, because math-verify finds only marked LaTeX."""
     is_marked = "$" in reference or "\\boxed" in reference or "\\(" in reference or "\\[" in reference
     return reference if is_marked else f"\\boxed{{{reference}}}"
 
 
 def _become_quiet() -> None:
-    """Nothing but answers goes to who asked: neither what libraries print, nor their warnings."""
+    """Sends library output and warnings to /dev/null, so that the requester gets only answers."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)

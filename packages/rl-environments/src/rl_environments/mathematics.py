@@ -1,4 +1,5 @@
-"""The environment `mathematics`: the policy's answer is compared with the row's as an expression, by math-verify."""
+"""The environment `mathematics`: math-verify compares the policy's answer with the row's as mathematical
+expressions."""
 
 from __future__ import annotations
 
@@ -23,22 +24,23 @@ class MathematicsOptions:
     cpu_s: float = attrs.field(default=10.0, validator=[is_number(float), above(0)])
     """CPU time for one answer; one that takes more is wrong."""
     processes: int | None = attrs.field(default=None, validator=[is_number(int), at_least(1)])
-    """That compare answers, about 150 MB each; None: one per CPU core, at most four."""
+    """Number of processes that compare answers, about 150 MB each; None: one per CPU core, at most four."""
     wait_s: float = attrs.field(default=280.0, validator=[is_number(float), above(0)])
-    """Longest wait for a verdict. Below `environment.timeout_s`, so that the error says what was waited for."""
+    """Longest wait for a verdict. Keep it below `environment.timeout_s`, so that the error names the verdict."""
 
 
 class MathematicsEnvironment:
     """Reward 1 if the response's answer equals the row's, else 0.
 
-    An answer that takes more than `cpu_s` to compare, or that breaks the process which does, is wrong: the policy wrote
-    it, and a failed sample would spare it the reward of zero. A process that somebody else ended, a machine that gives
-    it no time, and a reference that cannot be read are failures of the sample.
+    An answer that takes more than `cpu_s` to compare, or that crashes the comparing process, is wrong: the policy wrote
+    it, and failing the sample would spare the policy the reward of zero. The sample fails if the process was ended for
+    another reason, if an overloaded machine delays the verdict beyond `wait_s`, or if the reference cannot be parsed.
 
-    Metrics: `accuracy`, `has_answer` (something in the response reads as an expression), `given_up` (took too long).
+    Metrics: `accuracy`, `has_answer` (something in the response can be parsed as an expression), `given_up` (took too
+    long).
     """
 
-    placement = "in_process"  # it awaits processes of its own
+    placement = "in_process"  # it only awaits processes
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
@@ -71,10 +73,11 @@ class MathematicsEnvironment:
 
 
 def reference_answer(row: Row) -> str:
-    """The row's `reward_spec.ground_truth`, else its `answer`; of a worked solution the part behind the last `####`.
+    """The row's `reward_spec.ground_truth`, else its `answer`; if that is a worked solution, the part after the last
+    `####`.
 
     Raises:
-        DataError: it has neither.
+        DataError: the row has neither.
     """
     spec = row.get("reward_spec")
     given = spec.get("ground_truth") if isinstance(spec, Mapping) else None
@@ -91,5 +94,5 @@ def reference_answer(row: Row) -> str:
 
 
 def answer_in(response: str) -> str:
-    """What stands behind the model's thoughts."""
+    """The response without the model's thinking."""
     return response.rpartition("</think>")[2]

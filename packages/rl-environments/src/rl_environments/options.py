@@ -1,4 +1,4 @@
-"""Options of environments (`environment.options`), read into a record of the environment's own."""
+"""Reads options of environments (`environment.options`) into each environment's own record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
     """The options of one environment.
 
-    A run with several environments gives all of them the same options. Where these have a section of the environment's
-    name, that is read alone; else all keys are the environment's.
+    A run with several environments gives all of them the same options. If these have a section with the environment's
+    name, only that section is used; else all keys are.
 
     Raises:
-        ConfigError: an option that this environment does not have.
+        ConfigError: this environment does not have such an option.
     """
     section = options.get(name)
     has_section = isinstance(section, Mapping)
@@ -36,13 +36,13 @@ def own_options(options: Mapping[str, Any], name: str, known: Sequence[str]) -> 
 
 
 def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
-    """The options of one environment as a record of its own; see `own_options`.
+    """The options of one environment as an instance of `record`; see `own_options`.
 
     Args:
         record: an attrs class; its validators begin their messages with the field's name.
 
     Raises:
-        ConfigError: an unknown key or a value that does not fit; it begins with the whole key.
+        ConfigError: an unknown key or an invalid value; the message begins with the full key.
     """
     given = own_options(options, name, [field.name for field in attrs.fields(record)])
     try:
@@ -53,7 +53,7 @@ def options_of(record: type[T], name: str, options: Mapping[str, Any]) -> T:
 
 
 def one_of(*choices: str) -> Any:
-    """Validator of an attrs field: one of some words."""
+    """Validator of an attrs field: the value must be one of `choices`."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if value not in choices:
@@ -63,7 +63,7 @@ def one_of(*choices: str) -> Any:
 
 
 def is_number(kind: type[int] | type[float]) -> Any:
-    """Validator of an attrs field: a number of this kind; None passes."""
+    """Validator of an attrs field: the value must be a number of this type, or None."""
 
     def require(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)

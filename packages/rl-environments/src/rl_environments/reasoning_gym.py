@@ -1,12 +1,12 @@
-"""Tasks of reasoning-gym, a hundred generators of puzzles with their checks. Needs the extra `reasoning-gym`.
+"""Tasks of reasoning-gym: a hundred puzzle generators, each with a scoring function. Needs the extra `reasoning-gym`.
 
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
-Row:       `prompt` (messages), and from what the puzzle is made again for its check: `task`, `seed`, `index`, and
-           `difficulty`, the task's own settings as JSON text
-Reward:    the task's score of what stands between the last `<answer>` and `</answer>`, from 0 to 1; 0 without one
+Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
+           `index`, and `difficulty`, the task's own settings as JSON text
+Reward:    the task's score of the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without one
 Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
 
-A task whose check is faulty is refused by name (`FAULTY_TASKS`), with what is wrong with it.
+Tasks with a faulty scoring function are refused by name, with the reason (`FAULTY_TASKS`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ FAULTY_TASKS = {
     "prime_factorization": "its check raises an error for answers that are no numbers",
     "propositional_logic": "its check gives a part of the score to answers without sense",
 }
-"""Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each, and fails once one is gone."""
+"""Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each fault, and fails when one is
+fixed."""
 ASK_FOR_MARKS = "Think first if you need to, then give the answer alone between <answer> and </answer>."
 _SIZE = 2**31 - 1
 _SIZES = {"acre": 2_000, "gsm_symbolic": 100_000, "word_ladder": 20_000}
-"""Of tasks that list all their puzzles before the first one, or take no more; a row's `difficulty` may have another
-`size`."""
+"""Data set sizes of tasks that generate all puzzles in advance or limit their number; a row's `difficulty` may set
+another `size`."""
 _one_at_a_time = threading.Lock()
 
 
@@ -61,7 +62,7 @@ class ReasoningGymEnvironment:
 
     @staticmethod
     def require_row(row: Row) -> None:
-        """See `RowChecking`. Imports nothing: whether the task exists is found when it is played."""
+        """See `RowChecking`. Does not import reasoning-gym: playing the row shows whether the task exists."""
         require_prompt(row, "reasoning_gym")
         if (
             not isinstance(row.get("task"), str)
@@ -92,16 +93,16 @@ class ReasoningGymEnvironment:
 def rows_of(
     task: str, count: int, *, seed: int = 0, difficulty: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of one task.
+    """Generates rows of one task.
 
     Args:
         task: see `python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"`.
-        count: of rows.
-        seed: of the puzzles; others for held-out ones.
+        count: number of rows.
+        seed: seed of the puzzles; use another one for held-out rows.
         difficulty: the task's own settings.
 
     Raises:
-        DataError: no such task or setting, or one whose check is faulty. ConfigError: the extra is missing.
+        DataError: no such task or setting, or the task's scoring function is faulty. ConfigError: the extra is missing.
     """
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
     dataset = _dataset(task, seed, settings)

@@ -4,9 +4,9 @@
     environment  <information> Doc 1(Title: Emma) … </information>
     policy       … <answer> Jane Austen </answer>
 
-Row:       `prompt` that explains the marks (text or messages), `answer` (text, or a list of all that are accepted) or
+Row:       `prompt` that explains the tags (text or messages), `answer` (text, or a list of accepted answers) or
            `reward_spec.ground_truth` (the same, or Search-R1's `{"target": [...]}`)
-Reward:    1 if the answer is one of the accepted, compared as SQuAD does; else 0
+Reward:    1 if the answer is one of the accepted ones, compared as SQuAD does; else 0
 Options:   `corpus` (a .jsonl file of `title` and `text`, or an index folder: `rl_environments.corpora`), `top_k` (3),
            `max_searches` (4), `observer` (`user`; `tool` keeps the thinking of most templates: docs/environments.md)
 Metrics:   `accuracy`, `searches`, `has_answer`
@@ -58,7 +58,8 @@ class SearchEnvironment:
         return self._prompt
 
     async def step(self, action: Action) -> StepResult:
-        """See `Environment.step`. A turn that does neither counts as a search, so that every episode ends."""
+        """See `Environment.step`. A turn that neither searches nor answers counts as a search, so that every episode
+        ends."""
         said = _MARKED.search(action.text)
         if said and said[1] == "answer":
             return self._done(reward=float(is_exact_match(said[2], self._accepted)), has_answer=True)
@@ -66,7 +67,7 @@ class SearchEnvironment:
             return self._done(reward=0.0, has_answer=False)
         self._searches += 1
         shown = self.information(self._corpus.search(said[2], self._top_k)) if said else self.neither()
-        # In an episode of text it is appended as it is.
+        # In a text episode it is appended as it is.
         observation = shown if isinstance(self._prompt, str) else [{"role": self._observer, "content": shown.strip()}]
         return StepResult(reward=0.0, done=False, observation=observation, metrics=self._metrics(0.0, False))
 
@@ -74,7 +75,7 @@ class SearchEnvironment:
         """See `Environment.close`."""
 
     def information(self, documents: Sequence[Document]) -> str:
-        """What the policy is shown of a search; a subclass may write it otherwise."""
+        """The search results as shown to the policy; a subclass may format them differently."""
         lines = [
             f"Doc {number}(Title: {each.title}) {each.text}" if each.title else f"Doc {number} {each.text}"
             for number, each in enumerate(documents, start=1)
@@ -82,7 +83,7 @@ class SearchEnvironment:
         return f"\n\n<information>{chr(10).join(lines) or 'Nothing was found.'}</information>\n\n"
 
     def neither(self) -> str:
-        """What the policy is shown after a turn without search and answer."""
+        """The observation after a turn with neither a search nor an answer."""
         return f"\n\n{NEITHER}\n\n"
 
     def _done(self, *, reward: float, has_answer: bool) -> StepResult:

@@ -1,14 +1,14 @@
 """Runs environments of skyrl-gym, unchanged. Needs the extra `skyrl-gym`.
 
-Row:       SkyRL's: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; they are its
-           `extras`, with `extra_info` and `max_turns`
+Row:       as in SkyRL: `prompt` (messages) and the columns that the environment reads, such as `reward_spec`; they are
+           its `extras`, with `extra_info` and `max_turns`
 Options:   `env` (the id it is registered under, e.g. `gsm8k_multi_turn`, or `package.module:Class` of your own),
-           `config` (what it takes as `env_config`: a mapping, shown as attributes), `max_turns`
-Reward:    what it says in each turn
-Metrics:   its `get_metrics()`, numbers alone, and `accuracy`: the reward of the last turn
+           `config` (its `env_config`: a mapping, passed as an object with attributes), `max_turns`
+Reward:    the environment's reward of each turn
+Metrics:   the numbers in its `get_metrics()`, and `accuracy`: the reward of the last turn
 
-Rewards per token (a list) and `postprocessed_action` have no counterpart here: an environment that gives either is the
-failure of its sample. Set `generator.max_turns` to its own `max_turns` or more.
+Rewards per token (a list) and `postprocessed_action` have no counterpart here: if an environment returns either, its
+sample fails. Set `generator.max_turns` to its own `max_turns` or more.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _made(name: str, config: Any, extras: Mapping[str, Any]) -> Any:
 
 
 def _attributes(value: Any) -> Any:
-    """As skyrl-gym's environments read their configuration: attributes, nested."""
+    """Nested attributes, as skyrl-gym's environments read their configuration."""
     if isinstance(value, Mapping):
         return SimpleNamespace(**{key: _attributes(each) for key, each in value.items()})
     return value

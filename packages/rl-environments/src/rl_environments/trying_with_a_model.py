@@ -16,10 +16,10 @@ NUM_PROMPTS = 3
 
 
 def play_with(recipe: str, environment: str, overrides: Sequence[str]) -> int:
-    """Plays the first rows of the recipe's data in the environment; the exit code.
+    """Plays the first rows of the recipe's data in the environment; returns the exit code.
 
     Raises:
-        RLError: it cannot be played as asked, or the engine fails.
+        RLError: the environment cannot be played as requested, or the engine fails.
     """
     from rl_core.trainer.run import run_generation
 

@@ -25,10 +25,11 @@ class FsdpBackend:
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False
-    """FSDP1: flat parameters, for those who depend on it; `fsdp` does all that it does and more."""
+    """True for FSDP1 (flat parameters), kept for users who depend on it; `fsdp` does everything that it does, and
+    more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
-        """Ulysses ranks are neighbours; the rest is data parallel, however parameters are sharded."""
+        """Ulysses ranks are adjacent; the remaining axis is data parallel, however parameters are sharded."""
         from rl_core.layout.mesh import Mesh
 
         size = options.fsdp_size
@@ -41,7 +42,7 @@ class FsdpBackend:
         return Mesh(world_size=world_size, sequence=options.sequence_parallel_size)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for what cannot be trained; reads no model file."""
+        """Raises ConfigError if the configuration cannot be trained; reads no model file."""
         section = SECTIONS[spec.role]
         self.mesh(spec.options, world_size)
         require_model_path(spec)
@@ -60,13 +61,13 @@ class FsdpBackend:
         return options.moe_enable_routing_replay
 
     def needs_own_process(self) -> bool:
-        """Always False: one rank patches nothing and can share the controller's process."""
+        """Always False: a single rank patches nothing and can share the controller's process."""
         return False
 
     def plan(
         self, spec: WorkerSpec, world_size: int, *, micro_batch_tokens: int, num_micro_batches: int
     ) -> tuple[RankPlan, ...]:
-        """What each rank would hold; imports torch. However many micro-batches there are, one is computed at a time."""
+        """What each rank would hold; imports torch. `num_micro_batches` has no effect: one is computed at a time."""
         from rl_fsdp.plan import plan_flat_ranks, plan_ranks
 
         self.validate(spec, world_size)

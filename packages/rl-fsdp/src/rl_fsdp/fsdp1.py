@@ -1,7 +1,8 @@
-"""FSDP1: the parameters of a unit lie end to end in one flat tensor, of which every rank holds an even piece.
+"""FSDP1: the parameters of a unit are concatenated into one flat tensor, and every rank holds an equal piece of it.
 
-Everything that needs a parameter as a tensor gathers its unit (a decoder layer, or what stands outside the layers), so
-one unit at a time is whole. FSDP1 averages gradients: the loss is multiplied by the number of ranks instead.
+Code that needs a parameter as a tensor gathers its unit (a decoder layer, or everything outside the layers), so only
+one unit is whole at a time. FSDP1 averages gradients over the ranks, so the loss is multiplied by their number to get
+the sum.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from rl_fsdp.shards import (
 
 _WRAPPED = "_fsdp_wrapped_module."
 _SCORER = "model."
-"""Prefix of a parameter's own name in the scorer."""
+"""Prefix that the scorer puts before a parameter's own name."""
 
 
 def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> Fsdp1Shards:
@@ -54,7 +55,8 @@ def shard_fsdp1(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: Wor
         (True, True): ShardingStrategy.HYBRID_SHARD,
         (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
     }[is_hybrid, options.reshard_after_forward]
-    # It pins what it offloads, which takes an accelerator; without one the parameters are on the CPU anyway.
+    # FSDP1 pins the memory it offloads to, which needs an accelerator; without one the parameters are on the CPU
+    # anyway.
     offloads = options.cpu_offload and ranks.device.type != "cpu"
     settings: dict[str, Any] = {
         "device_mesh": device_mesh,
@@ -100,7 +102,8 @@ class Fsdp1Shards:
         (loss * self._num_ranks).backward()
 
     def let_go(self) -> None:
-        """What `reshard_after_forward=false` keeps, the next forward uses; all that reads parameters gathers anew."""
+        """Does nothing: the next forward uses what `reshard_after_forward=false` keeps, and other readers gather
+        again."""
 
     def has_gradients(self) -> bool:
         """See `Shards`."""
@@ -118,14 +121,14 @@ class Fsdp1Shards:
         self.optimizer.zero_grad()
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """One unit at a time, each tensor a copy: the unit itself is gone with the next."""
+        """Yields copies, one unit at a time: a gathered unit is freed before the next is gathered."""
         dtype = self.scorer.compute_dtype
         for weights in self._units():
             for name, weight in weights:
                 yield from checkpoint_tensors(self.scorer.model, name, weight.detach().to(dtype, copy=True))
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """There is no head: critics are refused."""
+        """Same as `exported`: there is no value head, because critics are refused."""
         return self.exported()
 
     def adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +149,7 @@ class Fsdp1Shards:
         return gradients
 
     def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        """DTensors, made for the purpose: `take` puts them back."""
+        """Returns DTensors made from the flat tensors; `take` writes them back."""
         optimizer = self.optimizer
         with _quiet():
             names = {name for name, _ in self._named()}
@@ -208,7 +211,8 @@ class Fsdp1Shards:
         torch.cuda.synchronize()
 
     def _reshard(self) -> None:
-        """What scoring left gathered would be taken for the weights after the step, and has no gradients."""
+        """Frees units that scoring left gathered: they have no gradients and would pass for the weights after the
+        step."""
         for handle in self._root._all_handles or []:
             if handle.uses_sharded_strategy and not handle.needs_unshard():
                 handle.reshard(free_unsharded_flat_param=True)
@@ -219,7 +223,7 @@ class Fsdp1Shards:
             yield name.replace(_WRAPPED, "").removeprefix(_SCORER), weight
 
     def _units(self, *, with_grads: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """The parameters of each unit, whole only until the next is asked for."""
+        """Yields the parameters of each unit, which are whole only until the next unit is requested."""
         names = {weight: name for name, weight in self._named()}
         for unit in reversed(FSDP.fsdp_modules(self._root)):  # the root, which also has the layers' parameters, is last
             own = [weight for weight in unit.parameters() if weight in names]
@@ -236,7 +240,7 @@ def _mixed_precision(options: FsdpOptions) -> MixedPrecision:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch recommends FSDP2 whenever FSDP1 is asked for its state."""
+    """Silences torch's advice to use FSDP2, which it repeats each time FSDP1's state is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""`fsdp_config`: its class, and keys that messages name. Imports no torch: it is loaded to check a configuration."""
+"""The class of `fsdp_config`, and keys that messages name. Imports no torch: it is loaded to check a configuration."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 
 @attrs.frozen(kw_only=True)
 class MixedPrecision:
-    """Dtypes between ranks when `trainer.bf16` is set; in a float32 run all is float32."""
+    """Dtypes of communication between ranks if `trainer.bf16` is set; a float32 run uses float32 throughout."""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """In which parameters are gathered and computed with."""
+    """Dtype in which parameters are gathered and used in computation."""
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
-    """In which gradients are summed over the ranks."""
+    """Dtype in which gradients are summed over the ranks."""
 
 
 @attrs.frozen(kw_only=True)
 class FsdpOptions:
-    """`fsdp_config`. One rank shards nothing: there only `cpu_offload` has a meaning, on an accelerator."""
+    """`fsdp_config`. A single rank shards nothing: only `cpu_offload` has an effect there, on an accelerator."""
 
     fsdp_size: int = -1
     """Ranks that share one copy of the parameters (hybrid sharding: the copies split the batch); -1 for all ranks."""
     sequence_parallel_size: int = 1
     """Ranks that split every sequence between them (Ulysses); divides the number of attention heads."""
     reshard_after_forward: bool = True
-    """Let a layer's parameters go between forward and backward; false gathers once and needs memory for all."""
+    """Free a layer's gathered parameters between forward and backward; false gathers once and needs memory for all
+    layers."""
     mixed_precision: MixedPrecision = MixedPrecision()
-    """Dtypes of what travels between ranks."""
+    """Dtypes of communication between ranks."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied for its use."""
+    """Keep parameters, gradients and optimizer state in CPU memory; a layer's parameters are copied when it is used."""
     moe_enable_routing_replay: bool = False
-    """Policy with a Mixture of Experts: tokens go to the experts that the engine sent them to (R3), in scoring, in
-    training and in recomputation; together with `generator.inference_engine.enable_return_routed_experts`."""
+    """Mixture-of-Experts policy: route tokens to the experts that the engine chose (R3) in scoring, training and
+    recomputation; needs `generator.inference_engine.enable_return_routed_experts`."""
 
 
 def replay_key(role: Role) -> str:
@@ -45,5 +46,5 @@ def replay_key(role: Role) -> str:
 
 
 def asked_replay_key(spec: WorkerSpec) -> str | None:
-    """`replay_key` where it is on."""
+    """`replay_key` if router replay is on, else None."""
     return replay_key(spec.role) if spec.options.moe_enable_routing_replay else None

@@ -1,4 +1,4 @@
-"""Which part of every trained parameter lies on this rank: what noise is put on."""
+"""The part of every trained parameter that lies on this rank, to which noise is added."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rl_core.rank_kit.perturbation import Piece
 
 
 def trained_pieces(state: Mapping[str, Tensor]) -> Iterator[Piece]:
-    """The pieces of a `Shards.state` without optimizer; ranks with nothing of a parameter have no piece of it."""
+    """Yields the pieces of a `Shards.state` without optimizer; a rank that holds nothing of a parameter has no piece of
+    it."""
     for name, tensor in state.items():
         local, offset = tensor, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if local.numel():
-            # A scalar is a vector of one element.
+            # A scalar is treated as a vector of one element.
             shape = tuple(tensor.shape) or (1,)
             yield Piece(tensor=local.view(local.shape or (1,)), name=name, offset=tuple(offset) or (0,), shape=shape)

@@ -1,9 +1,9 @@
 """What each rank of a sharded model holds, counted on the model without its weights.
 
-What it holds from step to step is counted exactly. What is there for a moment, activations and what FSDP has whole, is
-estimated at the moments of a step that can be its fullest: the gradient of the output layer; a decoder layer's
-backward (its activations computed again, the next layer gathered, the gradients of the one before on their way), the
-second one's or, under hybrid sharding, the last one's; and the end, when what stands outside of the layers is summed.
+What a rank holds from step to step is counted exactly. Temporary memory (activations and gathered parameters) is
+estimated at the points of a step where it can peak: the gradient of the output layer; a decoder layer's backward (its
+activations recomputed, the next layer gathered, the previous layer's gradients being reduced), the second one's or,
+under hybrid sharding, the last one's; and the end, when the gradients of parameters outside the layers are summed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rl_fsdp.options import FsdpOptions, asked_replay_key
 from rl_fsdp.sharding import DTYPES
 
 _ALIGNMENT_BYTES = 16
-"""Of each parameter in FSDP1's flat tensor, with `use_orig_params` (torch, `FlatParamHandle`)."""
+"""Alignment of each parameter in FSDP1's flat tensor, with `use_orig_params` (torch, `FlatParamHandle`)."""
 _ALL: tuple[HeldKind, ...] = ("parameters", "gradients", "optimizer")
 
 
 def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """One entry per rank, as `rl_core.interfaces.Planner` has it: there is one micro-batch at a time.
+    """Returns one entry per rank, as in `rl_core.interfaces.Planner`; one micro-batch is computed at a time.
 
     Args:
         spec: the model.
-        mesh: of its ranks.
+        mesh: the mesh of its ranks.
         micro_batch_tokens: tokens of the largest micro-batch, before Ulysses ranks split it.
 
     Raises:
@@ -43,7 +43,7 @@ def plan_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tupl
 
 
 def plan_flat_ranks(spec: WorkerSpec, mesh: Mesh, *, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
-    """As `plan_ranks`, of FSDP1: the parameters of a unit end to end in one tensor, of which ranks hold even parts."""
+    """Like `plan_ranks`, for FSDP1: the parameters of a unit form one tensor, which the ranks share evenly."""
     return _plan(spec, mesh, micro_batch_tokens, _split_units)
 
 
@@ -88,7 +88,7 @@ def _plan(spec: WorkerSpec, mesh: Mesh, micro_batch_tokens: int, split: _Split) 
                 optimizer_bytes=2 * trained,
                 activation_bytes=round(fullest.activations),
                 gathered_bytes=round(fullest.gathered),
-                # A tensor whole, and the tensors of a checkpoint that are made of it (experts one by one).
+                # A whole tensor, and the checkpoint tensors made from it (one per expert).
                 export_bytes=2 * largest * compute,
                 frees_gradients=True,
                 on_host=_ALL if spec.options.cpu_offload else (),
@@ -108,7 +108,7 @@ def _split_parameters(scorer: Scorer, shard: int, num_shards: int) -> _Held:
 
 
 def _shard_elements(parameter: nn.Parameter, shard: int, num_shards: int) -> int:
-    """FSDP2 cuts the first axis into equal parts, of which the last ones may be smaller or empty."""
+    """FSDP2 cuts the first axis into equal parts; the last ones may be smaller or empty."""
     rows = parameter.shape[0] if parameter.dim() else 1
     part = -(-rows // num_shards)
     held = max(0, min(part, rows - shard * part))
@@ -120,7 +120,7 @@ def _shard_bytes(parameters: Iterable[nn.Parameter], shard: int, num_shards: int
 
 
 def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
-    """Alike on every rank: padding makes the parts even."""
+    """The same on every rank: padding makes the parts equal."""
     elements = num_bytes = trained_bytes = 0
     for unit in units_of(scorer):
         size = unit[0].element_size()
@@ -136,7 +136,7 @@ def _split_units(scorer: Scorer, shard: int, num_shards: int) -> _Held:
 
 @attrs.frozen
 class _Moment:
-    """Bytes on a rank in addition to what it holds."""
+    """Temporary bytes on a rank, in addition to what it always holds."""
 
     activations: float
     gathered: float
@@ -148,8 +148,8 @@ class _Moment:
 
 @attrs.frozen
 class _Sizes:
-    """Of a model: parameters of its largest layer, of all layers, outside of them and of the output layer; bytes of an
-    element that is computed with, and of one that is summed over ranks."""
+    """Sizes of a model. `layer` (the largest), `layers`, `outside` and `output` count parameters; `element` and
+    `reduced` are bytes per element in computation and in gradient sums over ranks."""
 
     layer: int
     layers: int
@@ -178,9 +178,10 @@ class _Sizes:
 def _fullest_moment(
     spec: WorkerSpec, scorer: Scorer, held: ActivationBytes, num_ranks: int, num_shards: int
 ) -> _Moment:
-    """The fullest of the moments of a step that can be: which one it is depends on the tokens and the vocabulary.
+    """The moment of a step with the most temporary memory; which one it is depends on the tokens and the vocabulary.
 
-    Each was found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and say what exists when.
+    The candidates were found by rehearsals (`rl rehearse`), which run FSDP2 and the model's code and report what exists
+    when.
     """
     sizes = _Sizes.of(spec, scorer)
     whole, buffer = _whole_parameters(spec, scorer, sizes, num_ranks)
@@ -191,17 +192,17 @@ def _fullest_moment(
         in_layer = _Moment(held.in_layer, whole + buffer)
         return max(in_layer, _Moment(held.at_output, whole), key=lambda moment: moment.total)
     split = num_ranks > 1
-    # A gradient of the output layer is summed over chunks in float32, of which each adds a product.
+    # The output layer's gradient is summed over chunks in float32, and each chunk needs memory for its own product.
     output_sum = sizes.output * (4 + (sizes.element if spec.bf16 else 0))
     output_gradient = sizes.output * sizes.element
     summed = sizes.layer * sizes.reduced if split else 0
-    # Under hybrid sharding each layer's sum over the shards stays until backward is done, after it was added up.
+    # Under hybrid sharding each layer's gradient, summed over the shards, stays in memory until backward is done.
     all_summed = sizes.layers / num_shards * sizes.reduced if num_shards < num_ranks else 0
     outside = sizes.outside * sizes.element if split else 0
     at_the_output = _Moment(held.at_output + output_sum, whole)
     in_layer = _Moment(held.in_layer, whole + buffer + output_gradient + summed)
     in_last_layer = _Moment(held.in_last_layer, whole + output_gradient + summed + all_summed)
-    # What stands outside of the layers is summed last: its whole gradient and that in the dtype of the sum.
+    # Gradients outside the layers are summed last: the whole gradient exists, and a copy in the dtype of the sum.
     embedding_gradients = sizes.outside * sizes.element + (2 * output_gradient if sizes.is_tied else 0)
     embedded = _Moment(2 * held.hidden, outside + embedding_gradients + summed + all_summed)
     reduced_outside = sizes.outside * (sizes.element + sizes.reduced * (1 + 1 / num_shards)) if split else 0
@@ -210,10 +211,10 @@ def _fullest_moment(
 
 
 def _whole_parameters(spec: WorkerSpec, scorer: Scorer, sizes: _Sizes, num_ranks: int) -> tuple[float, float]:
-    """Bytes of parameters outside of the layers and of a layer, or of all layers where they stay until backward; and
-    of what the next layer arrives in."""
+    """Bytes of whole parameters (outside the layers, and of one layer, or of all layers if they stay until backward),
+    and of the buffer that the next layer is gathered into."""
     if num_ranks == 1:
-        # Autocast keeps a bfloat16 copy of every float32 weight of a product until it was used in backward.
+        # Autocast keeps a bfloat16 copy of every float32 weight of a matrix product until backward has used it.
         cast = [p for p in scorer.parameters() if p.dim() > 1 and p.dtype == torch.float32] if spec.bf16 else []
         return 2 * sum(p.numel() for p in cast), 0
     outside, layer = sizes.outside * sizes.element, sizes.layer * sizes.element

@@ -15,7 +15,7 @@ from rl_fsdp.shards import TensorShards
 def rehearse_rank(
     spec: WorkerSpec, mesh: Mesh, batch: Batch, plan: Plan, loss: LossSpec | None, *, section: str
 ) -> tuple[RehearsedPhase, ...]:
-    """See `rl_core.rank_kit.scoring.rehearsal`; one rank alone shards nothing, as in `FsdpWorker`."""
+    """See `rl_core.rank_kit.scoring.rehearsal`; a single rank shards nothing, as in `FsdpWorker`."""
 
     def shards(scorer: Scorer, ranks: RankMesh) -> TensorShards:
         if mesh.world_size == 1:

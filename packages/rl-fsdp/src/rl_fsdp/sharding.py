@@ -1,8 +1,8 @@
 """FSDP2: every rank holds a shard of each parameter, its gradient and its optimizer state.
 
-A decoder layer is gathered when it computes and let go afterwards; what stands outside the layers (embeddings, last
-norm, output layer) belongs to the scorer as a whole. Gradients are summed over the ranks, never averaged: a loss weight
-already speaks of the whole mini-batch.
+A decoder layer is gathered when it computes and freed afterwards; parameters outside the layers (embeddings, last norm,
+output layer) form one unit with the scorer. Gradients are summed over the ranks, never averaged: loss weights are
+already relative to the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpec) -> TensorShards:
-    """Makes every rank's scorer hold rank 0's weights, sharded. One unit exists whole at a time besides the shards.
+    """Makes every rank's scorer hold rank 0's weights, sharded. Besides the shards, only one unit is whole at a time.
 
     Args:
-        scorer: on rank 0 loaded, on the CPU; on the others without memory (device `meta`).
+        scorer: on rank 0 loaded, on the CPU; on the other ranks on device `meta`.
         options: how to shard.
-        ranks: over whom.
-        spec: of the model.
+        ranks: the ranks to shard over.
+        spec: the model's.
     """
     require_same_structure(scorer)
     settings: dict[str, Any] = {
@@ -43,10 +43,11 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
     for unit in (*decoder_layers(scorer), scorer):
         receive(unit, ranks, leave_out=done)
         done.update(unit.modules())
-        # The whole is needed again at once, by backward, but after scoring alone it must not stay.
+        # Backward needs the scorer's own unit again at once, but it must not stay gathered after scoring without
+        # backward.
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward or unit is scorer, **settings)
         assert isinstance(unit, FSDPModule)
-        # Without forced sums gloo is asked for a product with 1 in front of the sum, which it does not have.
+        # Without forced sums FSDP asks gloo for a pre-multiplied sum (by 1), which gloo does not support.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
         if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: an expert that only one rank used
@@ -55,7 +56,7 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
 
 
 def shard_mesh(ranks: RankMesh, options: FsdpOptions) -> DeviceMesh:
-    """The ranks that parameters are sharded over; two axes (copies, shards) where there is more than one copy."""
+    """The ranks that parameters are sharded over; two axes (copies, shards) if there is more than one copy."""
     num_ranks = ranks.mesh.world_size
     size = num_ranks if options.fsdp_size == -1 else options.fsdp_size
     num_copies = num_ranks // size

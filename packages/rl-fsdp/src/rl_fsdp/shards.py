@@ -34,11 +34,11 @@ class TensorShards:
         self._stays_on_cpu: bool = spec.options.cpu_offload
 
     def backward(self, loss: Tensor) -> None:
-        """FSDP2 was told to sum."""
+        """Needs no scaling: FSDP2 is configured to sum gradients."""
         loss.backward()
 
     def let_go(self) -> None:
-        """After backward there is nothing left to do; it lets go by itself."""
+        """Frees gathered parameters; after backward there are none left, because FSDP2 frees them by itself."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -53,7 +53,8 @@ class TensorShards:
         return step_if_finite(self.optimizer, settings, self._clip(settings.max_grad_norm))
 
     def _clip(self, max_norm: float) -> float:
-        """The norm, over all ranks; gradients are scaled down to `max_norm`, if it is above 0 and the norm finite."""
+        """Returns the norm over all ranks; scales gradients down to `max_norm` if that is above 0 and the norm is
+        finite."""
         parameters = [p for p in self.scorer.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = whole(norm).item()
@@ -91,7 +92,7 @@ class TensorShards:
         return {name: whole(weight.detach()) for name, weight in head_tensors(self.scorer).items()}
 
     def state(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        """The tensors themselves: what is read into them is taken."""
+        """Returns the tensors themselves, so that a checkpoint is read in place."""
         tensors = {}
         for name, weight in self.scorer.named_weights():
             tensors[f"model/{name}"] = weight.detach()
@@ -101,7 +102,7 @@ class TensorShards:
         return tensors
 
     def take(self, state: Mapping[str, Tensor], *, with_optimizer: bool, steps_done: int) -> None:
-        """Sets the number of steps; tensors were read in place."""
+        """Sets the number of steps; the tensors were already read in place."""
         if with_optimizer:
             set_steps(self.optimizer, steps_done)
 
@@ -123,7 +124,7 @@ class TensorShards:
 
 
 def new_optimizer(scorer: Scorer, config: OptimizerConfig | None) -> AdamW:
-    """Of all that is trained; for a model that is not, nobody may ask for it."""
+    """The optimizer of all trained parameters; an untrained model gets None, which must never be used."""
     if config is None:
         return None  # pyright: ignore[reportReturnType]
     return AdamW(
@@ -145,7 +146,7 @@ def scale_gradients(scorer: Scorer, factor: float) -> None:
 
 
 def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -> float:
-    """Steps where the norm is finite, clears the gradients, returns the norm."""
+    """Steps if the norm is finite, clears the gradients, returns the norm."""
     if math.isfinite(grad_norm):
         settings.put_into(optimizer.param_groups)
         optimizer.step()
@@ -154,19 +155,19 @@ def step_if_finite(optimizer: AdamW, settings: StepSettings, grad_norm: float) -
 
 
 def set_steps(optimizer: AdamW, steps_done: int) -> None:
-    """The number of steps behind the moments."""
+    """Sets the number of steps that the moments have accumulated."""
     for moments in optimizer.state.values():
         moments["step"].fill_(steps_done)
 
 
 def move_moments(optimizer: AdamW, device: torch.device) -> None:
-    """To `device`."""
+    """Moves the moments to `device`."""
     for moments in optimizer.state.values():
         moments.update({name: tensor.to(device) for name, tensor in moments.items()})
 
 
 def moments_of(optimizer: AdamW, weight: nn.Parameter) -> dict[str, Tensor]:
-    """What AdamW keeps for `weight`. It makes that, as zeros, in its first step; here it is made if it is missing."""
+    """AdamW's state of `weight`. AdamW creates it as zeros in its first step; this creates it if it is missing."""
     moments = optimizer.state[weight]
     if not moments:
         moments["step"] = torch.zeros((), device=weight.device)

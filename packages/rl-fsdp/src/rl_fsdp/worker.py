@@ -1,4 +1,4 @@
-"""One rank of a Hugging Face model under FSDP, or alone."""
+"""One rank of a Hugging Face model, sharded by FSDP unless it is the only rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Generation = Literal["fsdp2", "fsdp1"]
 
 
 class FsdpWorker(ScoringWorker):
-    """A `ScoringWorker` whose parameters FSDP shards. One rank alone shards nothing and joins nobody, unless it is to
-    keep its parameters in CPU memory."""
+    """A `ScoringWorker` whose parameters FSDP shards. A single rank shards nothing and joins no process group, unless
+    it offloads its parameters to CPU memory."""
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, generation: Generation = "fsdp2"):
         if spec.num_threads is not None:

@@ -37,7 +37,7 @@ class MegatronBackend:
         return mesh_of(options, world_size, self.config_section)
 
     def validate(self, spec: WorkerSpec, world_size: int) -> None:
-        """Raises ConfigError for what cannot be trained correctly."""
+        """Raises ConfigError if the configuration cannot be trained correctly."""
         require_bridge()
         refuse(spec, world_size)
         require_trainable(spec)
@@ -62,7 +62,7 @@ class MegatronBackend:
         return is_balanced or bool(fields.get("moe_z_loss_coeff"))
 
     def needs_own_process(self) -> bool:
-        """Always: Megatron keeps one mesh per process, and on a machine without GPUs its platform module changes
+        """Always True: Megatron keeps one mesh per process, and on a machine without GPUs `patches.platform` changes
         torch."""
         return True
 
@@ -92,13 +92,13 @@ class MegatronBackend:
         }
 
     def proof_obstacle(self) -> str | None:
-        """Transformer Engine has no kernels for CPUs."""
+        """Why a model cannot be checked here: Transformer Engine has no kernels for CPUs."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, and this machine has no GPU to run it on"
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. Unpacked with Transformer Engine, which packs no float32."""
+        """See `ModelProving`. With Transformer Engine sequences are not packed, because it cannot pack float32."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None

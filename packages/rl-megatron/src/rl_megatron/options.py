@@ -1,4 +1,4 @@
-"""`megatron_config`: its class, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
+"""The class of `megatron_config`, and the fields of Megatron's own classes that it resolves to. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rl_megatron.checks.megatron_fields import require_fields
 
 @attrs.frozen(kw_only=True)
 class DdpOptions:
-    """`ddp_config`: how gradients are summed. They are summed once per optimizer step, whatever it was cut into."""
+    """`ddp_config`: how gradients are summed. They are summed once per optimizer step, however many micro-batches it
+    has."""
 
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
     overlap_grad_reduce: bool = False
-    """Refused: calls of `forward_backward` add up, so no micro-batch is known to be the last."""
+    """Refused: gradients accumulate over calls of `forward_backward`, so no micro-batch is known to be the last."""
     overlap_param_gather: bool = False
-    """Refused: weights must be whole when they are scored, saved or published."""
+    """Refused: weights must be complete when they are used for scoring, saved or published."""
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad the gradient buffer to a multiple of 65,536 numbers, which NCCL sums faster over many ranks."""
+    """Pad the gradient buffer to a multiple of 65,536 elements, which NCCL reduces faster over many ranks."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,25 +32,26 @@ class LoraOptions:
     """`lora_config`: how the adapters of `model.lora` are made."""
 
     lora_type: Literal["lora", "canonical_lora"] = "lora"
-    """One adapter for each fused matrix (query-key-value, gate-up), or one for each of its parts."""
+    """`lora`: one adapter per fused matrix (query-key-value, gate-up); `canonical_lora`: one per part of it."""
 
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Names are Megatron's; what has no field of its own goes into the pass-through sections."""
+    """`megatron_config`. Names are Megatron's; settings without a key of their own go into the pass-through
+    sections."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that split each matrix and, between matrices, the tokens (sequence parallelism comes with it)."""
+    """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""
     pipeline_model_parallel_size: int = 1
     """Ranks that split the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; None: an even part."""
+    """Layers of the first stage; None: an equal share."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage; None: an even part."""
+    """Layers of the last stage; None: an equal share."""
     context_parallel_size: int = 1
-    """Ranks that split each sequence, two mirrored chunks each."""
+    """Ranks that split each sequence; each gets two mirrored chunks."""
     expert_model_parallel_size: int = 1
     """Ranks that split the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
@@ -61,32 +63,32 @@ class MegatronOptions:
     moe_aux_loss_coeff: float = 0.0
     """Weight of the auxiliary loss."""
     moe_grouped_gemm: bool = True
-    """All experts of a rank in one matrix product, where Transformer Engine is installed."""
+    """Compute all experts of a rank in one grouped matrix product, if Transformer Engine is installed."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
     """None: the model's own."""
     moe_router_enable_expert_bias: bool | None = None
     """None: the model's own."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """In which routing probabilities are computed; None: as the model."""
+    """Dtype in which routing probabilities are computed; None: the model's dtype."""
     moe_enable_routing_replay: bool = False
-    """Policy with experts: tokens go to those they went to before, in scoring, in training and in recomputation."""
+    """Mixture-of-Experts policy: route tokens to recorded experts in scoring, training and recomputation."""
     moe_routing_replay_source: Literal["rollout", "scoring"] = "rollout"
-    """Before: in the engine (R3, with `generator.inference_engine.enable_return_routed_experts`), or in the policy's
-    own scoring pass (R2)."""
+    """Where routes are recorded: `rollout` in the engine (R3; needs
+    `generator.inference_engine.enable_return_routed_experts`), `scoring` in the policy's own scoring pass (R2)."""
     moe_per_layer_logging: bool = False
     """Report auxiliary losses per layer."""
     freeze_moe_router: bool = False
     """Do not train the routers."""
     lora_config: LoraOptions = LoraOptions()
-    """Adapters."""
+    """How LoRA adapters are made."""
     ddp_config: DdpOptions = DdpOptions()
-    """Gradient sums."""
+    """How gradients are summed."""
     transformer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of Megatron's `TransformerConfig` (or `MLATransformerConfig`)."""
     optimizer_config_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     """Fields of Megatron's `OptimizerConfig`."""
     empty_cuda_cache: bool = True
-    """Give cached memory back to the driver when leaving the device."""
+    """Release cached memory to the driver when the model is offloaded."""
 
 
 _OWN_FIELDS = (
@@ -108,14 +110,14 @@ _OWN_FIELDS = (
     "moe_enable_routing_replay",
     "moe_per_layer_logging",
 )
-"""Options that are fields of `TransformerConfig` by the same name."""
+"""Options that have the same name as a field of `TransformerConfig`."""
 
 
 def transformer_fields(options: MegatronOptions, where: str = "megatron_config") -> dict[str, Any]:
-    """Fields of `TransformerConfig`, whichever section set them. None: the model's own value.
+    """Fields of `TransformerConfig` from all sections. None: the model's own value.
 
     Raises:
-        ConfigError: an unknown field, or one that both sections set, to different values.
+        ConfigError: an unknown field, or one that two sections set to different values.
     """
     passed = options.transformer_config_kwargs
     require_fields(passed, "TransformerConfig", f"{where}.transformer_config_kwargs")
@@ -131,7 +133,8 @@ def transformer_fields(options: MegatronOptions, where: str = "megatron_config")
 
 
 def field_key(name: str, passed: Container[str], where: str = "megatron_config") -> str:
-    """Where the user finds a field of `TransformerConfig`; `passed`: those that `transformer_config_kwargs` set."""
+    """Key path under which the user finds a field of `TransformerConfig`; `passed`: fields that
+    `transformer_config_kwargs` set."""
     return f"{where}.transformer_config_kwargs.{name}" if name in passed else f"{where}.{name}"
 
 
@@ -152,11 +155,11 @@ _OF_A_MESH = frozenset(
         "recompute_modules",
     }
 )
-"""Further fields of `TransformerConfig` that say where or when something is computed, or add to the loss."""
+"""Further fields of `TransformerConfig` that determine where or when something is computed, or add to the loss."""
 
 
 def one_rank_options(options: MegatronOptions) -> MegatronOptions:
-    """What one rank alone needs to compute a model's log-probs as ranks with `options` do."""
+    """Options with which a single rank computes the same log-probs as ranks with `options` do."""
     plain = {field.name: field.default for field in attrs.fields(MegatronOptions)}
     mesh = {name for name in _OWN_FIELDS if name.endswith("_size") or name.startswith("num_layers_in")} | _OF_A_MESH
     passed = {name: value for name, value in options.transformer_config_kwargs.items() if name not in mesh}

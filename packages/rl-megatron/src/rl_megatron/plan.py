@@ -1,4 +1,4 @@
-"""What each rank of a Megatron model holds, counted from the sizes of model and mesh. Imports no torch."""
+"""Memory that each rank of a Megatron model holds, counted from the sizes of model and mesh. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4
-"""Per token of a chunk and row of the vocabulary: float32 logits, their softmax and its gradient."""
+"""Bytes per token of a chunk and per row of the vocabulary: float32 logits, their softmax and its gradient."""
 
 
 def plan_ranks(
@@ -57,7 +57,7 @@ def _rank_plan(
     if spec.optimizer is not None:
         ddp = spec.options.ddp_config
         gradients = (dense + experts) * (4 if ddp.grad_reduce_in_fp32 else size)
-        # Adam's two moments, and with bfloat16 the float32 weights, split over the ranks that hold the same weights.
+        # Adam's two moments and, with bfloat16, the float32 weights, sharded over the ranks that hold the same weights.
         shards = dense / (mesh.data * mesh.context) + experts / mesh.expert_data
         optimizer = round(shards * (12 if spec.bf16 else 8))
     num_local = shape.num_experts // mesh.expert
@@ -93,21 +93,22 @@ def count_parameters(
     is_first, is_last = stage == 0, stage == mesh.pipeline - 1
     dense += vocabulary if is_first else 0
     if is_last:
-        # A tied output layer is the embedding where both are on one rank, else a copy of it.
+        # A tied output layer is the embedding itself if both are on one rank, else a copy of it.
         output = 0 if shape.is_tied and is_first else vocabulary
         dense += hidden + (hidden + 1 if is_critic else output)
     return dense, experts
 
 
 def _exported_elements(shape: ModelShape, mesh: Mesh) -> int:
-    """A tensor on its way, whole on every rank, and the tensors of a checkpoint that are cut out of it. Of experts,
-    those of the same number on all expert ranks come at once."""
+    """Elements of a gathered tensor, whole on every rank, and of the checkpoint tensors cut out of it. Experts with the
+    same local number on all expert ranks are exported at once."""
     experts = 3 * shape.hidden_size * shape.expert_ffn_hidden_size * mesh.expert
     return 2 * max(shape.vocabulary_parameters(), 3 * shape.hidden_size * shape.ffn_hidden_size, experts)
 
 
 def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> float:
-    """Micro-batches, of all the stage's layers, whose forward pass is done and whose backward is not, at most."""
+    """The largest number of micro-batches, in units of all the stage's layers, that have run forward but not yet
+    backward."""
     after = mesh.pipeline - stage
     if mesh.virtual_pipeline == 1:
         return min(num_micro_batches, after)
@@ -118,7 +119,7 @@ def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> 
 def _activation_elements(
     spec: WorkerSpec, setup: Setup, mesh: Mesh, layers: Sequence[int], tokens: float, in_flight: float
 ) -> float:
-    """Of the transformer layers; where they are computed again, their inputs and one layer in full."""
+    """Activation elements of the transformer layers; with recomputation, all layers' inputs and one full layer."""
     shape = setup.shape
     assert shape is not None
     sizes = {"tensor": mesh.tensor, "expert_tensor": mesh.expert_tensor}
@@ -132,7 +133,7 @@ def _activation_elements(
 
 
 def _output_bytes(spec: WorkerSpec, shape: ModelShape, mesh: Mesh, stage: int, tokens: float) -> float:
-    """Of the last stage: hidden states whole on every tensor rank, and the logits of one chunk of tokens."""
+    """Bytes on the last stage: hidden states, whole on every tensor rank, and the logits of one chunk of tokens."""
     if stage != mesh.pipeline - 1:
         return 0.0
     chunk = min(tokens, spec.logprobs_chunk_size)

@@ -1,9 +1,9 @@
 """Prompts as token ids, token ids as text.
 
-A text prompt is taken as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
-middle of a document and because a prompt that holds a rendered chat template has its special tokens already. Chat
-messages go through the tokenizer's chat template, which writes the special tokens that its model expects, and the
-tools that the environment offers.
+A text prompt is encoded as it is: nothing is added, not even a beginning-of-sequence token, because a row may be the
+middle of a document, and because a rendered chat template already contains its special tokens. Chat messages go through
+the tokenizer's chat template, which writes the special tokens that the model expects and the tools that the environment
+offers.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        # transformers raises whatever the broken file leads to.
+        # A broken file can make transformers raise any exception.
         raise ConfigError(
             f"trainer.policy.model.path: {path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
 
 def _require_in_reach(name: str) -> None:
-    """A hub that does not answer is asked once here: transformers would ask it again and again, for most of a minute.
+    """Asks a hub that does not answer only once; transformers would retry for most of a minute.
 
-    Raises ConfigError for what is neither a directory nor in the hub's cache, where the hub is not in reach.
+    Raises ConfigError if the hub is unreachable and `name` is neither a directory nor in the hub's cache.
     """
     if hub.is_name(name) and not hub.is_cached(name):
         hub.require_model(name, key=_MODEL_PATH)
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a model directory holds a tokenizer; true for a hub name, where only loading tells."""
+    """Whether a model directory holds a tokenizer; True for a hub name, because only loading shows whether it has
+    one."""
     directory = Path(path)
     return not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
 
@@ -67,10 +68,10 @@ class TokenCodec:
         self._tools: tuple[ToolSchema, ...] = ()
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> TokenCodec:
-        """This codec, for conversations in which the model is shown these functions.
+        """A copy of this codec for conversations in which the model sees these functions.
 
         Raises:
-            ConfigError: the configuration's own settings of the template name tools as well.
+            ConfigError: `chat_template_kwargs` of the configuration also name tools.
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
@@ -84,9 +85,9 @@ class TokenCodec:
         """Token ids of a prompt, with the template's opening of the assistant's turn after chat messages.
 
         Raises:
-            DataError: neither text nor messages, a template that refuses them, or nothing to encode; text, where the
-                model is to be shown tools.
-            ConfigError: a template that does not show tools.
+            DataError: the prompt is neither text nor messages, is empty, is refused by the template, or is text
+                although there are tools to show.
+            ConfigError: the template does not show tools.
         """
         tokens = self.encode_text(self.prompt_text(prompt))
         if not tokens:
@@ -107,7 +108,7 @@ class TokenCodec:
         return self.render(messages)
 
     def require_tools_shown(self, messages: Sequence[Message]) -> None:
-        """Raises ConfigError if the tools of this codec leave no trace in what the template writes."""
+        """Raises ConfigError if the template's output does not contain the tools of this codec."""
         if self._tools and self.render(messages) == self.with_tools(()).render(messages):
             raise ConfigError(
                 "the model is to be shown tools, but its chat template does not show them: give the model a "
@@ -115,15 +116,15 @@ class TokenCodec:
             )
 
     def response_text(self, tokens: Sequence[int]) -> str:
-        """What the policy said, without special tokens."""
+        """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of text as it is; special tokens that it spells out are recognised, none are added."""
+        """Token ids of text as it is; special tokens in the text are recognised, none are added."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Messages as the chat template writes them. Raises DataError if there is none or it refuses them."""
+        """Messages as the chat template writes them. Raises DataError if there is no template or it refuses them."""
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the prompt is a list of chat messages, but the model's tokenizer has no chat template; use text"
@@ -141,10 +142,10 @@ class TokenCodec:
                 )
             )
         except Exception as error:
-            # The template is a program of the model's authors and raises what it likes.
+            # The template is a program by the model's authors and may raise anything.
             raise DataError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
 
 
 def _given(message: Message) -> dict[str, Any]:
-    """Without the keys that are None: templates ask whether a message has `tool_calls`."""
+    """The message without keys that are None, because templates test whether a message has `tool_calls`."""
     return {key: value for key, value in message.items() if value is not None}

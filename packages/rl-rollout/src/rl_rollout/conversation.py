@@ -1,10 +1,10 @@
-"""How the prompt of a later turn follows from what was said before. Three kinds of history, one method.
+"""Builds the prompt of a later turn from the conversation so far. Three kinds of history, one method.
 
-`TextHistory` and `ChatHistory` only ever append: each prompt begins with all tokens before it, sampled ones as they
-were sampled, so that a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns
-(most templates of thinking models drop the thinking): where the template leaves everything as it was it appends too,
-else the next prompt is a new rendering of the conversation and begins a new sequence. What is trained on are the
-tokens that the engine sampled in every case; a rendering only ever becomes prompt.
+`TextHistory` and `ChatHistory` only append: each prompt begins with all tokens before it, sampled ones as they were
+sampled, so a whole episode is one sequence. `RenderedHistory` serves templates that change earlier turns (most
+templates of thinking models drop the thinking): it appends if the template leaves everything unchanged; else the next
+prompt is a new rendering of the conversation and begins a new sequence. In every case training uses the tokens that the
+engine sampled; rendered tokens are only ever prompt.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class History(Protocol):
     """One episode's conversation."""
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
-        """What the engine is given next, after it was given `prompt` and answered `response`.
+        """The engine's next prompt, after it answered `prompt` with `response`.
 
         Raises:
-            DataError: an observation that does not fit the conversation.
-            ConfigError: a template that cannot be used this way.
+            DataError: the observation does not fit the conversation.
+            ConfigError: the template cannot be used this way.
         """
         ...
 
 
 def start_history(turns: TurnTokens, prompt: Prompt, *, step_wise: bool) -> History:
-    """The conversation that `prompt` opens.
+    """Starts the conversation that `prompt` opens.
 
     Args:
-        turns: of the conversation's own tools.
-        step_wise: a turn may be a sequence of its own, so the template may change what was before.
+        turns: for the tools of this conversation.
+        step_wise: a turn may be a sequence of its own, so the template may change earlier turns.
     """
     if isinstance(prompt, str):
         return TextHistory(turns.codec)
@@ -60,7 +60,7 @@ class TextHistory:
 
 
 class ChatHistory:
-    """Messages under a template that leaves earlier turns as they were."""
+    """Messages under a template that leaves earlier turns unchanged."""
 
     def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
         self._turns = turns
@@ -79,7 +79,7 @@ class ChatHistory:
 
 
 class RenderedHistory:
-    """Messages under any template: what it would write now decides whether the history goes on or begins anew."""
+    """Messages under any template: its current rendering decides whether the sequence continues or a new one begins."""
 
     def __init__(self, turns: TurnTokens, opening: Sequence[Message]) -> None:
         self._codec = turns.codec

@@ -1,4 +1,4 @@
-"""The `dataset` generator: a row's own responses as trajectories. Nothing is sampled."""
+"""The `dataset` generator: makes trajectories of a row's own responses. Nothing is sampled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rl_rollout.generator_options import DatasetGeneratorOptions
 from rl_rollout.supervised_tokens import RowEncoder, Supervised, text_parts
 
 _REWARDS = (1.0, 0.0)
-"""Of the preferred response of a pair and of the other."""
+"""Rewards of a pair's preferred response and of the other."""
 
 
 class DatasetGenerator:
-    """Generator of what the rows hold: one trajectory per row, or the two of a pair, the preferred one first."""
+    """Generator of the responses that rows hold: one trajectory per row, or both of a pair, the preferred one first."""
 
     def __init__(self, codec: TokenCodec, encoder: RowEncoder, *, of_pairs: bool) -> None:
         self._codec = codec
@@ -21,7 +21,7 @@ class DatasetGenerator:
         self._of_pairs = of_pairs
 
     def prompt_length(self, row: Row) -> int:
-        """Tokens before the first trained one. Raises DataError for a row without a response too."""
+        """Number of tokens before the first trained one. Also raises DataError for a row without a response."""
         return max(sequence.prompt_length for sequence in self._sequences(row))
 
     def response_length(self, row: Row) -> int:
@@ -65,7 +65,7 @@ class DatasetGenerator:
 
 
 def create_generator(spec: GeneratorSpec) -> DatasetGenerator:
-    """The generator of a run. Raises ConfigError for a model without a usable tokenizer."""
+    """Creates the generator of a run. Raises ConfigError if the model has no usable tokenizer."""
     options = spec.options
     assert isinstance(options, DatasetGeneratorOptions)
     codec = TokenCodec(load_tokenizer(spec.model_path), chat_template_kwargs=options.chat_template_kwargs)

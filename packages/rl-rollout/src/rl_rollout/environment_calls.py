@@ -1,5 +1,5 @@
-"""How an environment is called, wherever it runs: with a deadline, its tools checked, and whatever it raises its own
-sample's failure."""
+"""Calls an environment, wherever it runs: with a deadline, with its tools checked, and so that an exception only fails
+its own sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
-    """What an environment raised, as text: it may come from another process, and may be no `Exception`."""
+    """What an environment raised, as text: it may come from another process, and need not be an `Exception`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -25,7 +25,7 @@ class EnvironmentFailure(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The same, of what was raised."""
+        """The failure that describes `error`."""
         return cls(type(error).__name__, str(error))
 
     def __str__(self) -> str:
@@ -33,13 +33,11 @@ class EnvironmentFailure(Exception):
 
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
-    """The environment's answer.
-
-    A call that answers without waiting for anything opens no deadline: none could end it, and four of them would take a
-    quarter of an episode's time.
+    """The environment's answer. A call that returns without awaiting anything sets no deadline: a deadline could not
+    end it, and four of them would take a quarter of an episode's time.
 
     Raises:
-        EnvironmentFailure: it raised something. DeadlineError: it did not answer in time.
+        EnvironmentFailure: the environment raised. DeadlineError: it did not answer in time.
     """
     begun = asyncio.get_running_loop().time()
     coroutine = caught(call)
@@ -59,7 +57,7 @@ async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str
 
 @types.coroutine
 def _rest(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
-    """What is left of a coroutine that has begun, and waits for this now."""
+    """Runs the rest of a coroutine that has started and now awaits `waits_for`."""
     try:
         while True:
             try:
@@ -73,7 +71,7 @@ def _rest(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, A
 
 
 async def caught(call: Callable[[], Awaitable[T]]) -> T:
-    """The environment's answer. Raises EnvironmentFailure of whatever it raises, but KeyboardInterrupt, and the
+    """The environment's answer. Turns whatever it raises into EnvironmentFailure, except KeyboardInterrupt and the
     cancellation of this task."""
     task = asyncio.current_task()
     try:
@@ -89,7 +87,7 @@ async def caught(call: Callable[[], Awaitable[T]]) -> T:
 async def offered_tools(environment: object) -> Sequence[ToolSchema]:
     """The functions that the environment offers after its `reset`. Raises DataError if they are not tools."""
     tools = getattr(environment, "tools", None)
-    # Data of that name is the environment's own affair.
+    # `tools` may also be an unrelated attribute of the environment.
     if not callable(tools):
         return ()
     offered = tools()

@@ -1,4 +1,4 @@
-"""Where environments run: in a thread of their own unless they, or the configuration, say otherwise.
+"""Where environments run: each in its own thread unless its factory or the configuration says otherwise.
 
 | placement    | an episode has                  | a call that misses its deadline                                     |
 |--------------|---------------------------------|---------------------------------------------------------------------|
@@ -35,16 +35,16 @@ from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironm
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
 _START_S = 300.0
-"""A process may take so long to start and to import the environment, where many start at once."""
+"""Deadline for a process to start and import the environment; generous, because many may start at once."""
 _PROCESSES_PER_CORE = 4
 _FILES_PER_THREAD = 2
 _OTHER_FILES = 512
 MOST_LEFT_THREADS = 1000
-"""So many threads that hang stop the run: each holds its memory until the process ends."""
+"""The run stops when this many threads hang, because each holds its memory until the process ends."""
 
 
 class HangingThreads(GenerationError):
-    """Too many threads hang in calls that were given up."""
+    """Too many threads hang in abandoned calls."""
 
 
 class EnvironmentPool:
@@ -52,7 +52,7 @@ class EnvironmentPool:
 
     consumes     episodes (`opened`)
     produces     environments
-    waits for    a free worker, where `num_workers` bounds them
+    waits for    a free worker, if `num_workers` limits them
     unblocked by an episode's end
     """
 
@@ -61,9 +61,10 @@ class EnvironmentPool:
     ) -> None:
         """
         Args:
-            placement: where all environments run, whatever they say; None: where they say.
-            num_workers: threads or processes at a time; None: a thread for each episode, four processes per CPU core.
-            max_episodes: that are played at a time.
+            placement: where all environments run, whatever they request; None: where each requests.
+            num_workers: maximum number of threads or processes; None: one thread per episode, four processes per CPU
+                core.
+            max_episodes: maximum number of episodes played at a time.
         """
         self._placement: PlacementKind | None = placement
         self._threads = asyncio.Semaphore(num_workers or max_episodes)
@@ -83,8 +84,8 @@ class EnvironmentPool:
         """An environment for one episode, which is closed at its end.
 
         Raises:
-            ConfigError: it cannot run where it has to. HangingThreads: too many of them.
-            EnvironmentFailure, DeadlineError: closing it failed, where nothing else did.
+            ConfigError: the environment cannot run in its placement. HangingThreads: too many threads hang.
+            EnvironmentFailure, DeadlineError: nothing failed but closing it.
         """
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
@@ -134,7 +135,7 @@ class EnvironmentPool:
 
 
 class EnvironmentCalls:
-    """An environment whose calls have a deadline each, and raise an EnvironmentFailure of what it raises."""
+    """Wraps an environment: each call has a deadline, and raises EnvironmentFailure if the environment raises."""
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self._environment = environment
@@ -158,7 +159,7 @@ class EnvironmentCalls:
 
 
 class _InPlace:
-    """An environment that is made by its `reset`, as in the other places."""
+    """An environment that is constructed in `reset`, as in the other placements."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
@@ -197,13 +198,13 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
 def placement_of(
     factory: EnvironmentFactory, configured: PlacementKind | None = None, where: str = ""
 ) -> PlacementKind:
-    """Where the factory's environments run: as configured, else as the factory says, else in a thread.
+    """Where the factory's environments run: as configured, else as the factory requests, else in a thread.
 
     Args:
-        where: opens the message: the configuration key that chose the factory.
+        where: prefix of the error message: the configuration key that chose the factory.
 
     Raises:
-        ConfigError: a placement that is none, or a process for a factory that does not pickle.
+        ConfigError: an unknown placement, or `process` for a factory that cannot be pickled.
     """
     placement = factory.placement if isinstance(factory, Placement) else "thread"
     known = get_args(PlacementKind)
@@ -219,7 +220,7 @@ def placement_of(
 
 
 def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
-    """The factory, for another process. Raises ConfigError for one that cannot be found there."""
+    """The factory, pickled for another process. Raises ConfigError if that process could not import it."""
     try:
         if getattr(factory, "__module__", None) == "__main__":
             raise pickle.PicklingError("it stands in the script that was started, which no other process imports")
@@ -236,7 +237,7 @@ def _name(factory: EnvironmentFactory) -> str:
 
 
 def _allow_files(count: int) -> None:
-    """Raises this process's own limit of open files as far as the system lets it."""
+    """Raises this process's limit of open files as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

@@ -1,8 +1,8 @@
-"""What runs in a process of its own for environments: `python -m rl_rollout.environment_process`.
+"""The program of an environment process: `python -m rl_rollout.environment_process`.
 
-Consumes requests of the controller (`environment_processes.py`) on its standard input, one after another; produces one
-answer to each on its standard output, which the environment's own prints do not reach: they go to standard error. Waits
-for the next request; unblocked by it, or ended by the controller's end, whatever the environment is doing.
+Consumes requests of the controller (`environment_processes.py`) on standard input, one after another; produces one
+answer to each on standard output, while the environment's own prints go to standard error. Waits for the next request;
+unblocked by it. Ends when the controller ends, whatever the environment is doing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<Q")
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """What the controller asks for: `load` a factory, or a call of the episode."""
+    """A request of the controller: `load` a factory, or a call of the episode."""
 
     call: str
     arguments: tuple[Any, ...] = ()
@@ -34,28 +34,28 @@ class Request:
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """What came of it."""
+    """The answer to a request."""
 
     value: Any = None
     failure: tuple[str, str] | None = None
-    """Type and message of what was raised."""
+    """Type and message of the exception."""
 
 
 class EnvironmentHost:
-    """The environment of one episode after another."""
+    """Holds the environments of consecutive episodes, one at a time."""
 
     def __init__(self) -> None:
         self._factories: dict[bytes, EnvironmentFactory] = {}
         self._environment: Environment | None = None
 
     async def load(self, path: list[str], factory: bytes) -> None:
-        """Imports what makes the environments."""
+        """Imports the factory of the environments."""
         if factory not in self._factories:
             sys.path[:] = path
             self._factories[factory] = pickle.loads(factory)
 
     async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
-        """Makes the environment too."""
+        """Also constructs the environment."""
         self._environment = self._factories[factory](row, options)
         return await self._environment.reset()
 
@@ -69,7 +69,7 @@ class EnvironmentHost:
         return await self._environment.step(action)
 
     async def close(self) -> None:
-        """Leaves nothing behind for the next episode."""
+        """Closes the environment and leaves nothing behind for the next episode."""
         environment, self._environment = self._environment, None
         try:
             if environment is not None:
@@ -79,7 +79,7 @@ class EnvironmentHost:
                 task.cancel()
 
     async def answer(self, request: Request) -> bytes:
-        """Pickled; what does not pickle is a failure too."""
+        """The pickled answer; a result that cannot be pickled is a failure."""
         try:
             value = await caught(lambda: getattr(self, request.call)(*request.arguments))
             return pickle.dumps(Answer(value=value))
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickle finds classes by their module: `__main__` would be another one than the controller's.
+    # Pickle finds classes by their module, and `__main__` would not be the controller's module.
     from rl_rollout import environment_process
 
     environment_process.main()

@@ -1,7 +1,7 @@
-"""Environments in processes: the controller's side. `environment_process.py` is the other one.
+"""The controller's side of environments in processes; `environment_process.py` is the other side.
 
-A process plays one episode at a time, so that ending it hurts no other. It is used again, until a call of its episode
-is given up or it dies by itself.
+A process plays one episode at a time, so that ending it affects no other episode. It is reused until a call of its
+episode is abandoned or it dies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rl_rollout.environment_process import LENGTH, Answer, Request
 
 
 class EnvironmentProcess:
-    """One process: a session of its own, so that what the environment starts ends with it and Ctrl-C does not reach
-    it."""
+    """One process in its own session, so that processes started by the environment end with it, and Ctrl-C does not
+    reach it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -45,11 +45,11 @@ class EnvironmentProcess:
         return cls(process)
 
     async def ask(self, call: str, *arguments: Any) -> Any:
-        """The answer. A process that is not waited for any longer is ended, since it cannot be asked again.
+        """Returns the answer. If the wait is cancelled, the process is ended, because it cannot take another request.
 
         Raises:
             EnvironmentFailure: the environment raised something, or its process ended.
-            KeyboardInterrupt: it raised that.
+            KeyboardInterrupt: the environment raised it.
         """
         if not self.is_usable:
             raise EnvironmentFailure("EnvironmentEnded", "the environment's process has ended")
@@ -97,7 +97,7 @@ class ProcessEnvironment:
         self._made_of = (factory, dict(row), dict(options))
 
     async def reset(self) -> Prompt:
-        """Makes the environment too."""
+        """Also constructs the environment."""
         return await self._process.ask("reset", *self._made_of)
 
     async def tools(self) -> Sequence[ToolSchema]:
@@ -109,6 +109,6 @@ class ProcessEnvironment:
         return await self._process.ask("step", action)
 
     async def close(self) -> None:
-        """Closes it; does nothing where its process has ended."""
+        """Closes the environment; does nothing if its process has ended."""
         if self._process.is_usable:
             await self._process.ask("close")

@@ -59,7 +59,7 @@ class ThreadedEnvironment:
         self._closed = asyncio.Event()
         self._beginning = threading.Lock()
         self._begun_last: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
-        """The last two calls: `close` may come while one that was given up is under way."""
+        """The last two calls: `close` may start while an abandoned call is still running."""
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         try:
             self._thread.start()
@@ -106,7 +106,7 @@ class ThreadedEnvironment:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Else the environment has ended its thread meanwhile: there is nothing left to close.
+            # Otherwise the environment has ended its thread's loop, and there is nothing left to close.
 
     def _leave(self, closing: Future[None]) -> None:
         self._left.add(self._thread)

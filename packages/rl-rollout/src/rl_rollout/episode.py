@@ -27,19 +27,19 @@ _TAKEN_METRICS = {"reward", "response_length", "failed"}
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What ends an episode before its environment does."""
+    """Limits that end an episode before its environment does."""
 
     max_turns: int = 1
-    """Responses of an episode."""
+    """Maximum number of responses of an episode."""
     max_input_length: int | None = None
-    """Tokens of a later turn's prompt; None: no bound of its own."""
+    """Maximum number of tokens of a later turn's prompt; None: no separate limit."""
     context_window: int | None = None
-    """Tokens that the engine takes, prompt and response together; None: not known, so the engine says."""
+    """Maximum number of tokens of prompt and response together; None: unknown, so the engine enforces it."""
     environment_timeout_s: float = 300.0
     """Deadline of each call to the environment."""
 
     def room(self, prompt: Tokens) -> float:
-        """Tokens that a response to this later turn's prompt may have; below 1: there is no other turn."""
+        """Maximum number of tokens of the response to this later turn's prompt; below 1: the turn cannot be played."""
         if self.max_input_length is not None and len(prompt) > self.max_input_length:
             return 0
         return math.inf if self.context_window is None else self.context_window - len(prompt)
@@ -47,7 +47,7 @@ class Limits:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PlayedTurn:
-    """What the engine was given, what it answered, and what that got."""
+    """One turn: the engine's prompt, its response, and the environment's result."""
 
     prompt: Tokens
     completion: Completion
@@ -65,12 +65,12 @@ class Episode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The environment's; the last turn's count."""
+        """The environment's metrics; those of later turns override earlier ones."""
         return {name: value for turn in self.turns for name, value in turn.result.metrics.items()}
 
 
 Respond = Callable[[int, Tokens, float], Awaitable[Completion]]
-"""(turn, prompt, room) → the policy's response of at most `room` tokens."""
+"""(turn, prompt, room) → the policy's response, of at most `room` tokens."""
 
 
 async def play(
@@ -83,14 +83,14 @@ async def play(
     limits: Limits,
     example_call: str | None = None,
 ) -> Episode:
-    """Plays an episode whose first prompt is there.
+    """Plays an episode whose first prompt is already encoded.
 
     Args:
         example_call: see `Action`.
 
     Raises:
-        DataError: the environment answers with something that it must not.
-        EnvironmentFailure: it raises. DeadlineError: it does not answer.
+        DataError: the environment's answer violates its contract.
+        EnvironmentFailure: the environment raises. DeadlineError: it does not answer in time.
     """
     turns: list[PlayedTurn] = []
     room: float = math.inf
@@ -161,12 +161,12 @@ def _shown(result: StepResult) -> str | None:
 
 
 def one_sequence_per_turn(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
-    """Each turn's prompt and response, as the engine had them."""
+    """One sequence per turn: its prompt and response as the engine saw them."""
     return tuple(_sequence((turn,)) for turn in turns)
 
 
 def one_sequence(turns: tuple[PlayedTurn, ...]) -> tuple[TrajectoryStep, ...]:
-    """The whole episode, of turns whose prompts each begin with everything before them."""
+    """The whole episode as one sequence; each turn's prompt must begin with everything before it."""
     return (_sequence(turns),)
 
 
@@ -199,7 +199,7 @@ def _sequence(turns: tuple[PlayedTurn, ...]) -> TrajectoryStep:
 
 
 def _newest_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-    """A later turn's routes cover the tokens of earlier turns too, and replace what was known of them."""
+    """A later turn's routes also cover the tokens of earlier turns, and replace the routes known for them."""
     if known is None or new is None:
         return known if new is None else new
     return new if len(new) >= len(known) else np.concatenate([new, known[len(new) :]])

@@ -1,6 +1,6 @@
 """The `environment` generator: plays episodes of an Environment against an engine, token ids in and out.
 
-What the engine sampled is what the trajectory holds; text is decoded for the environment and never encoded again.
+The trajectory holds the tokens that the engine sampled; text is decoded for the environment and never encoded again.
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ from rl_rollout.resuming import whole_response
 from rl_rollout.turn_tokens import TurnTokens
 
 _MOST_TOOL_SETS = 256
-"""Sets of tools of which the template's turns are remembered, for environments that offer each row its own."""
+"""Number of tool sets whose rendered turns are cached, for environments that offer each row its own tools."""
 
 
 @attrs.frozen(kw_only=True)
 class Episodes:
-    """What is the same for every episode of a run."""
+    """Settings shared by all episodes of a run."""
 
     environment_of: Callable[[Row], EnvironmentFactory]
-    """The environment that judges a row. Raises an RLError for a row that names none."""
+    """The factory of a row's environment. Raises an RLError for a row that names none."""
     environment_options: Mapping[str, Any] = attrs.field(factory=dict)
     """Passed to every environment."""
     limits: Limits = attrs.field(factory=Limits)
-    """Of turns, tokens and time."""
+    """Limits of turns, tokens and time."""
     step_wise: bool = False
-    """A trajectory has a sequence for each turn; else it is one sequence, and the template must keep earlier turns."""
+    """A trajectory has one sequence per turn; else it is one sequence, and the template must not change earlier
+    turns."""
     max_concurrency: int = 1024
-    """Episodes that run at a time."""
+    """Maximum number of episodes that run at a time."""
     environment_placement: PlacementKind | None = None
-    """Where environments run, whatever they say; None: where they say."""
+    """Where environments run, whatever they request; None: where each requests."""
     environment_workers: int | None = None
-    """Threads or processes of environments at a time; None: see `EnvironmentPool`."""
+    """Maximum number of environment threads or processes; None: see `EnvironmentPool`."""
     zero_reward_on_non_stop: bool = False
-    """An episode whose last response did not end by itself, or that had no room for another, gets reward 0."""
+    """Reward 0 for an episode whose last response did not end by itself, or that had no tokens left for another
+    turn."""
 
 
 class EnvironmentGenerator:
@@ -90,7 +92,7 @@ class EnvironmentGenerator:
         return len(self._codec.encode(row["prompt"]))
 
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """See `Generator.generate`. Samples of a group run side by side."""
+        """See `Generator.generate`. Samples of a group run concurrently."""
         prompts = _GroupPrompts()
         episodes = (self._play_or_fail(request, index, prompts) for index in range(request.num_samples))
         return tuple(await all_of(episodes))
@@ -104,7 +106,7 @@ class EnvironmentGenerator:
             try:
                 return await self._play(request, index, prompts)
             except (ConfigError, PluginError, HangingThreads) as error:
-                # Wrong for every sample, and not the model's doing: the run ends.
+                # Affects every sample and is not the model's fault, so the run ends.
                 raise type(error)(f"{request.row_place}: {error}") from error
             except EnvironmentFailure as error:
                 return _failed(request, index, error.kind, str(error))
@@ -123,7 +125,7 @@ class EnvironmentGenerator:
         ) as environment:
             prompt = await environment.reset()
             tools = await environment.tools()
-            # As text: what the environment does to its list later changes nothing.
+            # Serialized, so that later changes to the environment's list have no effect.
             turns = self._turns_with(json.dumps(list(tools)))
             tokens, prompt_text = prompts.encode(prompt, turns.codec)
             history = start_history(turns, prompt, step_wise=self._episodes.step_wise)
@@ -206,12 +208,12 @@ def _without_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_seed(seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """Of one turn of one sample."""
+    """Random seed of one turn of one sample."""
     return seed_of(seed, group_id, sample_index, *([turn] if turn else []))
 
 
 class _GroupPrompts:
-    """Encodes each distinct prompt of a group once: nearly always all samples start alike."""
+    """Encodes each distinct prompt of a group once: nearly always all samples start with the same prompt."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Prompt, TokenCodec, Tokens, str]] = []
@@ -227,10 +229,10 @@ class _GroupPrompts:
 
 
 def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerator:
-    """The generator that `spec`, with `EnvironmentGeneratorOptions`, describes.
+    """Creates the generator that `spec`, with `EnvironmentGeneratorOptions`, describes.
 
     Raises:
-        ConfigError: a model without a tokenizer.
+        ConfigError: the model has no tokenizer.
         PluginError: an unknown environment.
     """
     options: EnvironmentGeneratorOptions = spec.options
@@ -256,7 +258,8 @@ def create_generator(spec: GeneratorSpec, client: Sampler) -> EnvironmentGenerat
 
 
 def context_window(spec: GeneratorSpec) -> int | None:
-    """Tokens that the engine takes: its `max_model_len`, else the model's positions; None where neither is said."""
+    """The engine's maximum sequence length: its `max_model_len`, else the model's position limit; None if neither is
+    known."""
     from transformers import AutoConfig
 
     limit = spec.engine_init_kwargs.get("max_model_len")

@@ -21,7 +21,8 @@ class EnvironmentGeneratorPlugin:
     options_class: type = EnvironmentGeneratorOptions
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises ConfigError for an environment whose placement it cannot do; of rows' own, playing one raises it."""
+        """Raises ConfigError if the environment cannot run in its placement; for environments named by rows, playing
+        them raises it."""
         if spec.env_class is not None:
             key = "environment.env_class"
             factory = plugins.load("rl_core.environments", spec.env_class, key=key)
@@ -49,7 +50,7 @@ class DatasetGeneratorPlugin:
     needs_no_engine: bool = True
 
     def validate(self, spec: GeneratorSpec) -> None:
-        """Raises ConfigError where a row has another number of responses than samples are asked for."""
+        """Raises ConfigError if the number of responses per row differs from the number of samples requested."""
         responses = spec.options.responses
         expected = 2 if responses == "pair" else 1
         asked = {"n_samples_per_prompt": spec.num_samples, "eval_n_samples_per_prompt": spec.eval_num_samples}
@@ -61,7 +62,7 @@ class DatasetGeneratorPlugin:
                 )
 
     def create(self, spec: GeneratorSpec, client: Sampler) -> Generator:
-        """The generator; it samples nothing from `client`."""
+        """Creates the generator, which does not use `client`."""
         from rl_rollout.dataset_generator import create_generator
 
         return create_generator(spec)

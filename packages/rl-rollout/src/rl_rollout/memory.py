@@ -1,4 +1,4 @@
-"""What is counted of any engine's devices before it is started. Imports no torch."""
+"""Memory estimates that apply to any engine before it is started. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MODEL = "trainer.policy.model.path"
 
 
 def shape_of(spec: EngineSpec) -> ModelShape:
-    """The sizes of the engine's model. Raises ConfigError where they are not known."""
+    """The sizes of the engine's model. Raises ConfigError if they are unknown."""
     config = written_config(spec.model_path)
     if config is None:
         raise ConfigError(
@@ -23,5 +23,5 @@ def shape_of(spec: EngineSpec) -> ModelShape:
 
 
 def sampling_bytes(spec: EngineSpec, shape: ModelShape) -> int:
-    """Of one step's float32 logits, and the log-probs that are made of them."""
+    """Bytes of one step's float32 logits, and of the log-probs computed from them."""
     return 2 * 4 * spec.max_num_seqs * shape.vocab_size

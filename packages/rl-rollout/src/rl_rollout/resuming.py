@@ -1,7 +1,7 @@
-"""One response, also when the engine gives it back in parts.
+"""Joins one response, even if the engine returns it in parts.
 
-`pause("abort")` returns running requests with what they have sampled so far. The rest is sampled by a new request whose
-prompt ends with that part: tokens, log-probs and versions of the part stay as they were.
+`pause("abort")` returns running requests with the tokens sampled so far. A new request, whose prompt ends with that
+part, samples the rest; tokens, log-probs and versions of the part stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_EMPTY_PARTS = 100
-"""So many aborts in a row without a token between them are taken for an engine that will never answer."""
+"""After this many consecutive aborts without a token the engine is assumed never to answer."""
 
 
 async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Completion:
     """The response to a request of one sample, joined from its parts; never ends with `abort`.
 
-    Part i > 0 has the id `<sample_id>.<i>` and a seed that follows from the request's.
+    Part i > 0 has the id `<sample_id>.<i>` and a seed derived from the request's.
 
     Raises:
-        GenerationError: the engine refuses the request, answers with another number of samples, or aborts forever.
+        GenerationError: the engine refuses the request, returns a wrong number of samples, or aborts forever.
     """
     parts: list[Completion] = []
     num_empty = 0
@@ -57,7 +57,7 @@ def _rest(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequ
         sample_id=f"{request.sample_id}.{len(parts)}",
         prompt_tokens=request.prompt_tokens + done,
         params=attrs.evolve(request.params, max_tokens=request.params.max_tokens - len(done)),
-        # Random numbers that the first part used would repeat its choices.
+        # With the same seed, the random numbers would repeat the first part's choices.
         seed=seed_of(request.seed, len(parts)),
     )
 
@@ -79,7 +79,7 @@ def _joined(request: GenerateRequest, parts: Sequence[Completion], tokenizer: Pr
 
 
 def _first_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens up to the end of the first stop string: one that stands in two parts is seen by no engine."""
+    """Number of tokens up to the end of the first stop string; the engine cannot see one that spans two parts."""
     if not stop:
         return None
     watch = StopStringWatch(tokenizer, stop)

@@ -1,8 +1,8 @@
 """The environment `reward_functions`: single-turn episodes scored by functions with TRL's signature.
 
-A function is called with lists of one entry: `completions`, and, by parameter name, any of `prompts`, `completion_ids`
-and the row's columns; all of them if it has `**kwargs`. It returns a list with one number, or None to abstain; async
-functions are awaited.
+A function is called with lists of one element: `completions` and those of `prompts`, `completion_ids` and the row's
+columns that it has parameters for, or all of them if it has `**kwargs`. It returns a list with one number, or with None
+to abstain; async functions are awaited.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def functions_at(paths: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     """The functions by name, in order; duplicate names get a number.
 
     Raises:
-        ConfigError: none is named, or one cannot be called with completions.
-        PluginError: one cannot be imported.
+        ConfigError: no function is named, or one cannot be called with completions.
+        PluginError: a function cannot be imported.
     """
     if not paths:
         raise ConfigError(f"{KEY}: got no function; set e.g. {KEY}=[my_module:reward]")
@@ -121,7 +121,7 @@ def _number(name: str, answer: Any) -> float | None:
 
 
 def require_functions(options: Mapping[str, Any]) -> None:
-    """Checks that all functions can be imported and that there are no weights or one per function. Raises ConfigError,
+    """Checks that all functions can be imported, and that weights are absent or one per function. Raises ConfigError,
     PluginError."""
     paths, weights = tuple(options.get("reward_functions", ())), tuple(options.get("reward_weights", ()))
     functions_at(paths)

@@ -1,8 +1,8 @@
-"""A row's own response as tokens, each marked as trained or not.
+"""Encodes a row's own response as tokens, each marked as trained or not.
 
-Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded by itself: the
-prompt's tokens are those that the policy is given when it plays the row, and the response begins with a token of its
-own, as a sampled one does.
+Text is cut where the policy would begin to sample and where its turn ends, and each part is encoded separately: the
+prompt gets the same tokens as when the policy plays the row, and the response begins with a new token, as a sampled one
+does.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rl_core.interfaces import Message, Row, ToolSchema, require_messages, requi
 from rl_rollout.chat import TokenCodec
 
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that mark the trained tokens of `input_ids`; `labels` does with −100 elsewhere."""
+"""Columns that mark the trained tokens of `input_ids`; `labels` marks the others by −100."""
 TrainedTurns = Literal["all", "last"]
 
 
 @attrs.frozen(kw_only=True)
 class Supervised:
-    """One sequence; both fields have a value per token, and the first token is not trained."""
+    """One sequence; both fields have one value per token, and the first token is never trained."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first trained one."""
+        """Number of tokens before the first trained one."""
         return self.trained.index(True)
 
 
 class RowEncoder:
-    """Rows into sequences."""
+    """Encodes rows as sequences."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RowEncoder:
         trained_turns: TrainedTurns,
         scored_at_end: bool,
     ) -> None:
-        """Raises ConfigError for a tokenizer without an end of sequence."""
+        """Raises ConfigError if the tokenizer has no end-of-sequence token."""
         end = codec.tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError(
@@ -76,7 +76,7 @@ class RowEncoder:
         return self._ended(self._answered(row, self._response_key))
 
     def pair(self, row: Row) -> tuple[Supervised, Supervised]:
-        """The preferred sequence of a row and the other. Raises DataError."""
+        """The preferred sequence of a row, and the other one. Raises DataError."""
         for name in ("chosen", "rejected"):
             if row.get(name) is None:
                 raise DataError(
@@ -86,7 +86,7 @@ class RowEncoder:
         return preferred, other
 
     def _answered(self, row: Row, name: str) -> Supervised:
-        """The response in a column, to the row's prompt."""
+        """The row's prompt with the response in the given column."""
         prompt, response = row["prompt"], row[name]
         if isinstance(prompt, str):
             if not isinstance(response, str):
@@ -109,7 +109,7 @@ class RowEncoder:
         return "" if response.endswith(end) else end
 
     def _conversation(self, row: Row, messages: Sequence[Message], *, num_given: int = 0) -> Supervised:
-        """Messages of the trained roles are trained on, but those among the first `num_given`, which are the prompt."""
+        """Trains on messages of the trained roles, except the first `num_given` messages, which are the prompt."""
         roles = [message["role"] for message in messages]
         turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
         if not turns:
@@ -139,7 +139,8 @@ class RowEncoder:
         return self._joined(parts)
 
     def _until_end(self, text: str) -> str:
-        """A turn up to the end of sequence; without one, without white space that the template adds."""
+        """A turn up to its end-of-sequence token; if it has none, without the trailing white space that the template
+        adds."""
         end = str(self._codec.tokenizer.convert_ids_to_tokens(self._end))
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
@@ -149,7 +150,7 @@ class RowEncoder:
         trained = tuple(is_trained for part, is_trained in encoded for _ in part)
         if not tokens or not (encoded[0][0] or encoded[0][1]):
             raise DataError("the prompt has no tokens; a response needs at least one before it")
-        # The first token has nothing before it to be predicted from.
+        # Nothing precedes the first token, so it cannot be predicted.
         trained = (False, *trained[1:])
         if True not in trained:
             raise DataError("the response has no tokens")
@@ -163,7 +164,7 @@ class RowEncoder:
 
 
 def _tools_of(row: Row) -> Sequence[ToolSchema]:
-    """What a row's column `tools` offers: a list, or JSON text of one."""
+    """The tools in a row's column `tools`: a list, or its JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -174,7 +175,7 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
 
 
 def _without_none(value: Any) -> Any:
-    """Without keys that are None, at any depth: a Parquet file gives all functions the same parameters."""
+    """Removes keys that are None, at any depth: a Parquet file gives all functions the same parameters."""
     if isinstance(value, Mapping):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
@@ -192,7 +193,7 @@ def _marked(row: Mapping[str, Any]) -> Supervised:
     for name, mask in masks.items():
         if len(mask) != len(tokens):
             raise DataError(f"{name!r} has {len(mask)} values for {len(tokens)} tokens of 'input_ids'")
-        # The first token has nothing before it to be predicted from.
+        # Nothing precedes the first token, so it cannot be predicted.
         trained = [is_trained and bool(value) for is_trained, value in zip(trained, mask, strict=True)]
     if not any(trained):
         raise DataError(f"no token of 'input_ids' is marked as trained ({', '.join(masks)})")
@@ -204,8 +205,8 @@ def _are_integers(values: object) -> bool:
 
 
 def text_parts(codec: TokenCodec, sequence: Supervised) -> tuple[str, str]:
-    """What is shown to people: the text before the first trained token, and everything from there, untrained parts
-    behind an arrow."""
+    """For display: the text before the first trained token, and the text from there on, with untrained parts marked by
+    an arrow."""
     changes = [0, *(i for i, (a, b) in enumerate(pairwise(sequence.trained), start=1) if a != b), len(sequence.tokens)]
     texts = [str(codec.tokenizer.decode(list(sequence.tokens[start:end]))) for start, end in pairwise(changes)]
     spoken = [f" → {text}" if index % 2 else text for index, text in enumerate(texts[1:])]

@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs, by bubblewrap or by Landlock with a user of its own.
+"""Runs untrusted Python programs, by bubblewrap or by Landlock with a separate user.
 
 A name is imported when it is first used, because the sandbox's own interpreter imports this package without attrs.
 """

@@ -1,4 +1,4 @@
-"""The command line of bubblewrap: a file system, network, processes and users of the sandbox's own."""
+"""The command line of bubblewrap, which gives the sandbox its own file system, network, processes and users."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ WORK = "/work"
 SUPERVISOR = "/supervisor"
 _NOBODY = "65534"
 _MERGED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Links into /usr on most systems, and directories on others."""
+"""Links into /usr on most systems, directories on others."""
 
 
 def missing_programs() -> list[str]:
-    """What has to be installed before it can be tried."""
+    """Programs that must be installed before bubblewrap can be tried."""
     needed = ["bwrap", "setpriv"] if os.getuid() == 0 else ["bwrap"]
     return [name for name in needed if shutil.which(name) is None]
 
 
 def _found(name: str) -> str:
-    """Where this process finds a program: it is started with a shorter PATH."""
+    """The path of a program, looked up here because it is started with a shorter PATH."""
     return shutil.which(name) or name
 
 
 def bubblewrap_command(
     command: Sequence[str], *, uid: int, disk_bytes: int, readable: Sequence[str], files: Mapping[str, int]
 ) -> list[str]:
-    """Runs `command` as process 1 of the sandbox.
+    """The command line that runs `command` as process 1 of the sandbox.
 
     Args:
-        uid: who it is outside: for root another user, because limits do not hold for root.
-        disk_bytes: of its only writable directory, which is in memory.
-        readable: paths that it sees as they are, besides the system's programs and libraries.
-        files: open files by the path at which it sees their content.
+        uid: its user outside the sandbox; if we are root, another user, because limits do not apply to root.
+        disk_bytes: size of its only writable directory, which is in memory.
+        readable: paths mounted read-only, besides the system's programs and libraries.
+        files: open file descriptors by the path at which the sandbox sees their content.
     """
     return [
         *(_as_user(uid) if os.getuid() == 0 else []),
@@ -46,7 +46,7 @@ def bubblewrap_command(
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *("--size", str(disk_bytes), "--tmpfs", WORK, "--symlink", WORK.lstrip("/"), "/tmp"),
         *(word for path, fd in files.items() for word in ("--ro-bind-data", str(fd), path)),
-        # Without it the root is a file system in memory without a limit.
+        # Otherwise the root is a writable in-memory file system without a limit.
         *("--remount-ro", "/", "--chdir", "/"),
         "--",
         *command,
@@ -54,7 +54,8 @@ def bubblewrap_command(
 
 
 def _as_user(uid: int) -> list[str]:
-    # A program, and not an argument of `Popen`: with that Python forks, and copies the page tables of a whole trainer.
+    # A program instead of `Popen`'s argument `user`: with that Python forks, and copies the page tables of a whole
+    # trainer.
     return [_found("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 

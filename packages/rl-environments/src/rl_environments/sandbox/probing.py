@@ -1,7 +1,7 @@
-"""Finds the mechanism that holds on this machine, by running a program in it that tries to get out.
+"""Finds a sandbox mechanism that works on this machine, by running a program in it that tries to escape.
 
-Kernel versions and settings say too little: a container's own filter, AppArmor or a missing file can each forbid a
-mechanism, or let it start and not hold.
+Kernel versions and settings are not enough: a container's own filter, AppArmor or a missing file can each forbid a
+mechanism, or let it start without effect.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ def escapes(secret, neighbour, port, pid):
 async def probe_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
-    """A sandbox that was tried on this machine: a program runs in it, and fails to read, write, connect and signal.
+    """A sandbox that was tried on this machine: a program runs in it, and its attempts to read, write, connect and
+    signal fail.
 
     Args:
-        kind: `auto`: bubblewrap, or else Landlock; `none`: no sandbox at all, programs may do what this process may.
-        python: the programs' interpreter; None: the system's, or else this process's own where the sandbox's user may
-            read it.
+        kind: `auto`: bubblewrap, else Landlock; `none`: no sandbox, programs may do whatever this process may.
+        python: the programs' interpreter; None: the system's, else this process's own if the sandbox's user may read
+            it.
         readable: directories that programs may read besides the system's.
-        slots: programs at a time; None: one per CPU core.
+        slots: maximum number of programs at a time; None: one per CPU core.
 
     Raises:
-        ConfigError: no mechanism holds here; it says why not, and what to install.
+        ConfigError: no mechanism works here; the message says why, and what to install.
     """
     _require_settings(kind, readable, slots)
     slots = slots or len(os.sched_getaffinity(0))
@@ -86,7 +87,7 @@ _shared: dict[tuple[Any, ...], Sandbox] = {}
 async def shared_sandbox(
     kind: Kind = "auto", *, python: str | None = None, readable: Sequence[str] = (), slots: int | None = None
 ) -> Sandbox:
-    """The sandbox of these settings, probed by the first who asks in this process. See `probe_sandbox`."""
+    """The sandbox with these settings, probed once per process, at the first call. See `probe_sandbox`."""
     key = (kind, python, tuple(readable), slots)
 
     def probed() -> Sandbox:
@@ -95,7 +96,7 @@ async def shared_sandbox(
                 _shared[key] = asyncio.run(probe_sandbox(kind, python=python, readable=readable, slots=slots))
             return _shared[key]
 
-    # Not on the loop of whoever asks first: others wait for it too, on loops of their own.
+    # Not on the first caller's event loop, because callers on other event loops wait for it too.
     return _shared[key] if key in _shared else await asyncio.to_thread(probed)
 
 
@@ -114,7 +115,7 @@ def _require_settings(kind: Kind, readable: Sequence[str], slots: int | None) ->
 async def _first_that_holds(
     mechanism: Mechanism, python: str | None, readable: tuple[str, ...], slots: int
 ) -> Sandbox | str:
-    """A sandbox, or why there is none by this mechanism."""
+    """A sandbox, or why this mechanism provides none."""
     try:
         lacking = _what_is_missing(mechanism)
     except ConfigError as error:
@@ -144,7 +145,7 @@ def _what_is_missing(mechanism: Mechanism) -> str | None:
 
 
 async def _tried(sandbox: Sandbox) -> Sandbox | str:
-    """The sandbox if it holds, with what it can; else what happened."""
+    """The sandbox, with its abilities, if it works; else what went wrong."""
     try:
         found, has_disk = await escapes(sandbox)
     except (SandboxError, DeadlineError, OSError) as error:
@@ -155,13 +156,13 @@ async def _tried(sandbox: Sandbox) -> Sandbox | str:
 
 
 async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
-    """What a program could do that it must not, and whether it has a directory to write in.
+    """Forbidden things that a program could do, and whether it has a directory to write to.
 
     Raises:
         SandboxError, DeadlineError: no program can be run.
     """
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as server:
-        # Everybody may read and write there: what keeps a program from it has to be the sandbox.
+        # World-readable and -writable, so that only the sandbox can keep a program out.
         Path(directory).chmod(0o777)
         secret = Path(directory) / "secret"
         secret.write_text("secret")
@@ -177,12 +178,12 @@ async def escapes(sandbox: Sandbox) -> tuple[list[str], bool]:
 
 
 def _own_python() -> str:
-    """The interpreter below this process's virtual environment."""
+    """The base interpreter of this process's virtual environment."""
     return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def _prefix_of(python: str) -> tuple[str, ...]:
-    """Where an interpreter's library lies; nothing where that is the system's."""
+    """The directory of an interpreter's library; empty if it is the system's."""
     prefix = Path(python).resolve().parent.parent
     return () if prefix.is_relative_to("/usr") else (str(prefix),)
 

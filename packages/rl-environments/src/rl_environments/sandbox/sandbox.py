@@ -1,4 +1,4 @@
-"""A sandbox that was found to hold, and the programs that run in it."""
+"""A sandbox that has passed probing, and the programs that run in it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,33 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
-"""All that a program sees of its environment. Equal hashes: a program that prints a set prints the same every time."""
+"""All of a program's environment variables. The hash seed is fixed, so that a program that prints a set always prints
+the same."""
 _START_S = 120.0
 _ANSWER_S = 60.0
-"""The supervisor may take so long beyond the limits to end a test and answer, on a machine that is very busy."""
+"""Extra time beyond the limits for the supervisor to end a test and answer; generous for a very busy machine."""
 _END_S = 60.0
 
 
 @attrs.frozen(kw_only=True)
 class Sandbox:
-    """Runs programs by one mechanism; `probe_sandbox` makes one that was tried. It can be used from any event loop."""
+    """Runs programs by one mechanism; `probe_sandbox` creates one that was tried. It can be used from any event
+    loop."""
 
     mechanism: Mechanism
     python: str
-    """The interpreter of programs; one that the sandbox's user may read."""
+    """The programs' interpreter, which the sandbox's user must be able to read."""
     readable: tuple[str, ...] = ()
     """Directories that programs may read besides the system's."""
     slots: int
-    """Programs at a time, of all processes of the machine that use a sandbox."""
+    """Maximum number of programs at a time, over all processes of the machine that use a sandbox."""
     has_disk: bool = True
-    """Programs have a directory to write in; not with Landlock in a container that may not mount."""
+    """Whether programs have a directory to write to; False with Landlock in a container that may not mount."""
 
     async def run(
         self, program: str, tests: Sequence[Test], *, limits: Limits | None = None, wait_s: float = 300.0
     ) -> tuple[Outcome, ...]:
-        """What each test of a program came to. See `opened`, which this is for tests that are all to be run."""
+        """The outcome of each test of a program. Like `opened`, for running all tests."""
         async with self.opened(program, limits=limits, wait_s=wait_s) as session:
             return tuple([await session.run(test) for test in tests])
 
@@ -64,7 +66,7 @@ class Sandbox:
     async def opened(
         self, program: str, *, limits: Limits | None = None, wait_s: float = 300.0
     ) -> AsyncIterator[Session]:
-        """A sandbox for one program; behind the block nothing of it is left.
+        """A sandbox for one program; nothing of it is left after the context.
 
         Args:
             wait_s: longest wait for a free slot.
@@ -91,11 +93,11 @@ class Sandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                # Process 1 of the sandbox shows it to the others.
+                # Other processes in the sandbox can read process 1's environment.
                 env=_ENVIRONMENT,
                 cwd="/",
                 pass_fds=[slot.lock_fd, *fds],
-                # Ctrl-C is the trainer's; the end of stdin is what ends a supervisor.
+                # Ctrl-C is only for the trainer; a supervisor ends at the end of stdin.
                 start_new_session=True,
             )
 
@@ -116,7 +118,7 @@ class Sandbox:
 
     def _told(self, slot: Slot, limits: Limits) -> dict[str, Any]:
         confined = self.mechanism != "none"
-        # Process 1 of the namespace counts too.
+        # Process 1 of the namespace also counts.
         own = 1 if self.mechanism == "bubblewrap" else 0
         return {
             "mechanism": self.mechanism,
@@ -141,14 +143,15 @@ class Sandbox:
             await self._cleared(slot)
 
     async def _cleared(self, slot: Slot) -> None:
-        """Ends what a supervisor that was killed has left: another one ends all of the slot's user when it starts."""
+        """Ends the processes that a killed supervisor has left: a new supervisor ends all processes of the slot's user
+        when it starts."""
         process = await self._started(slot, Limits())
         told = {**self._told(slot, Limits()), "clear": True}
         await asyncio.wait_for(process.communicate(frames.packed(told)), _END_S)
 
 
 def _python(python: str, root: str) -> list[str]:
-    """The supervisor; programs do not find it, nor what lies beside it."""
+    """The command of the supervisor; programs cannot import it or its neighbours."""
     start = (
         f"import sys; sys.path[0] = {root!r}; from rl_environments.sandbox.inside import supervisor; del sys.path[0]; "
     )
@@ -170,12 +173,12 @@ class Session:
         self.has_disk = answer["work"] is not None
 
     async def run(self, test: Test) -> Outcome:
-        """One test; its outcome, whatever the program does.
+        """Runs one test; returns its outcome, whatever the program does.
 
-        A program that cannot be compiled is not tried twice.
+        A program that cannot be compiled is not run twice.
 
         Raises:
-            DeadlineError: the supervisor did not answer. SandboxError: it failed.
+            DeadlineError: the supervisor did not answer in time. SandboxError: it failed.
         """
         if self._syntax_error is not None:
             return self._syntax_error
@@ -205,7 +208,7 @@ class Session:
         )
 
     def _record(self, text: str) -> dict[str, Any]:
-        """What the runner noted; nothing where the program wrote there itself."""
+        """The runner's record; empty if the program wrote it itself."""
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""The system calls that a program in the sandbox may make, as a filter in the kernel's own language (classic BPF).
+"""A filter of the system calls that a program in the sandbox may make, in the kernel's language (classic BPF).
 
-What is refused: sockets of every kind but pairs, other processes' memory, memory that no limit counts (memfd, SysV),
-namespaces and mounts, keys, io_uring (which makes calls past the filter), the administration of the machine, and
-whatever is newer than the table. `pyseccomp` would write such a filter too, but needs libseccomp on the machine and has
-had no release since 2021.
+Refused are all sockets except socket pairs, access to other processes' memory, memory that no limit counts (memfd,
+SysV), namespaces and mounts, keys, io_uring (whose calls bypass the filter), administration of the machine, and calls
+newer than the table. `pyseccomp` could build such a filter too, but needs libseccomp on the machine and has had no
+release since 2021.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-_X32 = 0x40000000  # the x86 calls with 32-bit pointers, which have numbers of their own
+_X32 = 0x40000000  # x86 calls with 32-bit pointers, which have their own numbers
 _FIRST_UNKNOWN = 463
-"""setxattrat, of Linux 6.13; numbers from 424 on are the same on every architecture."""
+"""setxattrat of Linux 6.13; numbers from 424 on are the same on every architecture."""
 _AF_UNIX, _PR_SET_DUMPABLE = 1, 4
 _Instruction = tuple[int, int, int, int]
 
 
 @attrs.frozen(kw_only=True)
 class Architecture:
-    """A processor's numbers."""
+    """System call numbers of one processor architecture."""
 
     audit: int
-    """What the kernel calls it (AUDIT_ARCH_…)."""
+    """The kernel's id of the architecture (AUDIT_ARCH_…)."""
     refused: Mapping[str, int]
-    """Calls that are refused whatever their arguments, by name."""
+    """Numbers, by name, of calls that are refused whatever their arguments."""
     clone: int
     prctl: int
     prlimit64: int
@@ -92,13 +92,13 @@ ARCHITECTURES = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter, eight bytes an instruction.
+    """The filter, eight bytes per instruction.
 
     Args:
-        machine: as `platform.machine` names it; None: this one.
+        machine: name as in `platform.machine`; None: this machine.
 
     Raises:
-        ConfigError: a processor whose numbers are not in the table.
+        ConfigError: the table has no numbers for this processor.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
@@ -123,9 +123,9 @@ def _instructions(architecture: Architecture) -> list[_Instruction]:
         *_refuse_if(architecture.socket, _EAFNOSUPPORT),
         *_when(architecture.clone, [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), _error(_EPERM)]),
         *_when(architecture.socketpair, [(_JUMP_EQUAL, 1, 0, _AF_UNIX), _error(_EAFNOSUPPORT)]),
-        # Who is not dumpable hides how much memory it takes.
+        # A process that is not dumpable would hide its memory use.
         *_when(architecture.prctl, [(_JUMP_EQUAL, 0, 1, _PR_SET_DUMPABLE), _error(_EPERM)]),
-        # Of itself (pid 0) alone: limits of others are others' affair.
+        # Allowed only for itself (pid 0), not for other processes.
         *_when(architecture.prlimit64, [(_JUMP_EQUAL, 1, 0, 0), _error(_EPERM)]),
         (_RETURN, 0, 0, _ALLOW),
     ]
@@ -140,6 +140,6 @@ def _refuse_if(call: int, error: int) -> list[_Instruction]:
 
 
 def _when(call: int, on_first_argument: list[_Instruction]) -> list[_Instruction]:
-    """Judges a call by the lower half of its first argument, which is all that these calls read of it."""
+    """Filters a call by the lower half of its first argument; these calls read only that half."""
     body = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *on_first_argument, (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), call), *body]

@@ -1,7 +1,7 @@
-"""Slots: how many sandboxes run at a time on this machine, and, for root, which user each is.
+"""Slots: limit how many sandboxes run at a time on this machine and, for root, give each a user.
 
-A slot is a lock file, so it holds between all processes of the machine. The sandbox's supervisor inherits the lock: a
-slot is free when both it and who started it have ended or let go.
+A slot is a lock file, so it works across all processes of the machine. The sandbox's supervisor inherits the lock: a
+slot is free when both the supervisor and the process that started it have ended or released it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import attrs
 from rl_core.errors import ConfigError, DeadlineError
 
 _FIRST_USER, _MOST_SLOTS = 60578, 303
-"""Numbers that no distribution gives to anyone (systemd's table of users and groups: 60578 to 61183), and that a
-container's mapping of 65,536 users has. A slot has two of them."""
+"""User ids that no distribution assigns (systemd's table of users and groups: 60578 to 61183) and that lie within a
+container's usual mapping of 65,536 ids. A slot uses two of them."""
 _RETRY_S = 0.02
 
 
@@ -31,25 +31,25 @@ class Slot:
     """A place for one sandbox."""
 
     uid: int
-    """The user that runs in it: the slot's own, or this process's where that is not root."""
+    """The user that runs in it: the slot's own, or this process's if that is not root."""
     ending_uid: int
-    """Who ends the slot's processes, a number that nobody else has either."""
+    """The user id that ends the slot's processes; no other process has it."""
     work: Path
-    """A directory of the slot's own, empty, that others cannot list."""
+    """The slot's own directory, empty, which others cannot list."""
     lock_fd: int
-    """Open, and locked."""
+    """Open descriptor of the locked file."""
 
 
 @contextlib.asynccontextmanager
 async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
-    """A slot that nobody else has.
+    """Locks a slot that nobody else uses.
 
     Args:
-        count: slots that there are.
+        count: number of slots of the machine.
 
     Raises:
-        DeadlineError: none became free.
-        ConfigError: no directory for the lock files.
+        DeadlineError: no slot became free.
+        ConfigError: there is no directory for the lock files.
     """
     deadline = time.monotonic() + wait_s
     while (slot := _free_slot(count)) is None:
@@ -66,11 +66,11 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
 
 
 def slots_directory() -> Path:
-    """Where this user's lock files lie. Raises ConfigError where they cannot."""
+    """The directory of this user's lock files. Raises ConfigError if it cannot be used."""
     uid = os.getuid()
     directory = Path("/run/rl-sandbox") if uid == 0 else Path(tempfile.gettempdir()) / f"rl-sandbox-{uid}"
     try:
-        # Whoever runs in a slot passes through root's, and may not list it.
+        # A slot's user must be able to traverse root's directory, but not to list it.
         directory.mkdir(mode=0o711 if uid == 0 else 0o700, exist_ok=True)
         owner = directory.lstat().st_uid
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Functions that a policy may call: their schemas, the calls in what it says, running them, and an environment of them.
+"""Functions that a policy may call: their schemas, parsing and running calls, and a base environment.
 
 A name is imported when it is first used. Begin with `ToolEnvironment` and `tool`.
 """

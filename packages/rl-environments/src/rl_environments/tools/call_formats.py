@@ -1,12 +1,12 @@
-"""Calls in a policy's text, in the format of its chat template.
+"""Parses calls in a policy's text, in the format of its chat template.
 
     hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                 Hermes, Qwen2.5, Qwen3
     qwen_xml    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>    Qwen3-Coder, Qwen3.5
     llama_json  {"name": "add", "parameters": {"a": 1}}                                       Llama 3.1 and later
     marked      any of these, told apart by their marks: for templates that show no calls
 
-The format of a template is found by having each format read the call that the template itself writes
-(`format_of_example`). A call that is begun and cannot be read is a `BrokenCall`: the policy is told what was wrong.
+To find a template's format, each format tries to parse the call that the template itself writes (`format_of_example`).
+A call that is begun but cannot be parsed is a `BrokenCall`: the policy is told what was wrong.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rl_core.interfaces import EXAMPLE_CALL
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """A call that could be read; whether it fits a function is not known yet."""
+    """A call that could be parsed; it is not yet checked against a function."""
 
     name: str
     arguments: Mapping[str, Any]
     is_text: bool = False
-    """Every argument's value is text, whatever its type."""
+    """Whether all argument values are text, whatever the parameters' types."""
 
 
 @attrs.frozen(kw_only=True)
 class BrokenCall:
-    """A call that was begun and cannot be read."""
+    """A call that was begun but cannot be parsed."""
 
     problem: str
     """Description of the problem, for the policy."""
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls. An environment may bring its own."""
+    """How a family of models writes calls. An environment may define its own."""
 
     name: str
 
     def read(self, text: str) -> Sequence[Call | BrokenCall]:
-        """The calls in what a policy said, in order; none: it made none. Never raises."""
+        """The calls in a policy's text, in order; empty if there are none. Never raises."""
         ...
 
 
@@ -54,7 +54,7 @@ def format_of_example(example: str) -> CallFormat:
     """The format in which a chat template wrote `rl_core.interfaces.EXAMPLE_CALL`.
 
     Raises:
-        ConfigError: none of the known ones.
+        ConfigError: it is none of the known formats.
     """
     function = EXAMPLE_CALL["function"]
     for known in _FORMATS.values():
@@ -69,7 +69,7 @@ def format_of_example(example: str) -> CallFormat:
 
 
 def format_of_name(name: str) -> CallFormat:
-    """Raises ConfigError for an unknown name."""
+    """The format of this name. Raises ConfigError for an unknown name."""
     known = {**_FORMATS, MARKED.name: MARKED}
     if name not in known:
         raise ConfigError(f"environment.options.call_format: got {name!r}; expected one of {', '.join(known)}")
@@ -77,7 +77,7 @@ def format_of_name(name: str) -> CallFormat:
 
 
 def without_thought(text: str) -> str:
-    """What stands behind the thinking; nothing, where the thought was not ended. A call in a thought is none."""
+    """The text after the thinking; empty if the thinking was not ended. So calls within the thinking do not count."""
     behind = text.rpartition("</think>")[2]
     return behind.partition("<think>")[0]
 
@@ -104,7 +104,7 @@ class HermesCalls:
 
 
 class QwenXmlCalls:
-    """`<function=name>` with a `<parameter=name>` for each argument, whose values are text."""
+    """`<function=name>` with a `<parameter=name>` for each argument; values are text."""
 
     name = "qwen_xml"
 
@@ -123,7 +123,7 @@ class QwenXmlCalls:
 
 
 class LlamaJsonCalls:
-    """The whole response is JSON, one object or several with `;` between them."""
+    """The whole response is JSON: one object, or several separated by `;`."""
 
     name = "llama_json"
 
@@ -144,7 +144,7 @@ class LlamaJsonCalls:
 
 
 class MarkedCalls:
-    """Any of the formats: `<function=` begins XML, `<tool_call>` else JSON, and JSON alone is Llama's."""
+    """Any of the formats: with `<function=` XML, else with `<tool_call>` JSON, and bare JSON is Llama's."""
 
     name = "marked"
 

@@ -1,7 +1,7 @@
-"""Running the calls of one turn: side by side, each with a deadline, each with an answer whatever happens.
+"""Runs the calls of one turn concurrently, each with a deadline; each gets an answer whatever happens.
 
-A call can go wrong in every way that a policy finds: unreadable, an unknown name, arguments that do not fit, a function
-that raises or takes too long. All of these are answers that say what was wrong, so that the policy can do better.
+A call can go wrong in many ways: it is unreadable, names an unknown function, has arguments that do not fit, or its
+function raises or takes too long. In all cases the answer says what was wrong, so that the policy can do better.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from rl_environments.tools.call_formats import BrokenCall, Call
 from rl_environments.tools.functions import ToolFunction, WrongArguments
 
 MOST_LEFT_THREADS = 200
-"""Functions that hang past their deadline stay in their threads; so many of one process are an error of the run."""
+"""Functions that hang past their deadline stay in their threads; the run fails when a process has this many."""
 _left_threads: set[threading.Thread] = set()
 
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """What a call is answered with."""
+    """The answer to a call."""
 
     name: str | None
-    """The function's; None where the call could not be read."""
+    """The function's name; None if the call could not be parsed."""
     text: str
     is_wrong: bool = False
-    """The call, not its result: see the module."""
+    """Whether the call went wrong: see the module."""
 
 
 async def run_calls(
@@ -45,12 +45,12 @@ async def run_calls(
     max_calls: int,
     max_characters: int,
 ) -> list[Answer]:
-    """An answer to each call, in their order.
+    """Returns an answer to each call, in the order of the calls.
 
     Args:
-        timeout_s: of each call.
-        max_calls: those beyond are not made, and their answers say so.
-        max_characters: of an answer; a longer one is cut and says so.
+        timeout_s: deadline of each call.
+        max_calls: further calls are not run, and their answers say so.
+        max_characters: maximum length of an answer; a longer one is cut and says so.
 
     Raises:
         GenerationError: too many earlier calls hang past their deadline.
@@ -80,7 +80,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
         async with asyncio.timeout(timeout_s):
             outcome = await _outcome(tool.function, arguments, call.name)
     except TimeoutError:
-        # The deadline's: what the function raises itself was caught.
+        # From the deadline: a TimeoutError of the function itself was caught before.
         return _wrong(call, f"no answer within {timeout_s:g} s")
     if isinstance(outcome, BaseException):
         return _wrong(call, f"{type(outcome).__name__}: {outcome}".rstrip(": "))
@@ -88,7 +88,7 @@ async def _answer(call: Call | BrokenCall, tools: Mapping[str, ToolFunction], ti
 
 
 async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """What the function returned, or what it raised."""
+    """The function's return value, or the exception it raised."""
     if not inspect.iscoroutinefunction(function):
         return await _in_a_thread(function, arguments, name)
     try:
@@ -103,7 +103,7 @@ async def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any], n
 
 
 async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Any:
-    """A thread of its own, which nobody waits for: a pool's would hold up the end of the event loop if it hung."""
+    """Uses a separate thread that nobody joins: a hanging thread of a pool would block the end of the event loop."""
     _left_threads.intersection_update([thread for thread in _left_threads if thread.is_alive()])
     if len(_left_threads) >= MOST_LEFT_THREADS:
         raise GenerationError(
@@ -119,7 +119,7 @@ async def _in_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any
             outcome: Any = context.run(function, **arguments)
         except BaseException as error:
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the episode is over and its loop closed
+        with contextlib.suppress(RuntimeError):  # the episode is over and its event loop closed
             loop.call_soon_threadsafe(_set, answered, outcome)
 
     thread = threading.Thread(target=run, name=f"tool-{name}", daemon=True)
@@ -150,6 +150,6 @@ def _as_text(result: Any) -> str:
 
 
 def _cut(text: str, max_characters: int) -> str:
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
+    text = text.encode("utf-8", "replace").decode()  # removes lone surrogates, which tokenizers refuse
     left = len(text) - max_characters
     return text if left <= 0 else f"{text[:max_characters]}… ({left} more characters)"

@@ -1,4 +1,4 @@
-"""A base for environments with tools: methods marked `@tool`, and `judge` for the answer that ends the episode.
+"""Base class for environments with tools: methods marked `@tool`, and `judge` for the answer that ends the episode.
 
     turn: the policy calls ──► its calls run side by side ──► their answers are shown (role `tool`), it goes on
     turn: it calls nothing ──► `judge(answer)` gives the reward, the episode is done
@@ -26,26 +26,26 @@ _MARK = "_is_tool_of_a_policy"
 
 
 def tool(function: _Function) -> _Function:
-    """Marks a method of a `ToolEnvironment`, plain or async, as one that the policy may call. Its type hints and
-    docstring are what the model is shown."""
+    """Marks a method of a `ToolEnvironment`, plain or async, as callable by the policy. The model sees its type hints
+    and docstring."""
     setattr(function, _MARK, True)
     return function
 
 
 class ToolEnvironment:
-    """Subclass it, mark methods `@tool`, write `judge`.
+    """Subclass it, mark methods with `@tool`, and define `judge`.
 
-    Plain methods run in threads of their own, several at a time where the policy makes several calls in one turn, so
-    they guard what they share. Metrics: `accuracy` (the reward), `calls`, `wrong_calls`.
+    Plain methods run in their own threads, concurrently if the policy makes several calls in one turn, so they must
+    guard shared state. Metrics: `accuracy` (the reward), `calls`, `wrong_calls`.
     """
 
     call_format: ClassVar[CallFormat | None] = None
-    """How the policy writes calls; None: `environment.options.call_format`, else as its chat template does, else any
-    known format by its marks."""
+    """How the policy writes calls; None: `environment.options.call_format`, else the chat template's format, else any
+    known format, recognised by its tags."""
     shows_schemas: ClassVar[bool] = True
     """Whether the chat template shows the functions; False for a prompt that describes them itself."""
     call_timeout_s: ClassVar[float] = 30.0
-    """Of each call; shorter than `environment.timeout_s`, which ends the sample."""
+    """Deadline of each call; must be shorter than `environment.timeout_s`, which ends the sample."""
     max_calls_per_turn: ClassVar[int] = 16
     max_answer_characters: ClassVar[int] = 8000
 
@@ -53,7 +53,7 @@ class ToolEnvironment:
         self.row = row
         self.options = options
         self.num_calls = 0
-        """Calls so far, wrong ones too."""
+        """Number of calls so far, including wrong ones."""
         self.num_wrong_calls = 0
         name = options.get("call_format")
         self._format = type(self).call_format or (None if name is None else format_of_name(name))
@@ -61,11 +61,11 @@ class ToolEnvironment:
         self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
 
     async def judge(self, answer: str) -> float:
-        """The reward of the answer, which has no call in it and no thought before it; the row is `self.row`."""
+        """The reward of the answer, which contains no call and no thinking; the row is `self.row`."""
         raise NotImplementedError(f"{type(self).__name__} needs `async def judge(self, answer: str) -> float`")
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
-        """What the policy is shown of the answers to its calls."""
+        """The observation that shows the policy the answers to its calls."""
         if isinstance(self.row["prompt"], str):
             return "".join(f"\n{answer.text}\n" for answer in answers)
         named = ({} if answer.name is None else {"name": answer.name} for answer in answers)
@@ -76,7 +76,8 @@ class ToolEnvironment:
         return self.row["prompt"]
 
     async def tools(self) -> Sequence[ToolSchema]:
-        """See `Tools.tools`. None where the episode begins with text: no template writes it, so it names them."""
+        """See `Tools.tools`. Empty if the episode begins with text: there is no template then, so the text must name
+        the tools."""
         is_text = isinstance(self.row["prompt"], str)
         return [] if is_text or not self.shows_schemas else [each.schema for each in self._tools.values()]
 
@@ -106,13 +107,13 @@ class ToolEnvironment:
         return self._format
 
     def metrics(self, reward: float) -> dict[str, float]:
-        """Reported with every turn."""
+        """The metrics reported with every turn."""
         return {"accuracy": reward, "calls": float(self.num_calls), "wrong_calls": float(self.num_wrong_calls)}
 
 
 @cache
 def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
-    """By name, in the order in which the class defines them, those of its bases first."""
+    """The tools by name, in the order of definition, those of base classes first."""
     names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
     found = tuple(name for name in names if getattr(inspect.getattr_static(environment, name), _MARK, False))
     if not found:

@@ -1,4 +1,5 @@
-"""A Python function as a tool: its schema from type hints and docstring, and its arguments checked before it is called.
+"""Makes a tool of a Python function: takes its schema from type hints and docstring, and checks arguments before a
+call.
 
     def add(a: int, b: int = 1) -> int:
         \"""The sum of two numbers.
@@ -9,7 +10,7 @@
         \"""
 
 is shown as `{"name": "add", "description": "The sum of two numbers.", "parameters": {...}}`, where `a` is an integer
-that is required. pydantic writes the schema of a type and checks a value against it, strictly: "3" is no integer.
+that is required. pydantic derives the schema of a type and validates values strictly: "3" is not an integer.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class ToolFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ToolFunction:
-        """A function, or a method that is bound to its object.
+        """The tool of a function or a bound method.
 
         Raises:
-            ConfigError: a parameter without type hint or one that cannot be passed by name, a type that has no JSON
-                schema, no docstring, or one that describes a parameter that is not there.
+            ConfigError: a parameter has no type hint, cannot be passed by name, or has a type without JSON schema; or
+                the docstring is missing or describes a nonexistent parameter.
         """
         name = function.__name__
         description, texts = _documented(inspect.getdoc(function) or "")
@@ -73,13 +74,13 @@ class ToolFunction:
         return cls(function=function, name=name, description=description, arguments=arguments, schema=schema)
 
     def checked(self, arguments: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
-        """The arguments as the function takes them; those with a default that were not given are left out.
+        """The validated arguments for the function; omitted arguments with a default are left out.
 
         Args:
-            is_text: every value is text that stands for one of the parameter's type, as in XML.
+            is_text: all values are text, to be parsed as the parameters' types, as in XML.
 
         Raises:
-            WrongArguments: one is missing, unknown or of the wrong type.
+            WrongArguments: an argument is missing, unknown or of the wrong type.
         """
         given = {name: self._from_text(name, value) for name, value in arguments.items()} if is_text else arguments
         try:
@@ -109,7 +110,7 @@ def _type_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        # A hint is an expression and raises what it likes.
+        # A type hint is an expression and may raise anything.
         raise ConfigError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -125,7 +126,7 @@ def _arguments_model(
         if parameter_name not in hints:
             raise ConfigError(f"tool {name!r}: parameter {parameter_name!r} has no type hint; give it one, e.g. `int`")
         default = ... if parameter.default is parameter.empty else parameter.default
-        # By number, because a field may not be called `json` or `_x`; the alias is what the model sees.
+        # Fields are numbered, because a field may not be called `json` or `_x`; the model sees the alias.
         fields[f"p{number}"] = (
             hints[parameter_name],
             Field(default, alias=parameter_name, description=texts.get(parameter_name)),
@@ -141,7 +142,7 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSche
         parameters = _without_titles(arguments.model_json_schema(by_alias=True))
         json.dumps(parameters, allow_nan=False)
     except Exception as error:
-        # pydantic raises errors of several kinds for types that JSON does not have.
+        # pydantic raises various errors for types without a JSON form.
         raise ConfigError(
             f"tool {name!r}: a parameter's type or default has no JSON form ({error}); use what JSON has: text, "
             "numbers, booleans, lists, dictionaries, Literal, or pydantic models of these"
@@ -161,7 +162,7 @@ def _problem(error: Any) -> str:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter (Google's form)."""
+    """The descriptions of the function and of each parameter in a docstring (Google style)."""
     heads = "|".join(_SECTIONS)
     parts = re.split(rf"(?im)^({heads}):[ \t]*$", docstring)
     described: dict[str, str] = {}
@@ -183,7 +184,7 @@ def _described(body: str) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """pydantic's titles repeat the names, at the cost of tokens in every prompt."""
+    """Removes pydantic's titles, which repeat the names and cost tokens in every prompt."""
     if isinstance(schema, list):
         return [_without_titles(part) for part in schema]
     if not isinstance(schema, dict):

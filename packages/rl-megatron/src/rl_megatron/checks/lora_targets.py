@@ -1,4 +1,4 @@
-"""Which layers have adapters, by Hugging Face's and by Megatron-Bridge's names. Imports no torch."""
+"""Which layers have adapters, under Hugging Face's and Megatron-Bridge's names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = {
     "up_proj": "linear_fc1_up",
     "down_proj": "linear_fc2",
 }
-"""Hugging Face's name of a layer → Bridge's, with an adapter for each."""
+"""Hugging Face's name of a layer → Bridge's name, if each layer has its own adapter."""
 _FUSED = {
     frozenset({"q_proj", "k_proj", "v_proj"}): "linear_qkv",
     frozenset({"o_proj"}): "linear_proj",
@@ -24,20 +24,20 @@ _FUSED = {
     frozenset({"down_proj"}): "linear_fc2",
 }
 QUERY_KEY_VALUE = frozenset({"q_proj", "k_proj", "v_proj"})
-"""Layers that latent attention has not."""
+"""Layers that latent attention does not have."""
 FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Layers that a Mixture of Experts has once for each expert."""
 
 
 def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
-    """Hugging Face's names of the layers that are meant.
+    """Hugging Face's names of the layers that get adapters.
 
     Args:
-        lora: names them, or says `all-linear`.
+        lora: names the layers, or says `all-linear`.
         section: of the configuration, for messages.
 
     Raises:
-        ConfigError: no layer here has such a name, or none is left.
+        ConfigError: no layer has such a name, or no layer is left.
     """
     names = _names(lora.target_modules, list(_PARTS))
     excluded = _names(lora.exclude_modules or (), [])
@@ -54,7 +54,7 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
 
 
 def bridge_layers(lora: LoraConfig, lora_type: str, section: str) -> list[str]:
-    """Bridge's names of them. Raises ConfigError where only some parts of a matrix are named."""
+    """Bridge's names of the adapted layers. Raises ConfigError if only some parts of a fused matrix are named."""
     wanted = adapted_layers(lora, section)
     for parts, fused in _FUSED.items():
         if 0 < len(parts & set(wanted)) < len(parts):

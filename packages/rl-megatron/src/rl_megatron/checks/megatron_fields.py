@@ -1,4 +1,4 @@
-"""Names of fields that Megatron knows, read from its source: importing it would take seconds."""
+"""Names of Megatron's configuration fields, read from its source because importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "OptimizerConfig": (("core/optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""File and class of each, with those it inherits from or that a model may use in its place."""
+"""File and class of each configuration, with the classes it inherits from or that a model may use in its place."""
 
 
 def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> None:
-    """Raises ConfigError for the first name that is no field of the class."""
+    """Raises ConfigError for the first name that is not a field of the class."""
     names = list(names)
     known = fields_of(class_name) if names else frozenset()
     for name in names:

@@ -1,8 +1,8 @@
-"""What Megatron-Core 0.16.1 cannot run, or runs and computes wrong numbers: refused before any process starts.
+"""Refuses, before any process starts, what Megatron-Core 0.16.1 cannot run or computes wrongly.
 
-Every check is a function of the resolved values, whichever section set them, and returns its complaint or None. Those
-of `_MESH_CHECKS` are about sizes that do not fit together: their message ends with the nearest mesh that passes them
-all. Imports no torch.
+Every check is a function of the resolved values, whichever section set them, and returns an error message or None.
+Checks in `_MESH_CHECKS` find parallel sizes that do not fit together; their messages end with the nearest mesh that
+passes all of them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
-"""Megatron's name of a size → that of `Mesh`."""
+"""Megatron's name of a parallel size → the name in `Mesh`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,9 +43,9 @@ class Setup:
     fields: Mapping[str, Any]
     """Fields of Megatron's `TransformerConfig` that are set, whichever section set them."""
     shape: ModelShape | None
-    """None where the model is not at hand yet: what needs it is checked when it is."""
+    """None if the model is not available yet; checks that need it run when it is."""
     model: Any
-    """transformers' configuration; None where `shape` is."""
+    """transformers' configuration; None if `shape` is None."""
     world_size: int
     is_packed: bool
     """A micro-batch is one packed stream."""
@@ -54,20 +54,20 @@ class Setup:
     passed: frozenset[str] = frozenset()
     """Fields that `transformer_config_kwargs` set."""
     adapted: frozenset[str] = frozenset()
-    """Hugging Face's names of the layers with adapters."""
+    """Hugging Face's names of the layers that have adapters."""
 
     def size(self, name: str) -> int:
-        """A parallel size; 1 where none is set (expert tensor ranks: as many as tensor ranks)."""
+        """A parallel size; 1 if it is not set (for expert tensor ranks: the number of tensor ranks)."""
         default = self.size("tensor_model_parallel_size") if name == "expert_tensor_parallel_size" else 1
         value = self.fields.get(name)
         return default if value is None else value
 
     def key(self, name: str) -> str:
-        """Where the user finds a field."""
+        """Key path under which the user finds a field."""
         return field_key(name, self.passed, self.where)
 
     def mesh(self) -> Mesh:
-        """The arrangement. Raises ConfigError if the ranks cannot be divided like that."""
+        """The mesh of the ranks. Raises ConfigError if the ranks cannot be divided like that."""
         sizes = {ours: self.size(name) for name, ours in SIZES.items()}
         return Mesh(world_size=self.world_size, **sizes)
 
@@ -90,12 +90,12 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """What `spec` means. Raises ConfigError for an unknown field or layer, or a model that is refused.
+    """The setup that `spec` describes. Raises ConfigError for an unknown field or layer, or a refused model.
 
     Args:
-        spec: of one model.
-        world_size: its ranks.
-        model: transformers' configuration; None: it is read where it is at hand.
+        spec: one model's.
+        world_size: number of its ranks.
+        model: transformers' configuration; None: it is read if it is available.
     """
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
@@ -123,12 +123,12 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
 
 
 def refuse(spec: WorkerSpec, world_size: int, model: Any = None) -> None:
-    """Raises ConfigError for the first thing that cannot run, or would compute wrong numbers; see `setup_of`."""
+    """Raises ConfigError for the first setting that cannot run or would compute wrong numbers; see `setup_of`."""
     refuse_setup(setup_of(spec, world_size, model))
 
 
 def refuse_setup(setup: Setup) -> None:
-    """Like `refuse`."""
+    """Like `refuse`, for a setup that was already built."""
     if (complaint := _sizes_are_positive(setup)) is not None:
         raise ConfigError(complaint)
     if (complaint := _first(_MESH_CHECKS, setup)) is not None:
@@ -138,7 +138,7 @@ def refuse_setup(setup: Setup) -> None:
 
 
 def nearest_mesh(setup: Setup) -> str:
-    """A sentence that names the sizes, nearest to those given, with which `setup` passes all checks of its mesh."""
+    """A sentence that names the sizes nearest to the given ones with which `setup` passes all mesh checks."""
     names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
         (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
@@ -154,7 +154,7 @@ def nearest_mesh(setup: Setup) -> str:
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """All sizes that divide the ranks, for the axes that are in use; virtual stages are kept or given up."""
+    """Yields all sizes that divide the ranks, for the axes in use; virtual stages are kept or dropped."""
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
     choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
@@ -265,8 +265,9 @@ def _experts_are_there(setup: Setup) -> str | None:
 
 
 def _expert_gradients_are_summed(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, tensor_parallel/layers.py:829: without expert ranks, experts are summed like dense layers,
-    over the ranks of the wrong group where the two are split differently (gradients off by their own size)."""
+    """megatron-core 0.16.1, tensor_parallel/layers.py:829: without expert ranks, experts' gradients are summed like
+    those of dense layers, so over the wrong group if the two are split differently (gradients off by their own
+    size)."""
     expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
     has_experts = setup.shape is None or setup.shape.is_moe
     if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
@@ -279,7 +280,8 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
-    """transformer_config.py:1406: what is left for the stages between first and last is none, which it divides by."""
+    """transformer_config.py:1406: with two stages none are left between first and last, and Megatron divides by their
+    number."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
@@ -330,7 +332,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "overlap_moe_expert_parallel_comm": (False, "it requires Megatron's own forward step"),
     "delay_wgrad_compute": (False, "it needs overlap_moe_expert_parallel_comm, which cannot be used"),
 }
-"""Fields that have one right value here, and why."""
+"""Fields for which only one value is right here, and why."""
 _OF_THE_MODEL = (
     "num_layers",
     "hidden_size",
@@ -361,9 +363,9 @@ _TRANSFORMER_ENGINE_FIELDS = (
     "use_te_activation_func",
     "use_te_rng_tracker",
 )
-"""Switches for kernels of Transformer Engine, and for what needs a CUDA device."""
+"""Fields that switch on kernels of Transformer Engine, or features that need a CUDA device."""
 GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
-"""Apex's module that adds a product's gradient to the main gradient."""
+"""Apex's module whose kernel adds a matrix product's gradient to the main gradient."""
 
 
 def _fixed_fields(setup: Setup) -> str | None:
@@ -394,7 +396,8 @@ def _transformer_engine(setup: Setup) -> str | None:
 
 
 def _fused_gradients(setup: Setup) -> str | None:
-    """The output layer is Megatron's own, also with Transformer Engine: it adds up gradients by a kernel of Apex."""
+    """The output layer is Megatron's own even with Transformer Engine, and accumulates gradients by a kernel of
+    Apex."""
     name = "gradient_accumulation_fusion"
     if setup.fields.get(name) and find_spec(GRADIENT_KERNEL) is None:
         return f"{setup.key(name)}: needs Apex's kernel {GRADIENT_KERNEL}, which is not installed here; leave it out"
@@ -524,7 +527,7 @@ def _adapters_of_experts(setup: Setup) -> str | None:
 
 
 def _weights_of_experts(setup: Setup) -> str | None:
-    """Whether the routers of Qwen3-MoE normalise before or after their choice is the model's."""
+    """The model determines whether Qwen3-MoE's routers normalise before or after they choose experts."""
     if setup.model is None or setup.model.model_type != "qwen3_moe":
         return None
     name, right = "moe_router_pre_softmax", not setup.model.norm_topk_prob

@@ -1,5 +1,5 @@
-"""Models that are refused without a check: types that Megatron is known not to support, and fields that a check on a
-small copy does not cover. Every other model is checked (`MegatronBackend.proof_worker`). Imports no torch.
+"""Models that are refused without a numerical check: types that Megatron is known not to support, and fields that a
+check on a small copy does not cover. Every other model is checked (`MegatronBackend.proof_worker`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def taken_config(path: str | None, where: str) -> Any:
         where: key path of the model, for messages.
 
     Returns:
-        The configuration, or None if it is not available yet: a recipe will create the model, or a rank download it.
+        The configuration, or None if it is not available yet because a recipe will create the model or a rank download
+        it.
 
     Raises:
         ConfigError: the configuration cannot be read, or the model is refused.

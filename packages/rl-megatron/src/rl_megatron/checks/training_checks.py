@@ -1,4 +1,4 @@
-"""What of optimizer, adapters and gradient sums cannot be trained as asked. Imports no torch."""
+"""Refuses settings of optimizer, adapters and gradient sums that cannot be trained as asked. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIXED = {
 
 
 def require_trainable(spec: WorkerSpec) -> None:
-    """Raises ConfigError for the first thing that is wrong."""
+    """Raises ConfigError for the first setting that is wrong."""
     section = SECTIONS[spec.role]
     where = f"{section}.megatron_config"
     _require_sums(spec.options, where)
@@ -60,7 +60,7 @@ def _require_sums(options: MegatronOptions, where: str) -> None:
 
 
 def _require_optimizer_fields(options: MegatronOptions, where: str, section: str) -> None:
-    """Refuses what has another value than the one it is trained with, or no effect."""
+    """Refuses fields that have no effect, or whose value differs from the one that training uses."""
     for name, value in optimizer_fields(options, where).items():
         key = f"{where}.optimizer_config_kwargs.{name}"
         if name in _CHOSEN_ELSEWHERE:

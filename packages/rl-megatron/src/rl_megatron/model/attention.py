@@ -1,7 +1,7 @@
-"""Core attention for packed sequences and context parallelism, where Transformer Engine has none.
+"""Core attention for packed sequences and context parallelism if Transformer Engine cannot provide it.
 
-Sequences of similar length are attended as right-padded rows of one rectangle, since kernels are called once per
-rectangle and padding costs less than a call. What goes where is found out once per micro-batch, for all its layers.
+Sequences of similar length are attended as right-padded rows of one rectangle, because kernels are called once per
+rectangle and padding costs less than a call. The layout is computed once per micro-batch, for all layers.
 """
 
 from __future__ import annotations
@@ -25,44 +25,45 @@ from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
 
 @attrs.frozen(eq=False)
 class _Cells:
-    """The tokens of a stream that lie in rectangles, and where."""
+    """Maps tokens of a stream to cells of rectangles."""
 
     token_U: Tensor | None
-    """int64; None: all, in order."""
+    """int64, the tokens that lie in a cell; None: all, in order."""
     cell_U: Tensor | None
-    """int64, the cell of each; None: cell i is that of token i."""
+    """int64, the cell of each of these tokens; None: token i lies in cell i."""
     num_cells: int
 
     def filled(self, stream: Tensor) -> Tensor:
-        """[cells, …], zeros where no token lies."""
+        """Returns [cells, …]; cells without a token are zero."""
         taken = stream if self.token_U is None else gather_rows(stream, self.token_U)
         return taken if self.cell_U is None else scatter_rows(taken, self.cell_U, self.num_cells)
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Queries of which each sees the keys of its segment up to itself; no key stands in it twice."""
+    """Queries that each see the keys of their segment up to themselves; no key occurs twice in a part."""
 
     queries: _Cells
     keys: _Cells
     shapes: tuple[tuple[int, int, int], ...]
     """(rows, queries, keys) of each rectangle."""
     masks: tuple[Tensor | None, ...]
-    """bool [rows or 1, 1, queries, keys] of each; None: causal from the first query and key on."""
+    """bool [rows or 1, 1, queries, keys] of each rectangle; None: causal, with query and key 0 aligned."""
 
 
 @attrs.frozen(eq=False)
 class AttentionPlan:
-    """What one context rank attends in a micro-batch, and where its results go."""
+    """Which queries and keys one context rank attends in a micro-batch, and where the results go."""
 
     parts: tuple[_Part, ...]
-    """One; with several context ranks one for each chunk that this rank has of every segment."""
+    """One part; with several context ranks, one for each chunk that this rank has of every segment."""
     order: Tensor | None
-    """int64: where each of this rank's tokens stands among the results of all parts; None: in order."""
+    """int64, the position of each of this rank's tokens in the concatenated results of all parts; None: in order."""
 
     @classmethod
     def of(cls, boundaries: np.ndarray, rank: int, size: int, device: torch.device) -> AttentionPlan:
-        """Of segments end to end, of which each of `size` context ranks has two chunks; keys come rank by rank."""
+        """Plans concatenated segments of which each of `size` context ranks has two chunks; keys are ordered by
+        rank."""
         pieces = _pieces(boundaries, rank, size)
         place_T = None
         if size > 1:
@@ -81,7 +82,7 @@ class Segments(PackedSeqParams):
     """Megatron's description of packed sequences, with their boundaries on the CPU."""
 
     boundaries: np.ndarray | None = None
-    """int64 [segments + 1], of the whole micro-batch, before context ranks split it."""
+    """int64 [segments + 1], boundaries of the whole micro-batch, before context ranks split it."""
     plan: AttentionPlan | None = None
     """Made by the first layer that attends."""
 
@@ -103,9 +104,9 @@ class Segments(PackedSeqParams):
 
 
 class CoreAttention(torch.nn.Module):
-    """softmax(q kᵀ · scale) v, causal, within each segment; torch's own kernels.
+    """softmax(q kᵀ · scale) v, causal, within each segment, computed by torch's own kernels.
 
-    Under context parallelism keys and values are gathered from all ranks of the group, and their gradients summed back.
+    Under context parallelism keys and values are gathered from all ranks of the group, and their gradients reduced.
     This rank's queries are two chunks of every segment, each of which sees the segment up to its own end.
     """
 
@@ -119,7 +120,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # latent attention gives head sizes, which the tensors have
+        **_unused: Any,  # head sizes of latent attention; the tensors' shapes say them
     ):
         super().__init__()
         self.scale = softmax_scale
@@ -149,7 +150,7 @@ class CoreAttention(torch.nn.Module):
         return self._attend(query, key, value, packed_seq_params.plan).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        """[tokens, heads, size] of each and of the result."""
+        """All arguments and the result are [tokens, heads, size]."""
         if self.context_group.size() > 1:
             key, value = (_gather(tensor, self.context_group) for tensor in (key, value))
         attended = [_attend_part(query, key, value, part, self.scale) for part in plan.parts]
@@ -162,7 +163,7 @@ def _plan_of_rows(num_rows: int, length: int, rank: int, size: int, device: torc
 
 
 def _part_of(pieces: np.ndarray, own_tokens: int, place_T: np.ndarray | None, device: torch.device) -> _Part:
-    """`place_T`: where each key of the natural order stands; None: there."""
+    """`place_T`: position of each key, by its index in natural order; None: natural order."""
     first_query, first_key, num_queries, num_keys = pieces.T
     rows = rectangle_rows(num_queries)
     query_shapes, query_cell = rectangle_cells(num_queries, *rows)
@@ -203,8 +204,8 @@ def _cells(
 
 
 def _mask(before_R: np.ndarray, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    """Query i of row r sees the keys up to `before_R[r]` + i. Its row has no further tokens of its segment, so it sees
-    no padding; a query that is padding sees something, as softmax needs."""
+    """Query i of row r sees the keys up to `before_R[r]` + i. A real query sees no padding, which comes after its own
+    segment; a padding query sees at least one key, because softmax needs one."""
     if not before_R.any():
         return None
     if (before_R == before_R[0]).all():
@@ -214,7 +215,7 @@ def _mask(before_R: np.ndarray, num_queries: int, num_keys: int, device: torch.d
 
 
 def _attend_part(query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: float | None) -> Tensor:
-    """[tokens of the part, heads, size]."""
+    """Returns [tokens of the part, heads, size]."""
     query_cells = [rows * queries for rows, queries, _ in part.shapes]
     key_cells = [rows * keys for rows, _, keys in part.shapes]
     rectangles = zip(
@@ -240,10 +241,11 @@ def _attend_part(query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: 
 
 
 def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """int64 [pieces, 4]: consecutive queries of this rank and the keys of their segment up to the last of them.
+    """Returns int64 [pieces, 4]; a piece is consecutive queries of this rank, with the keys of their segment up to the
+    last query.
 
-    First query (among this rank's), first key (of all), number of queries, number of keys. With several context ranks
-    the first chunks of all segments, then the second ones.
+    Columns: first query (index among this rank's), first key (index among all), number of queries, number of keys. With
+    several context ranks the first chunks of all segments come first, then the second chunks.
     """
     lengths = np.diff(boundaries)
     starts, lengths = boundaries[:-1][lengths > 0], lengths[lengths > 0]
@@ -256,7 +258,7 @@ def _pieces(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
 
 
 def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, … of each, one after the other."""
+    """Concatenates the ranges start, start + 1, … of the given lengths."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 
@@ -278,5 +280,5 @@ class _Gather(torch.autograd.Function):
 
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:
-    """Along the first axis, in rank order; gradients of all ranks' copies are summed."""
+    """All-gathers along the first axis, in rank order; backward sums the gradients of all ranks' copies."""
     return _Gather.apply(tensor, group)  # pyright: ignore[reportReturnType]

@@ -1,8 +1,8 @@
-"""The one import of Megatron-Bridge: Hugging Face models to Megatron's and back.
+"""The only import of Megatron-Bridge, which converts Hugging Face models to Megatron's and back.
 
-Bridge 0.3.1 imports Transformer Engine (two of its LoRA modules) and triton (a Mamba layer) whether they are used or
-not. Where they are not installed, stand-ins exist while Bridge is imported, and only then; what Megatron and Bridge
-concluded from them is taken back.
+Bridge 0.3.1 imports Transformer Engine (two of its LoRA modules) and triton (a Mamba layer) whether or not they are
+used. If they are not installed, stand-ins exist only while Bridge is imported; flags that Megatron and Bridge set
+because of them are reset afterwards.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ _IMPORTED_FIRST = (
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.moe.moe_layer",
 )
-"""What looks for Transformer Engine or triton itself must not find the stand-ins."""
+"""Packages that look for Transformer Engine or triton themselves: imported first, so that they do not find the
+stand-ins."""
 
 
 def _import_bridge() -> Any:
     require_bridge()
     with warnings.catch_warnings():
-        # What the libraries say at import is that others are not installed: said here, or not needed.
+        # At import the libraries only warn that others are not installed, which this package reports itself or does not
+        # need.
         warnings.simplefilter("ignore")
         for name in _IMPORTED_FIRST:
             importlib.import_module(name)
@@ -103,7 +105,7 @@ def _transformer_engine() -> dict[str, types.ModuleType]:
 
 
 class _Anything(types.ModuleType):
-    """Has every attribute; called as a decorator, with or without arguments, it gives the function back."""
+    """Has every attribute; used as a decorator, with or without arguments, it returns the function unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

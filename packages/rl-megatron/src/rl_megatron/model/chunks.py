@@ -43,11 +43,11 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "persist_layer_norm": False,
 }
-"""Fields of `TransformerConfig` that choose kernels of Transformer Engine, and what compares with them."""
+"""Fields of `TransformerConfig` that select kernels of Transformer Engine, and related optimisations."""
 
 
 def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
-    """Megatron-Bridge for the model of `spec`. Raises ConfigError for one that is missing, damaged or refused."""
+    """Megatron-Bridge for the model of `spec`. Raises ConfigError if the model is missing, damaged or refused."""
     path, where = spec.model.path, f"{SECTIONS[spec.role]}.model.path"
     assert path is not None
     try:
@@ -56,16 +56,16 @@ def open_bridge(spec: WorkerSpec, world_size: int) -> Any:
         raise ConfigError(f"{where}: {path!r} is not a Hugging Face model: {error}") from error
     if (broken := broken_weights_file(path)) is not None:
         raise ConfigError(f"{where}: {broken} is cut off or no safetensors file; download or save the model again")
-    refuse(spec, world_size, config)  # of a model that this rank is the first to fetch, nothing was checked yet
+    refuse(spec, world_size, config)  # not checked yet if this rank was the first to fetch the model
     bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=torch.float32)
     if config.model_type == "mistral":
-        # Bridge 0.3.1 insists on a field that transformers 5 keeps among `rope_parameters`.
+        # Bridge 0.3.1 requires a field that transformers 5 keeps in `rope_parameters`.
         bridge.hf_pretrained.config.rope_theta = config.rope_parameters["rope_theta"]
     return bridge
 
 
 def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
-    """This rank's model, or one for each of its virtual stages, with the weights of the checkpoint."""
+    """This rank's model, or one model per virtual stage, with the weights of the checkpoint."""
     provider = bridge.to_megatron_provider(load_weights=False)
     for name, value in _provider_fields(provider, bridge.hf_pretrained.config, spec, place).items():
         setattr(provider, name, value)
@@ -84,7 +84,7 @@ def build_chunks(bridge: Any, spec: WorkerSpec, place: Place) -> list[Any]:
 
 
 def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
-    """Weights, a critic's head, adapters, and what is not trained."""
+    """Loads weights, adds a critic's head and adapters, and freezes what is not trained."""
     where = SECTIONS[spec.role]
     if spec.role == "critic":
         put_heads(models)
@@ -102,8 +102,8 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
 
 
 def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
-    """The input embedding of the padding token is not trained, as in transformers (`padding_idx`): it is zero, and the
-    norm behind it would multiply its gradient by a thousand."""
+    """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`): it is zero, and the norm
+    after it would multiply its gradient by a thousand."""
     for model in unwrap_model(chunks):
         if pad_token_id is not None and model.pre_process:
             embedding = model.embedding.word_embeddings
@@ -114,7 +114,7 @@ def _embed(embedding: Any, embed: Callable[[Tensor], Tensor], pad_token_id: int,
     embedded = embed(tokens_BS)
     is_padding = tokens_BS == pad_token_id
     if embedding.reduce_scatter_embeddings:
-        # The result is [S / tensor ranks, B, H] of this rank's tokens.
+        # The result is [S / tensor ranks, B, H], for this rank's tokens only.
         group = embedding.tp_group
         is_padding = is_padding.T.chunk(group.size())[group.rank()]
     return torch.where(is_padding[..., None], embedded.detach(), embedded)
@@ -125,12 +125,12 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     fields: dict[str, Any] = {
         **({} if HAS_TRANSFORMER_ENGINE else _WITHOUT_TRANSFORMER_ENGINE),
-        # Bridge 0.3.1 switches it on for DeepSeek, and Megatron's own output layer stops where the kernel is missing.
+        # Bridge 0.3.1 switches it on for DeepSeek, and Megatron's own output layer raises if the kernel is missing.
         "gradient_accumulation_fusion": find_spec(GRADIENT_KERNEL) is not None,
         **rotary_fields(hf_config, is_latent=provider.multi_latent_attention),
         "transformer_layer_spec": partial(layer_specs, packs_float32=spec.use_sample_packing and not spec.bf16),
-        # Weights come from the checkpoint, but initialisation also marks which are split over tensor ranks, and without
-        # the marks the gradient's norm leaves all ranks' parts but the first out.
+        # Weights come from the checkpoint, but initialisation also marks those that are split over tensor ranks;
+        # without the marks the gradient norm counts only the first rank's parts.
         "perform_initialization": True,
         "moe_router_bias_update_rate": 0.0,  # the bias stays the checkpoint's, as in the engine
         "params_dtype": dtype,
@@ -153,14 +153,14 @@ def _provider_fields(provider: Any, hf_config: Any, spec: WorkerSpec, place: Pla
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     chosen = transformer_fields(spec.options, f"{where}.megatron_config")
     chosen["expert_tensor_parallel_size"] = place.mesh.expert_tensor
-    chosen["moe_enable_routing_replay"] = False  # that is Megatron's own; here `router_replay` does it
+    chosen["moe_enable_routing_replay"] = False  # Megatron's own replay; `router_replay` replaces it
     if not HAS_TRANSFORMER_ENGINE:
         del chosen["moe_grouped_gemm"]
     return fields | {name: value for name, value in chosen.items() if value is not None}
 
 
 def _model_fields(config: Any) -> dict[str, Any]:
-    """What Bridge 0.3.1 does not read of a type's configuration, or sets whatever it says."""
+    """Fields that Bridge 0.3.1 does not read from a model type's configuration, or sets regardless of it."""
     kind = config.model_type
     if kind == "qwen3_moe":
         return {"moe_router_pre_softmax": not config.norm_topk_prob}
@@ -177,10 +177,10 @@ def _model_fields(config: Any) -> dict[str, Any]:
 def _pipeline_fields(place: Place) -> dict[str, Any]:
     fields = {"variable_seq_lengths": place.mesh.pipeline > 1}
     if place.mesh.virtual_pipeline > 1:
-        # Between two ranks, batched sends and receives of an interleaved schedule are matched in the wrong order.
+        # With two ranks, batched sends and receives of an interleaved schedule would be matched in the wrong order.
         fields = {"variable_seq_lengths": False, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if place.device.type == "cpu":
-        # gloo sends from a tensor's own memory, after the call; Megatron would free it by then.
+        # gloo sends from the tensor's own memory after the call returns; Megatron would have freed it by then.
         fields["deallocate_pipeline_outputs"] = False
     return fields
 
@@ -191,7 +191,7 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
     tasks = converter.build_conversion_tasks(source, chunks)
     for task in tasks:
         if task is None and is_critic:
-            continue  # the head's
+            continue  # the value head's
         if task is None:
             raise ConfigError(f"{where}.model.path: a weight of the model is not in {source.model_name_or_path}")
         if task.megatron_module is None:
@@ -206,7 +206,7 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
 
 
 def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None:
-    """Bridge passes over a parameter whose weight the checkpoint lacks: it would stay as it was initialised."""
+    """Bridge skips a parameter whose weight the checkpoint lacks, which would leave it as it was initialised."""
     loaded = {id(task.param_weight) for task in tasks if task is not None}
     of_head = {id(p) for chunk in chunks for m in chunk.modules() if isinstance(m, ValueHead) for p in m.parameters()}
     for chunk in unwrap_model(chunks):
@@ -217,12 +217,12 @@ def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None
 
 
 def is_vocabulary(name: str) -> bool:
-    """Megatron's name of a weight with one row per token."""
+    """Whether this is Megatron's name of a weight with one row per token of the vocabulary."""
     return name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
 
 
 def padded_vocabulary(chunks: list[Any]) -> int:
-    """Rows of such a weight: the tokens, rounded up to a multiple of the tensor ranks."""
+    """Rows of such a weight: the vocabulary size, rounded up to a multiple of the tensor ranks."""
     config = chunks[0].config
     size = config.tensor_model_parallel_size
     return -(-config.vocab_size // size) * size
@@ -233,7 +233,7 @@ def _padded(weight_VH: Tensor, num_rows: int) -> Tensor:
 
 
 def _share_tied_embedding(chunks: list[Any]) -> None:
-    """The last stage's copy of a tied embedding, from the first stage."""
+    """Copies a tied embedding from the first stage to the last."""
     models = unwrap_model(chunks)
     group = embedding_group()
     if group is None or group.size() == 1 or not models[0].share_embeddings_and_output_weights:

@@ -17,11 +17,11 @@ _BUFFER = ".e_score_correction_bias"
 
 
 class WeightExport:
-    """Weights of a model and its adapters under Hugging Face's names, any number of times.
+    """Exports the weights of a model and its adapters under Hugging Face's names; may be used any number of times.
 
-    What ranks tell each other about every tensor (its stage, shape and way of being split) is kept from the first
-    export on. Bridge 0.3.1 asks anew each time, by up to three collectives of Python objects for every tensor, experts
-    one by one. Tensors are looked up in the model each time.
+    What the ranks exchange about every tensor (its stage, shape and how it is split) is cached at the first export.
+    Bridge 0.3.1 would exchange it in every export, by up to three collectives of Python objects per tensor and expert.
+    The tensors themselves are looked up in the model each time.
     """
 
     def __init__(self, bridge: Any, chunks: Sequence[Any]):
@@ -31,10 +31,10 @@ class WeightExport:
         self._plan: list[Any] = []
 
     def weights(self, *, with_buffers: bool) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time, on every rank, adapters merged; a tied weight comes once. All ranks must drain
-        it together.
+        """Yields whole tensors, one at a time, on every rank, with adapters merged; a tied weight comes once. All ranks
+        must drain the iterator together.
 
-        `with_buffers` adds what is no parameter: the expert bias by which some routers choose.
+        `with_buffers` adds buffers: the expert bias that some routers use to choose experts.
         """
         config = self._chunks[0].config
         self._make_plan()
@@ -49,9 +49,10 @@ class WeightExport:
             yield name, tensor[: config.vocab_size] if name.endswith(_VOCABULARY) else tensor
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone under peft's names, whole, one at a time on every rank. All ranks must drain it together.
+        """Yields only the adapters, under peft's names, whole, one at a time on every rank. All ranks must drain it
+        together.
 
-        One adapter of a fused matrix becomes one for each of its parts, with the same A.
+        The adapter of a fused matrix becomes one adapter per part, all with the same A.
         """
         self._make_plan()
         for name, tensor in self._converter.stream_adapter_weights_megatron_to_hf(
@@ -63,25 +64,25 @@ class WeightExport:
         if self._plan:
             return
         converter, chunks = self._converter, self._chunks
-        # A critic's head has no place in the conversion: there is no task for it.
+        # Bridge has no conversion for a critic's head, so its task is None.
         self._plan = [task for task in converter.build_conversion_tasks(self._model, chunks) if task is not None]
         adapters = converter.build_adapter_conversion_tasks(chunks)
         converter.build_adapter_conversion_tasks = lambda _: adapters
 
     def _with_tensor(self, task: Any) -> Any:
         if task.megatron_module is None:
-            return task  # another stage's
+            return task  # belongs to another stage
         _, tensor = get_module_and_param_from_name(self._chunks, task.param_name, task.vp_stage)
         return dataclasses.replace(task, param_weight=tensor)
 
 
 @contextmanager
 def gradients_as_weights(chunks: Sequence[Any]):
-    """Inside, stand-ins that hold the main gradients take the places of the trained parameters: what converts weights
-    converts these.
+    """Within the context, stand-ins that hold the main gradients replace the trained parameters, so that code which
+    converts weights converts gradients.
 
-    The parameters themselves stay as they are: one whose data is replaced by data of another dtype gets a new gradient
-    accumulator, on which Megatron's hooks are not, and none of its later gradients would count.
+    The parameters themselves stay as they are: replacing a parameter's data by data of another dtype gives it a new
+    gradient accumulator without Megatron's hooks, and its later gradients would be lost.
     """
     places = [
         (module, name, parameter)
@@ -90,7 +91,7 @@ def gradients_as_weights(chunks: Sequence[Any]):
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    # By parameter, since tied ones have several places.
+    # Keyed by parameter, because tied parameters have several places.
     stand_ins = {parameter: _stand_in(parameter) for _, _, parameter in places}
     try:
         for module, name, parameter in places:
@@ -103,6 +104,6 @@ def gradients_as_weights(chunks: Sequence[Any]):
 
 def _stand_in(parameter: Any) -> nn.Parameter:
     stand_in = nn.Parameter(parameter.main_grad.to(torch.float32), requires_grad=False)
-    # How it is split over ranks.
+    # Attributes that say how the parameter is split over ranks.
     vars(stand_in).update(vars(parameter))
     return stand_in

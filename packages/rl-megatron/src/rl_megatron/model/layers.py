@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: Transformer Engine's where it is installed, else Megatron's and three of ours."""
+"""Which modules a layer is made of: Transformer Engine's if it is installed, else Megatron's and three of our own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rl_megatron.model.norm import LatentNorm, RmsNorm
 
 
 def layer_specs(config: Any, vp_stage: int | None = None, *, packs_float32: bool = False) -> TransformerBlockSubmodules:
-    """Of the layers of this rank's stage, or of one of its virtual stages.
+    """Specs of the layers of this rank's stage, or of one of its virtual stages.
 
-    Transformer Engine's attention packs no float32: where that is asked for (`packs_float32`), torch's takes its place.
+    Transformer Engine's attention cannot pack float32; with `packs_float32`, torch's attention is used instead.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAS_TRANSFORMER_ENGINE, vp_stage=vp_stage)
     specs = block.layer_specs or []
@@ -28,7 +28,7 @@ def layer_specs(config: Any, vp_stage: int | None = None, *, packs_float32: bool
         return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in specs])
     if HAS_TRANSFORMER_ENGINE:
         return block
-    norm: Any = RmsNorm  # Megatron takes classes, and says instances
+    norm: Any = RmsNorm  # Megatron expects a class but annotates an instance
     return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in specs], layer_norm=norm)
 
 
@@ -40,7 +40,8 @@ def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
-    """The layer with norms, core attention and MLA's down-projections that know sequence and context parallelism."""
+    """Replaces norms, core attention and MLA's down-projections by ones that support sequence and context
+    parallelism."""
     spec = _with_own_attention(spec)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm

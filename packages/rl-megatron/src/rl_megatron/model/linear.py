@@ -1,4 +1,4 @@
-"""A linear layer whose weight every tensor-parallel rank holds whole."""
+"""A linear layer whose weight is replicated on every tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class ReplicatedLinear(MegatronModule):
-    """y = x Wᵀ on this rank's tokens; what Transformer Engine's `Linear` is with `parallel_mode="duplicated"`.
+    """y = x Wᵀ on this rank's tokens, like Transformer Engine's `Linear` with `parallel_mode="duplicated"`.
 
-    Under sequence parallelism every rank has other tokens, so the weight's gradients are summed over tensor ranks: the
-    mark `sequence_parallel` asks Megatron for that.
+    Under sequence parallelism every rank has different tokens, so the weight's gradients must be summed over tensor
+    ranks; the attribute `sequence_parallel` makes Megatron do that.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicatedLinear(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """The product, and no bias."""
+        """Returns the product, and None for the bias."""
         return F.linear(input_, self.weight), None
 
     def sharded_state_dict(

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by Megatron-Bridge.
 
-Megatron holds query, key and value as one matrix, and gate and up as another. `lora` gives each of these one adapter,
-`canonical_lora` one for each of its parts, as other libraries have them.
+Megatron holds query, key and value as one matrix, and gate and up as another. `lora` gives each of these one adapter;
+`canonical_lora` gives each part its own, as in other libraries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: s
 
 
 def write_adapter(tensors: Mapping[str, Tensor], spec: WorkerSpec, directory: Path) -> None:
-    """Writes the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
+    """Writes only the adapters, in the format that `peft.PeftModel.from_pretrained` reads."""
     directory.mkdir(parents=True, exist_ok=True)
     lora = spec.model.lora
     config = lora.peft_config() | {

@@ -15,8 +15,8 @@ from rl_core.errors import ConfigError
 class RmsNorm(torch.nn.Module):
     """y = x / sqrt(mean(x²) + eps) · w over the last axis (Zhang & Sennrich 2019, arXiv 1910.07467).
 
-    Megatron's own norm refuses sequence parallelism. All it needs is the mark on the weight by which Megatron sums its
-    gradients over tensor ranks, each of which has other tokens.
+    Megatron's own norm refuses sequence parallelism. Supporting it takes only an attribute on the weight that makes
+    Megatron sum its gradients over tensor ranks, because each rank has different tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any):
@@ -35,7 +35,7 @@ class RmsNorm(torch.nn.Module):
 
 
 class LatentNorm(RmsNorm):
-    """Of the latents of DeepSeek's attention, whose eps is 1e-6 in transformers whatever the configuration says."""
+    """Norm of the latents in DeepSeek's attention; in transformers its eps is 1e-6 whatever the configuration says."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any):
         super().__init__(config, hidden_size)

@@ -1,5 +1,5 @@
-"""Log-probs and entropies where the vocabulary is split over tensor-parallel ranks, without the logits of a whole
-micro-batch."""
+"""Log-probs and entropies of a vocabulary that is split over tensor-parallel ranks, without materialising the logits of
+a whole micro-batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def parallel_logprobs(
     group: Any,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`rl_core.algorithms.logprobs.chunked_logprobs` over a vocabulary of which this rank holds some rows.
+    """Like `rl_core.algorithms.logprobs.chunked_logprobs`, for a vocabulary of which this rank holds some rows.
 
-    With x the logits of all ranks' rows: lse = log Σ_r Σ_v∈r exp(x_v), logprob = x_target − lse and
-    entropy = −Σ_r Σ_v∈r p_v log p_v; three sums per chunk and one maximum travel, never logits. The gradient of
-    `hidden_TH` is this rank's summand only: the ranks' must be added up.
+    With x the logits of all ranks' rows: lse = log Σ_r Σ_v∈r exp(x_v), logprob = x_target − lse and entropy = −Σ_r
+    Σ_v∈r p_v log p_v; ranks exchange three sums and one maximum per chunk, never logits. The gradient of `hidden_TH` is
+    this rank's summand only; the caller must sum it over the ranks.
 
     Args:
         hidden_TH: the same on all ranks.
@@ -34,9 +34,9 @@ def parallel_logprobs(
         targets_T: int64 ids in the whole vocabulary.
         first_row: id of the first of this rank's rows.
         temperature: > 0, divides the logits.
-        chunk_tokens: >= 1, tokens whose logits exist at a time.
+        chunk_tokens: >= 1, number of tokens whose logits exist at a time.
         group: the tensor-parallel ranks.
-        with_entropy: False: entropies are 0, and have no gradient.
+        with_entropy: if False, entropies are 0 and have no gradient.
 
     Returns:
         Log-probs [T] and entropies [T], float32, the same on all ranks.
@@ -115,7 +115,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
 
 
 def _logsumexp(logits_CV: Tensor, group: Any) -> Tensor:
-    """Over the rows of all ranks."""
+    """log Σ exp over the rows of all ranks."""
     has_rows = logits_CV.shape[1] > 0
     peak_C = logits_CV.amax(-1) if has_rows else logits_CV.new_full(logits_CV.shape[:1], float("-inf"))
     dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=group)
@@ -129,7 +129,7 @@ def _is_own(row_C: Tensor, num_rows: int) -> Tensor:
 
 
 def _own_target(logits_CV: Tensor, row_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's logit, and whether this rank holds it; another number where not."""
+    """The target's logit, and whether this rank holds it; if not, the logit is an arbitrary number."""
     num_rows = logits_CV.shape[1]
     if num_rows == 0:
         return torch.zeros_like(row_C, dtype=torch.float32), torch.zeros_like(row_C, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Rotary frequencies: transformers' own, whatever scaling of them a model asks for.
+"""Rotary frequencies, taken from transformers whatever scaling a model asks for.
 
-Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute other frequencies for yarn, know llama3 with Llama 3's own
-numbers only, and read none of the rest. Here the frequencies come from transformers' function of the model's
+Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 compute different frequencies for yarn, support llama3 only with Llama
+3's own numbers, and ignore all other scalings. Here transformers computes the frequencies from the model's
 configuration, and Megatron rotates by them.
 """
 
@@ -18,19 +18,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
-    """Fields of `TransformerConfig` by which attention rotates and scales as in transformers, but for the frequencies.
+    """Fields of `TransformerConfig` that make attention rotate and scale as in transformers, except for the
+    frequencies.
 
     Args:
         config: transformers'.
-        is_latent: it has latent attention, in whose softmax yarn has a part.
+        is_latent: the model has latent attention, whose softmax scale depends on yarn.
     """
     rope = config.rope_parameters
     scaled = _scaled(config)
     base = {"rotary_base": rope["rope_theta"]}
     if is_latent:
-        # Bridge takes attention without scaling for one with Megatron's default.
+        # Bridge treats latent attention without scaling like one with Megatron's default scaling.
         return base | (_unscaled_latent() if scaled is None else _scaled_latent(rope, scaled[1]))
-    # Megatron multiplies cosines and sines by 0.1 · mscale · log(factor) + 1, where the factor is above 1.
+    # Megatron multiplies cosines and sines by 0.1 · mscale · log(factor) + 1 if the factor is above 1.
     factor = 1.0 if scaled is None else scaled[1]
     fields: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -40,7 +41,7 @@ def rotary_fields(config: Any, *, is_latent: bool) -> dict[str, Any]:
         "yarn_mscale_all_dim": 0.0,
     }
     if factor != 1.0:
-        fields["apply_rope_fusion"] = False  # fused kernels leave the factor out
+        fields["apply_rope_fusion"] = False  # fused kernels ignore the factor
     return base | fields
 
 
@@ -50,7 +51,7 @@ def _unscaled_latent() -> dict[str, Any]:
 
 def _scaled_latent(rope: Any, attention_factor: float) -> dict[str, Any]:
     """Megatron multiplies cosines and sines by (0.1 · mscale · log f + 1) / (0.1 · mscale_all_dim · log f + 1), and
-    the softmax's scale by the square of the latter, as transformers does where the model has `mscale_all_dim`."""
+    the softmax's scale by the square of the denominator, as transformers does if the model has `mscale_all_dim`."""
     factor, all_dim = float(rope.get("factor") or 1.0), rope.get("mscale_all_dim") or 0.0
     fields: dict[str, Any] = {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale_all_dim": all_dim}
     if factor > 1.0:
@@ -60,7 +61,7 @@ def _scaled_latent(rope: Any, attention_factor: float) -> dict[str, Any]:
 
 
 def set_frequencies(models: Sequence[Any], config: Any) -> None:
-    """Gives transformers' frequencies to all rotary embeddings of these models that scale theirs."""
+    """Sets transformers' frequencies in all rotary embeddings of these models if the model scales its frequencies."""
     scaled = _scaled(config)
     if scaled is None:
         return
@@ -68,12 +69,12 @@ def set_frequencies(models: Sequence[Any], config: Any) -> None:
         frequencies = scaled[0].to(embedding.inv_freq.device)
         embedding.inv_freq = frequencies
         if isinstance(embedding, YarnRotaryEmbedding):
-            # It mixes these two by position in the head; of two that are equal the mixture is the same again.
+            # Megatron interpolates between these two; if both are equal, the result equals them.
             embedding.inv_freq_extra = embedding.inv_freq_inter = frequencies
             embedding.forward.cache_clear()
 
 
 def _scaled(config: Any) -> tuple[Tensor, float] | None:
-    """Frequencies and the factor of cosines and sines; None: as Megatron computes them."""
+    """Frequencies, and the factor of cosines and sines; None if Megatron computes them correctly."""
     make = ROPE_INIT_FUNCTIONS.get(config.rope_parameters.get("rope_type"))
     return None if make is None else make(config, None)

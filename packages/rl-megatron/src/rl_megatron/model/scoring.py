@@ -26,13 +26,13 @@ class TokenScorer:
     def __call__(
         self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float, with_entropy: bool = True
     ) -> tuple[Tensor, ...]:
-        """Log-probs [S] and, where they are wanted, entropies [S], float32.
+        """Log-probs [S] and, if `with_entropy`, entropies [S], float32.
 
         Args:
-            hidden_SH: what predicts each target, the same on all tensor ranks.
+            hidden_SH: hidden states that predict each target, the same on all tensor ranks.
             targets_S: int64 token ids.
             temperature: > 0, divides the logits.
-            with_entropy: whether entropies are wanted.
+            with_entropy: also compute entropies.
         """
         group = tensor_group()
         weight_VH = self._weight()
@@ -69,14 +69,14 @@ class TokenScorer:
 
 
 def _return_hidden_states(model: Any) -> None:
-    """Makes the last stage's model give its last hidden states, whole on every tensor rank, in place of logits."""
+    """Makes the last stage's model return its last hidden states, whole on every tensor rank, instead of logits."""
     is_sequence_parallel = model.config.sequence_parallel
 
     def forward(
         hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         if is_sequence_parallel:
-            # Each tensor rank goes on with its rows of the vocabulary: gradients are added up.
+            # Each tensor rank continues with its own rows of the vocabulary, so gradients must be summed over ranks.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden, None
 
@@ -84,5 +84,5 @@ def _return_hidden_states(model: Any) -> None:
 
 
 def zero_of(hidden_BSH: Tensor) -> Tensor:
-    """0, with a gradient of zeros: what a micro-batch without sequences adds to the loss."""
+    """Returns 0 with a gradient of zeros: the loss of a micro-batch without sequences."""
     return torch.zeros_like(hidden_BSH).mul(hidden_BSH).sum()

@@ -18,10 +18,11 @@ from rl_megatron.rank.groups import pipeline_group
 
 
 class ValueHead(torch.nn.Module):
-    """Stands where Megatron has the output layer; hands hidden states on and holds what makes values of them.
+    """Replaces Megatron's output layer: returns the hidden states unchanged, and holds the weights that turn them into
+    values.
 
-    It starts at zero, so the first advantages are the plain returns; nothing about it is random. Every tensor rank has
-    all of it and all tokens, so its gradient is the same on each.
+    It starts at zero, so the first advantages are the plain returns; nothing about it is random. Every tensor rank
+    holds the whole head and all tokens, so its gradient is the same on each.
     """
 
     def __init__(self, model: Any):
@@ -35,9 +36,9 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """The hidden states of all tokens."""
+        """Returns the hidden states of all tokens, and None for the bias."""
         if self.is_sequence_parallel:
-            # Every tensor rank makes the same loss of them: gradients are split, not added up.
+            # Every tensor rank computes the same loss from them, so gradients are split, not summed.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden, None
 
@@ -50,7 +51,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueScorer:
-    """The value of the state in which each token is chosen: predicted from the tokens before it, as its log-prob is."""
+    """Values of the states in which tokens are chosen: like a log-prob, predicted from the tokens before."""
 
     score_names = ("values",)
 
@@ -58,7 +59,7 @@ class ValueScorer:
         self.head: torch.nn.Linear = model.output_layer.value_head
 
     def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor]:
-        """Values [S], float32; a value knows neither its token nor a temperature."""
+        """Values [S], float32; they depend neither on the token nor on the temperature."""
         return (self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1).float(),)
 
 
@@ -70,7 +71,7 @@ def put_heads(models: Sequence[Any]) -> None:
 
 
 def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """The head, from the last stage to every rank."""
+    """Yields the head on every rank, sent by the last stage."""
     last = unwrap_model(list(chunks))[-1]
     group = pipeline_group()
     for name, shape in (("weight", (1, last.config.hidden_size)), ("bias", (1,))):
@@ -84,7 +85,7 @@ def head_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_head(models: Sequence[Any], directory: str, where: str) -> None:
-    """Takes the head that `save_model` wrote, where the directory of the base model has one."""
+    """Loads the head that `save_model` wrote if the base model's directory has one."""
     if not models[-1].post_process:
         return
     own = {f"value_head.{name}": weight for name, weight in models[-1].output_layer.value_head.named_parameters()}

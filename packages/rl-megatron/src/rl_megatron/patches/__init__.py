@@ -1,1 +1,1 @@
-"""What is changed in Megatron-Core and Megatron-Bridge, a file per library, and in torch where there is no GPU."""
+"""Changes to Megatron-Core and Megatron-Bridge, one file per library, and to torch if there is no GPU."""

@@ -1,5 +1,5 @@
-"""Faults of Megatron-Bridge 0.3.1 that show where Transformer Engine is not installed. tests/megatron/test_fixes.py
-shows that each is still there; when one has gone, so can its function."""
+"""Fixes for bugs of Megatron-Bridge 0.3.1 that occur if Transformer Engine is not installed.
+tests/megatron/test_fixes.py verifies that each bug still exists; remove a fix when its bug is gone."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def fix_scatter() -> None:
 
 
 def fix_expert_gathering() -> None:
-    """`gather_from_ep_ranks` reads an expert's number behind `.weight`, where grouped experts have it; the local
-    experts' names end there: `int('')`."""
+    """`gather_from_ep_ranks` reads an expert's number after `.weight`, where grouped experts have it; names of local
+    experts end there, so it calls `int('')`."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     def gather_from_ep_ranks(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
@@ -47,7 +47,7 @@ def fix_expert_gathering() -> None:
 
 def fix_expert_names() -> None:
     """`_megatron_local_name_to_global` numbers grouped experts over all ranks, but not local ones: every expert rank
-    would load and export the first rank's."""
+    would load and export the first rank's experts."""
     from megatron.bridge.models.conversion import model_bridge
 
     def global_name(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
@@ -65,15 +65,15 @@ def fix_expert_names() -> None:
 
 
 def fix_expert_mappings() -> None:
-    """DeepSeek's table has grouped experts only (`linear_fc1.weight3`), none of local ones
-    (`local_experts.3.linear_fc1.weight`): their weights would be left as they are initialised."""
+    """DeepSeek's mapping has only grouped experts (`linear_fc1.weight3`), not local ones
+    (`local_experts.3.linear_fc1.weight`): the weights of local experts would stay as they were initialised."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
     def lookup_of_either(self: Any, megatron_param_name: str) -> Any:
         grouped = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".\2.\3\1", megatron_param_name)
         found = lookup(self, megatron_param_name)
         if found is None and (found := lookup(self, grouped)) is not None:
-            found.megatron_param = megatron_param_name  # what tensor-parallel experts look up in the model
+            found.megatron_param = megatron_param_name  # tensor-parallel experts look this name up in the model
         return found
 
     lookup = replace(MegatronMappingRegistry, "megatron_to_hf_lookup", lookup_of_either)
@@ -83,7 +83,7 @@ def apply() -> None:
     """Applies all fixes; call once per process."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    AutoMapping.register_module_type("ReplicatedLinear", "replicated")  # no fault: a layer of ours
+    AutoMapping.register_module_type("ReplicatedLinear", "replicated")  # not a bug: a layer of our own
     fix_expert_mappings()
     fix_scatter()
     fix_expert_gathering()

@@ -1,10 +1,10 @@
-"""Megatron-Core 0.16.1 on a machine without GPUs: what it asks of CUDA is answered by the CPU, collectives by gloo.
+"""Runs Megatron-Core 0.16.1 on a machine without GPUs: its CUDA calls go to the CPU, its collectives to gloo.
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
 `torch.cuda` that it calls are replaced, and a mode rewrites devices in every tensor call of this thread. Three more
-functions stand in for what gloo lacks. Parallel mathematics is Megatron's own.
+functions replace what gloo lacks. The parallel computation itself is Megatron's own.
 
-All this changes torch for the whole process, so it is done in a rank's own process only (`needs_own_process`).
+This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def install_cpu() -> None:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Every tensor call with a CUDA device is made with the CPU; a tensor's type is spelled as on CUDA."""
+    """Makes every tensor call with a CUDA device use the CPU; a tensor's type is reported as on CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -54,7 +54,7 @@ class _CpuMode(TorchFunctionMode):
         if func is Tensor.record_stream:
             return None
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron sorts gradients by 'torch.cuda.FloatTensor' and the like.
+            # Megatron groups gradients by type names such as 'torch.cuda.FloatTensor'.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
@@ -68,7 +68,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """A stream or event of a device that has none: everything has happened already."""
+    """A stream or event of a device without streams: all work is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -114,7 +114,7 @@ def _replace_cuda_functions() -> None:
 
 
 def _replace_random_states() -> None:
-    """Replaces the generators of devices with the CPU's."""
+    """Replaces the random generators of devices with the CPU's."""
 
     def get_state(*_args: Any, **_kwargs: Any) -> Tensor:
         return torch.get_rng_state()
@@ -150,7 +150,8 @@ def _replace_collectives() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_cpu(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Megatron turns split sizes into lists while it moves them to the CPU, where these are; gloo takes lists only.
+        # Megatron converts split sizes to lists only when it moves them to the CPU, where they are already; gloo takes
+        # only lists.
         return value.numpy() if as_numpy and isinstance(value, Tensor) else value
 
     replace(moe_utils, "maybe_move_tensor_to_cpu", to_cpu)
@@ -177,7 +178,7 @@ def _replace_collectives() -> None:
 
 
 def _uneven_all_gather(input_: Tensor, group: Any, sizes: list[int]) -> Tensor:
-    """gloo gathers equal parts only: all are padded to the largest."""
+    """gloo gathers only equal parts, so all are padded to the largest."""
     padded = input_.new_zeros([max(sizes), *input_.shape[1:]])
     padded[: input_.shape[0]] = input_
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,8 +1,8 @@
-"""Load-balancing losses of a mixture of experts: their weight beside the policy loss, and what is reported of them.
+"""Load-balancing losses of a mixture of experts: their weight relative to the policy loss, and their metrics.
 
 They are statistics of a micro-batch, so they depend on how a mini-batch is cut. Megatron multiplies each micro-batch's
-by its tokens, to divide by all tokens later; here nothing is divided later, so its gradient is scaled to what the sum
-over micro-batches of tokens · loss / all tokens of the mini-batch has.
+loss by its number of tokens, to divide by all tokens later. Here nothing is divided later, so the gradient is scaled to
+that of Σ over micro-batches of tokens · loss / all tokens of the mini-batch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class AuxiliaryLosses:
 
     @contextmanager
     def weighted(self, num_tokens: int) -> Iterator[None]:
-        """Inside, gradients of these losses are divided by the tokens of all data-parallel ranks.
+        """Within the context, gradients of these losses are divided by the tokens of all data-parallel ranks.
 
         Args:
-            num_tokens: of this rank's part of the mini-batch.
+            num_tokens: tokens of this rank's part of the mini-batch.
         """
         if not self._is_on:
             yield
@@ -58,7 +58,7 @@ class AuxiliaryLosses:
             MoEAuxLossAutoScaler.set_loss_scale = staticmethod(set_scale)
 
     def metrics(self, num_micro_batches: int) -> Metrics:
-        """Averages over the call's micro-batches: of all layers, and with `moe_per_layer_logging` of each.
+        """Losses averaged over the call's micro-batches: over all layers and, with `moe_per_layer_logging`, per layer.
 
         Collective over all ranks.
         """
@@ -75,7 +75,7 @@ class AuxiliaryLosses:
 
 
 def _layers_with_experts(config: Any) -> list[int]:
-    """Indices in the whole model, from 0, of the layers with experts."""
+    """Indices (from 0, in the whole model) of the layers with experts."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return list(range(0, config.num_layers, frequency))

@@ -1,4 +1,4 @@
-"""Megatron's process groups, as what they are: its own functions are declared to return anything."""
+"""Megatron's process groups with precise types: its own functions are declared to return Any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 
 def tensor_group() -> ProcessGroup:
-    """Ranks that split matrices, and between them tokens."""
+    """Ranks that split matrices and, between matrices, tokens."""
     return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 

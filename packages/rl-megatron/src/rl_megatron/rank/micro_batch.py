@@ -1,4 +1,4 @@
-"""A micro-batch as one rank's model takes it, and how what it computes goes back to the stream."""
+"""A micro-batch as the input of one rank's model, and the way from its outputs back to the stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MicroBatch:
     """B rows (one, when packed) of S positions: this context rank's part, on all its tensor and pipeline ranks."""
 
     batch: Batch | None
-    """Its sequences; None if it has none and is computed because other ranks wait for this one."""
+    """Its sequences; None if it is empty and only computed because other ranks wait for this one."""
     sequences: tuple[int, ...]
     """Their indices in the rank's batch."""
     tokens_BS: Tensor
@@ -32,17 +32,17 @@ class MicroBatch:
     segments: Segments | None
     """Boundaries of the packed sequences of the whole micro-batch; None for a rectangle."""
     index_P: Tensor
-    """int64 [B · S], row by row: where the input token stands in the stream of `batch`, -1 for padding. On the CPU."""
+    """int64 [B · S], row-major, on the CPU: index of the input token in the stream of `batch`, -1 for padding."""
     target_index_P: Tensor
-    """The same for the token that is predicted there."""
+    """Like `index_P`, for the token that is predicted there."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the stream of `batch`."""
+        """Tokens of the stream of `batch`."""
         return 0 if self.batch is None else self.batch.num_tokens
 
     def scored_places(self, mask_T: Tensor | None) -> Tensor:
-        """int64: the places in row-major [B · S] whose prediction is scored: those of the mask, or all."""
+        """int64: positions in row-major [B · S] whose prediction is scored: those in the mask, or all if it is None."""
         is_scored_P = self.target_index_P >= 0
         if mask_T is not None:
             is_scored_P = is_scored_P & mask_T[self.target_index_P.clamp(min=0)]
@@ -52,7 +52,7 @@ class MicroBatch:
 def micro_batches(batch: Batch, plan: Plan, place: Place, *, use_sample_packing: bool) -> list[MicroBatch]:
     """Lays out all micro-batches of a call.
 
-    An interleaved schedule is told one shape for all of them, so there they are padded to the largest.
+    An interleaved schedule takes one shape for all micro-batches, so they are padded to the largest.
     """
     layouts = list(_layouts(batch, plan, place.mesh, use_sample_packing=use_sample_packing))
     if place.mesh.virtual_pipeline == 1:
@@ -100,7 +100,7 @@ def _num_rows(layout: Layout, use_sample_packing: bool) -> int:
 
 
 def _own_part(array: np.ndarray, layout: Layout, place: Place, *, use_sample_packing: bool, rows: int) -> Tensor:
-    """[B, S] of this context rank; missing rows are padding."""
+    """This context rank's part, [B, S]; missing rows are padding."""
     size, rank = place.mesh.context, place.coordinates.context
     array_BS = array.reshape(_num_rows(layout, use_sample_packing), -1)
     boundaries = layout.boundaries if use_sample_packing else layout.boundaries[:2]
@@ -117,10 +117,10 @@ def _tokens(part: Batch | None, index_BS: Tensor) -> Tensor:
 
 
 def to_stream(values_S: Tensor, index_S: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
-    """[num_tokens]: values at their places, from all context ranks; 0 elsewhere.
+    """Returns [num_tokens]: the values of all context ranks at their indices, 0 elsewhere.
 
-    Every rank of the group goes on with the whole and so makes the same loss; the gradient of its own values alone goes
-    back, as if the loss had been made once.
+    Every rank of the group continues with the whole tensor and computes the same loss; backward passes only the
+    gradient of its own values, as if the loss had been computed once.
     """
     values_T = values_S.new_zeros(num_tokens).index_put((index_S,), values_S)
     return values_T if group.size() == 1 else _SumOverRanks.apply(values_T, group)  # pyright: ignore[reportReturnType]

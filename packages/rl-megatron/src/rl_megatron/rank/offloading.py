@@ -1,4 +1,5 @@
-"""Leaving the accelerator: the memory that Megatron's buffers and the optimizer's state lie in, not the tensors."""
+"""Offloading from the accelerator: frees the storage of Megatron's buffers and optimizer state, and keeps the
+tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Tensors whose memory on the device can be given back and got again; every view of them stays valid."""
+    """Tensors whose device memory can be released and allocated again; every view of them stays valid."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor | None]] = []
 
     @property
     def is_out(self) -> bool:
-        """The device's memory has been given back."""
+        """Whether the device memory is released."""
         return bool(self._copies)
 
     def take_out(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copies the storage of `kept` to the CPU and empties it; that of `dropped` is only emptied."""
+        """Copies the storage of `kept` to the CPU and releases it; releases the storage of `dropped` without a copy."""
         seen: set[int] = set()
         for tensors, is_kept in ((kept, True), (dropped, False)):
             for tensor in tensors:
@@ -34,7 +35,7 @@ class HostCopy:
             whole.untyped_storage().resize_(0)
 
     def bring_back(self) -> None:
-        """Makes the memory again, with what was kept in it, or zeros."""
+        """Allocates the storage again, filled with the copy of `kept` tensors and zeros for `dropped` ones."""
         for whole, copy in self._copies:
             whole.untyped_storage().resize_(whole.numel())
             if copy is None:

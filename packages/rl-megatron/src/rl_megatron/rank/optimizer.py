@@ -1,4 +1,4 @@
-"""Gradient sums over all ranks, and Megatron's distributed optimizer as the contract wants it stepped."""
+"""Gradient sums over all ranks, and Megatron's distributed optimizer stepped as the `Worker` contract requires."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from rl_megatron.options import MegatronOptions, optimizer_fields
 
 
 def wrap_for_training(chunks: Sequence[Any], options: MegatronOptions) -> list[Any]:
-    """Chunks with one buffer for all gradients, which are summed over data and context ranks, never averaged."""
+    """Wraps the chunks with one buffer for all gradients, which are summed over data and context ranks, never
+    averaged."""
     config = ddp_config(options)
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 def ddp_config(options: MegatronOptions) -> DistributedDataParallelConfig:
-    """Megatron's, of what is chosen and what is fixed here."""
+    """Megatron's DDP configuration, from the user's options and the values fixed here."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.ddp_config.grad_reduce_in_fp32,
         pad_buckets_for_high_nccl_busbw=options.ddp_config.pad_buckets_for_high_nccl_busbw,
@@ -39,7 +40,7 @@ def ddp_config(options: MegatronOptions) -> DistributedDataParallelConfig:
 
 
 class Optimizer:
-    """AdamW over shards of all parameters: its state is split over data-parallel ranks."""
+    """AdamW whose state is sharded over data-parallel ranks."""
 
     def __init__(self, chunks: Sequence[Any], spec: WorkerSpec):
         assert spec.optimizer is not None
@@ -52,7 +53,7 @@ class Optimizer:
             "adam_beta2": self.config.adam_betas[1],
             "adam_eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
-            # `_clip` clips: Megatron would only in `step`, which is not called.
+            # `_clip` does the clipping: Megatron clips only in its own `step`, which is not called.
             "clip_grad": 0.0,
             "decoupled_weight_decay": True,
             "use_distributed_optimizer": True,
@@ -60,7 +61,7 @@ class Optimizer:
             "params_dtype": torch.bfloat16 if spec.bf16 else torch.float32,
             **optimizer_fields(spec.options, f"{SECTIONS[spec.role]}.megatron_config"),
         }
-        # No overrides: norms and biases are decayed too.
+        # No overrides: weight decay applies to norms and biases too.
         self.megatron: Any = get_megatron_optimizer(MegatronOptimizerConfig(**fields), self.chunks, config_overrides={})
         self._make_states()
         self.zero_grad()
@@ -78,20 +79,21 @@ class Optimizer:
         return found + [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """What steps: torch's AdamW, or FusedAdam where Transformer Engine or Apex is installed. A rank may have none
-        of the experts, or of the other parameters."""
+        """The optimizers that step: torch's AdamW, or FusedAdam if Transformer Engine or Apex is installed. A rank may
+        have none for its experts, or none for the other parameters."""
         return [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer is not None]
 
     def _make_states(self) -> None:
-        """Moments are made in the first step otherwise; a state that is saved or loaded before that has them too."""
+        """Creates the moments now instead of in the first step, so that a state saved or loaded before it has them
+        too."""
         for chained in self.megatron.chained_optimizers:
             if chained.optimizer is not None:
                 chained.init_state_fn(chained.optimizer, chained.config)
         self.set_steps(0)
 
     def set_steps(self, steps_done: int) -> None:
-        """How many steps the moments are of. torch counts for each parameter (and Megatron loads one tensor for all,
-        which would then be counted up once for each), FusedAdam for each group."""
+        """Sets the number of steps that the moments have accumulated. torch counts steps per parameter (Megatron loads
+        one tensor shared by all, which would be incremented once per parameter), FusedAdam per group."""
         for optimizer in self._optimizers():
             if isinstance(optimizer, torch.optim.AdamW):
                 for state in optimizer.state.values():
@@ -101,8 +103,8 @@ class Optimizer:
                     group["step"] = steps_done
 
     def step(self, settings: StepSettings) -> float:
-        """Sums gradients, scales and clips them and steps; returns their norm before clipping. One that is not finite
-        changes nothing."""
+        """Sums gradients, scales and clips them and steps; returns their norm before clipping. If the norm is not
+        finite, nothing changes."""
         finalize_model_grads(self.chunks, None)
         if settings.gradient_scale != 1.0:
             for buffer in self.buffers:
@@ -124,7 +126,8 @@ class Optimizer:
 
     @contextmanager
     def whole_gradients(self):
-        """Inside, every rank's main gradients are the sums over all ranks; afterwards they are as before."""
+        """Within the context, every rank's main gradients are the sums over all ranks; afterwards they are as
+        before."""
         kept = [buffer.grad_data.clone() for buffer in self.buffers]
         model_config = self.chunks[0].config
         updates_bias = model_config.moe_router_enable_expert_bias

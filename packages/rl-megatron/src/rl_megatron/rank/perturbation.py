@@ -1,4 +1,4 @@
-"""Which part of every trained parameter lies on this rank: what noise is put on."""
+"""The part of every trained parameter that lies on this rank, to which noise is added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.rank.checkpoint import sharded_parameters
 
 
 def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
-    """Of all trained parameters of this rank, each once. A vocabulary's rows of padding are left out."""
+    """Yields the pieces of this rank's trained parameters, each once. Padding rows of a vocabulary are left out."""
     vocab_size = chunks[0].config.vocab_size
     shards = {id(parameter): shard for parameter, shard in sharded_parameters(chunks) if parameter.requires_grad}
     trained = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
@@ -33,7 +33,7 @@ def trained_pieces(chunks: Sequence[Any]) -> Iterator[Piece]:
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """A fused parameter lies in several places of the whole one."""
+    """Yields several parts for a fused parameter, which lies in several places of the whole tensor."""
     if isinstance(sharded, ShardedTensor):
         yield sharded
     else:

@@ -1,4 +1,4 @@
-"""One call's micro-batches through Megatron's pipeline schedules, for gradients or for scores alone."""
+"""Runs one call's micro-batches through Megatron's pipeline schedules, for gradients or only for scores."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Around:
-    """What else happens around a schedule and around each of its forward passes; here nothing."""
+    """Contexts around a schedule and around each of its forward passes; this base class does nothing."""
 
     def schedule(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool) -> AbstractContextManager[None]:
-        """Entered once per call, left also when it fails."""
+        """Entered once per call; exited even if the call fails."""
         return nullcontext()
 
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Entered for each micro-batch on each of this rank's model chunks; its recomputation comes later."""
+        """Entered for each micro-batch on each of this rank's model chunks; recomputation happens later, outside of
+        it."""
         return nullcontext()
 
 
 class Finish(Protocol[T_co]):
-    """What the last stage makes of a micro-batch's hidden states [B, S, H]: what is minimised, and what is reported."""
+    """Turns a micro-batch's hidden states [B, S, H] on the last stage into a loss to minimise and a value to report."""
 
     def __call__(self, micro_batch: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, T_co]: ...
 
@@ -43,9 +44,10 @@ def run_schedule(
     forward_only: bool,
     around: Around,
 ) -> list[T]:
-    """Runs all micro-batches; returns what `finish` reported, in order, on the last stage, and nothing on the others.
+    """Runs all micro-batches; returns the reports of `finish`, in order, on the last stage, and an empty list
+    elsewhere.
 
-    Gradients are added to the chunks' main gradients. They are summed over ranks later, since calls add up.
+    Gradients are added to the chunks' main gradients. They are summed over ranks later, because calls accumulate.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -57,7 +59,7 @@ def run_schedule(
                 None,
                 packed_seq_params=micro_batch.segments,
             )
-        # A recomputed chunk may answer with a transposed view, which cannot be sent to the next stage.
+        # With recomputation a chunk may return a transposed view, which cannot be sent to the next stage.
         return output.contiguous(), partial(_finished, finish, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
@@ -69,7 +71,7 @@ def run_schedule(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            # Both are what they were before context ranks split them; ignored where shapes travel.
+            # Both are sizes before context ranks split the sequences; ignored if stages send each other shapes.
             seq_length=first.shape[1] * config.context_parallel_size,
             micro_batch_size=first.shape[0],
             forward_only=forward_only,
@@ -78,5 +80,5 @@ def run_schedule(
 
 def _finished(finish: Finish[T], micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, T]:
     loss, report = finish(micro_batch, output)
-    # The second is a token count to divide by: nothing is divided.
+    # The second value is the token count that Megatron would divide by; here nothing is divided.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report

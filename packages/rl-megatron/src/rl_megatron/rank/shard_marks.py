@@ -10,12 +10,12 @@ from torch import nn
 
 
 def mark_shards(chunks: Sequence[Any], expert_tensor_size: int) -> None:
-    """Corrects the marks by which Megatron decides whose gradients enter the norm.
+    """Corrects the attribute by which Megatron decides which ranks' gradients enter the norm.
 
-    Transformer Engine marks weights by what it was told, and Megatron tells it less than there is: a linear layer that
-    every tensor rank holds whole counts as a shard, and its gradient once per rank (the down-projections of latent
-    attention); an expert that is on one tensor rank alone may count as a copy, and its gradient on the first rank
-    alone. Megatron-LM's pull request 5916 describes the second.
+    Transformer Engine sets it from what Megatron passes, which is incomplete. A linear layer that every tensor rank
+    holds whole (the down-projections of latent attention) is marked as a shard, so its gradient counts once per rank.
+    An expert that is on only one tensor rank may be marked as a copy, so its gradient counts only on the first rank;
+    Megatron-LM's pull request 5916 describes this case.
 
     Args:
         chunks: the model's parts on this rank, before they are wrapped for training.

@@ -1,4 +1,4 @@
-"""From nothing to a rank's place in the mesh: platform, fixes, process groups, seeds."""
+"""Starts a rank and gives it its place in the mesh: platform, fixes, process groups, seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron.patches import fixes_bridge, fixes_megatron, platform
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Where this rank stands."""
+    """This rank's place in the mesh."""
 
     rank: int
     mesh: Mesh
@@ -28,7 +28,7 @@ class Place:
 
     @property
     def returns_results(self) -> bool:
-        """The controller reads this rank's scores."""
+        """Whether the controller reads this rank's scores."""
         return self.mesh.returns_results(self.rank)
 
 
@@ -52,9 +52,9 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
     """Waits for all ranks and makes Megatron's process groups.
 
     Args:
-        info: where they meet.
-        mesh: how they are arranged.
-        seed: of what is random (nothing is, unless a pass-through section asks for dropout).
+        info: where the ranks meet.
+        mesh: how the ranks are arranged.
+        seed: random seed (used only if a pass-through section asks for dropout).
     """
     device = own_device(info)
     prepare_process()
@@ -73,6 +73,6 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
 
 
 def leave() -> None:
-    """Ends this rank's part of all process groups."""
+    """Leaves all process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

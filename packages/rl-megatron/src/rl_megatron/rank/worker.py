@@ -70,15 +70,15 @@ from rl_megatron.routes.routing import Routing
 class MegatronWorker:
     """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable` and `Inspectable` of `rl_core.interfaces`.
 
-    Its process has no other Megatron model that is trained: the mesh is the process's own.
+    A process can have only one trained Megatron model, because Megatron keeps one mesh per process.
     """
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, *, prove: Callable[[], None] | None = None):
         """
         Args:
-            spec: of the model.
+            spec: the model's.
             rank: this one.
-            prove: raises ConfigError for a model that is computed otherwise than by transformers; run by rank 0.
+            prove: raises ConfigError if Megatron computes the model differently from transformers; run by rank 0.
         """
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
@@ -111,7 +111,7 @@ class MegatronWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient; of these, what `returns`
+        """Log-probs and entropies of the stream, or a critic's values, without gradient; only those that `returns`
         names."""
         wanted = self._score_names if returns is None else returns
         require_scores(wanted, self._score_names, self.spec.role)
@@ -154,7 +154,8 @@ class MegatronWorker:
         return {**totals, **auxiliary, **self._on_stream(batch, plan, returns, [scores for _, scores in parts])}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Scales, clips, steps, advances the schedule, clears the gradients; only the last where one is not finite."""
+        """Scales, clips, steps, advances the schedule and clears the gradients; only clears them if the norm is not
+        finite."""
         optimizer = require_optimizer(self.optimizer, self.spec, "optim_step")
         if not self._has_gradients:
             raise WorkerError(f"{self.spec.role}: optim_step without a gradient; call forward_backward first")
@@ -169,36 +170,37 @@ class MegatronWorker:
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients, summed over all ranks, under Hugging Face names, float32 on the CPU."""
         optimizer = require_optimizer(self.optimizer, self.spec, "gradients")
-        of_gradients = WeightExport(self.bridge, self.chunks)  # of another dtype than the weights, and seldom asked for
+        of_gradients = WeightExport(self.bridge, self.chunks)  # not `self.export`: another dtype, rarely used
         with optimizer.whole_gradients(), gradients_as_weights(self.chunks):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._exported(of_gradients)}
 
     def export_weights(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights in the dtype that is computed in, gathered one by one and packed lazily; rank 0 has them all."""
+        """Yields the weights in the compute dtype, gathered one by one and packed lazily; only rank 0 gets all of
+        them."""
         return pack_on_first(self._exported(self.export), max_bucket_bytes, is_first=self.place.rank == 0)
 
     def export_adapter(self, max_bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The adapter alone, as `export_weights`."""
+        """Like `export_weights`, for only the adapter."""
         tensors = self.export.adapters()
         return pack_on_first(tensors, max_bucket_bytes, is_first=self.place.rank == 0)
 
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
-        """Sends `export_weights`, or `export_adapter` where the configuration says so."""
+        """Sends `export_weights`, or `export_adapter` if so configured."""
         return publish(self, sender, version, max_bucket_bytes)
 
     def perturb(self, seed: int, scale: float) -> None:
-        """Noise on every trained parameter, until `restore`; the same on any mesh."""
+        """Adds noise to every trained parameter until `restore`; the noise is the same on any mesh."""
         self.restore()
         self._perturbation = Perturbation.perturb(list(trained_pieces(self.chunks)), seed=seed, scale=scale)
 
     def restore(self) -> None:
-        """Takes the noise away again."""
+        """Removes the noise."""
         if self._perturbation is not None:
             self._perturbation.restore(trained_pieces(self.chunks))
             self._perturbation = None
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights and, of a trained model, optimizer and schedule."""
+        """Writes weights and, for a trained model, optimizer and schedule."""
         write_state(directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def start_saving(self, directory: Path) -> None:
@@ -218,9 +220,10 @@ class MegatronWorker:
             self._has_gradients = False
 
     def save_model(self, directory: Path) -> None:
-        """Writes model and tokenizer; weights in the dtype that is computed in, and the configuration says so.
+        """Writes model and tokenizer; weights are in the compute dtype, which the written configuration names.
 
-        Adapters are merged, and stand alone in the folder `adapter`; a critic's head is a file of its own.
+        Adapters are merged, and also written separately to the folder `adapter`; a critic's head gets a file of its
+        own.
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
         # All that ranks gather together comes before what only the first one writes, and may fail to write.
@@ -242,8 +245,8 @@ class MegatronWorker:
                 write_adapter(adapters, self.spec, directory / ADAPTER_FOLDER)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Gives the device's memory back, keeping parameters, gradients and optimizer state in CPU memory; without an
-        accelerator they are there."""
+        """Moves parameters, gradients and optimizer state to CPU memory and frees the device's; does nothing without an
+        accelerator, because they are in CPU memory anyway."""
         if self.place.device.type == "cpu":
             return
         self.give_back(parameters=parameters, optimizer=optimizer)
@@ -251,8 +254,8 @@ class MegatronWorker:
             torch.cuda.empty_cache()
 
     def give_back(self, *, parameters: bool, optimizer: bool) -> None:
-        """What `offload` does, on any device. The optimizer's float32 parameters may be pieces of the model's own, and
-        go with those."""
+        """Does the work of `offload`, on any device. The optimizer's float32 parameters may be views of the model's
+        own, and are then offloaded with those."""
         models_own = {tensor.untyped_storage().data_ptr() for tensor in self._parameter_memory()}
         if parameters and not self._parameters_out.is_out:
             self._parameters_out.take_out(self._parameter_memory(), self._unused_gradient_memory())
@@ -261,14 +264,14 @@ class MegatronWorker:
             self._optimizer_out.take_out(t for t in tensors if t.untyped_storage().data_ptr() not in models_own)
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Gets it back."""
+        """Undoes `offload`."""
         if parameters:
             self._parameters_out.bring_back()
         if optimizer:
             self._optimizer_out.bring_back()
 
     def close(self) -> None:
-        """Drops model and optimizer, and leaves the other ranks."""
+        """Drops model and optimizer, and leaves the process groups."""
         if self.chunks:
             self.chunks, self.optimizer, self.scorer = [], None, None
             del self.export
@@ -287,7 +290,8 @@ class MegatronWorker:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
     def _exported(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
-        # An engine has the expert bias of the checkpoint; it changes only where a pass-through section asks for that.
+        # Engines load the expert bias from the checkpoint; training changes it only if a pass-through section asks for
+        # that.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
         yield from export.weights(with_buffers=updates_bias)
         if self.spec.role == "critic":
@@ -299,7 +303,7 @@ class MegatronWorker:
     def _on_stream(
         self, batch: Batch, plan: Plan, names: Sequence[str], parts: Sequence[Sequence[Tensor]]
     ) -> dict[str, Tensor]:
-        """Scores of the whole stream, from those of each micro-batch's; a micro-batch without sequences has none."""
+        """Scores of the whole stream, assembled from each micro-batch's; a micro-batch without sequences has none."""
         scores = {name: torch.zeros(batch.num_tokens) for name in names}
         for sequences, part in zip(plan, parts, strict=True):
             if len(sequences):

@@ -1,1 +1,1 @@
-"""Router replay: which batches carry routes, where they lie over the mesh, and routers that follow them."""
+"""Router replay: which batches carry routes, how routes are laid out over the mesh, and routers that follow them."""

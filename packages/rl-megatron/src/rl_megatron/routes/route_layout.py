@@ -1,4 +1,4 @@
-"""Which tokens a rank's routers see, in which order, and where padding goes. Pure index functions, no torch."""
+"""Which tokens a rank's routers see, in which order, and which experts padding gets. Pure index functions, no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rl_core.layout.slices import even_slice
 
 
 def router_order(index_BS: IntArray, rank: int, size: int) -> IntArray:
-    """What enters a context rank's model, as the routers of one of its tensor ranks see it.
+    """Reorders the input of a context rank's model to the order in which one tensor rank's routers see it.
 
-    Megatron lays rows side by side, all first tokens before all second ones, and tensor ranks take contiguous parts of
-    the tokens (sequence parallelism).
+    Megatron interleaves rows (the first tokens of all rows, then all second tokens, …), and tensor ranks take
+    contiguous parts of the result (sequence parallelism).
 
     Args:
-        index_BS: of a rank's B rows (one, when packed) of S positions.
+        index_BS: token indices of a rank's B rows (one, when packed) of S positions.
         rank: tensor rank.
-        size: tensor ranks; divides S.
+        size: number of tensor ranks; divides S.
 
     Returns:
         int64 [B · S / size].
@@ -31,14 +31,14 @@ def deal_padding(
 ) -> IntArray:
     """Experts for padding tokens: round-robin over expert ranks, then over each one's experts.
 
-    Left to the router, all padding would take the same experts. Dealt, no expert has more than one padding token above
-    any other.
+    The router would send all padding to the same experts. With round-robin, the experts' numbers of padding tokens
+    differ by at most one.
 
     Args:
-        num_padding: P, the padding tokens that one rank's routers see.
-        first: number of the first of them; ranks begin at different ones.
-        num_experts: of a layer.
-        expert_ranks: ranks that split them, consecutive experts on each.
+        num_padding: P, number of padding tokens that one rank's routers see.
+        first: index at which the round-robin starts; different on each rank.
+        num_experts: experts of a layer.
+        expert_ranks: ranks that split the experts, consecutive experts on each.
         experts_per_token: K.
 
     Returns:

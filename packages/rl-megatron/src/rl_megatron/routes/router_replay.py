@@ -1,13 +1,13 @@
-"""Which experts the tokens of one model go to: those that are given, the router's own choice, or, for padding, dealt.
+"""Which experts the tokens of one model go to: given ones, the router's own choice or, for padding, round-robin.
 
-A mixture-of-experts router picks K of E experts for each token from scores that rounding can tip over: engine and
-trainer, or two passes of the trainer, then use different experts for a token. Replay (R3, arXiv 2510.11370) takes the
-choice from the router and leaves it its scores, so that gradients still reach it.
+A mixture-of-experts router picks K of E experts for each token from scores. Rounding can change the choice, so that
+engine and trainer, or two passes of the trainer, use different experts for a token. Replay (R3, arXiv 2510.11370) fixes
+the choice but keeps the router's scores, so that gradients still reach the router.
 
-Megatron-Core 0.16.1 asks `router.router_replay.get_replay_topk` for its choice. Its own class behind that name keeps
-one list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router
-and decides by token. Routers see a micro-batch in a forward pass, and with recomputation once more in backward, in the
-same order: what a forward pass chose is kept until then.
+Megatron-Core 0.16.1 calls `router.router_replay.get_replay_topk` for the choice. Megatron's own class for it keeps one
+list of routers per process, and replaces all of a router's choices or none; `RouterChoices` belongs to one router and
+decides per token. With recomputation, routers see a micro-batch in the forward pass and again in backward, in the same
+order: the choices of the forward pass are kept until then.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from rl_megatron.routes.route_layout import deal_padding, router_order
 
 @attrs.frozen(kw_only=True, eq=False)
 class TokenRoutes:
-    """Where the S tokens go that a rank's routers see in one micro-batch, in the order in which they see them."""
+    """Routes of the S tokens that a rank's routers see in one micro-batch, in the order in which they see them."""
 
     padding_S: Tensor
     """bool"""
     padding_experts_SK: Tensor | None
-    """int64; read where padding is. None: there is no padding."""
+    """int64; read only for padding tokens. None: there is no padding."""
     known_S: Tensor | None = None
-    """bool; the token has a route to follow. None: no token has."""
+    """bool; whether the token has a route to follow. None: no token has one."""
     experts_SMK: Tensor | None = None
-    """Experts to follow, of the rank's M layers with experts; read where `known_S` is true."""
+    """Experts to follow in the rank's M layers with experts; read only where `known_S` is true."""
 
 
 class RouterChoices(RouterReplay):
     """The choices of one router."""
 
-    # Not calling the base class: it would join a list of all routers of the process.
+    # Does not call the base class, which would add this object to a list of all routers of the process.
     def __init__(self, layer: int, *, summed_per_group: int):  # pyright: ignore[reportMissingSuperCall]
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
         self.summed_per_group = summed_per_group
-        """A group's score is the sum of its best so many experts' scores."""
+        """Number of best experts whose scores are summed to a group's score."""
         self.place = 0
-        """Of that layer among the M of the rank."""
+        """Index of that layer among the rank's M layers with experts."""
         self.in_schedule = False
         self.keeps_for_backward = False
         self.records = False
         self.current: TokenRoutes | None = None
-        """Of the micro-batch whose forward pass is running."""
+        """Routes of the micro-batch whose forward pass is running."""
         self.kept: deque[tuple[Tensor, Tensor]] = deque()
-        """Padding and choices of the micro-batches that may be computed again in backward."""
+        """Padding mask and choices of the micro-batches that backward may recompute."""
         self.recorded: list[Tensor] = []
-        """int64 [S, K] of each micro-batch's forward pass."""
+        """int64 [S, K], the choices of each micro-batch's forward pass."""
 
     @property
     def padding_S(self) -> Tensor | None:
-        """Of the micro-batch that the router is about to see; None outside of a schedule."""
+        """Padding mask of the micro-batch that the router is about to see; None outside of a schedule."""
         if self.current is not None:
             return self.current.padding_S
         return self.kept[0][0] if self.in_schedule else None
@@ -84,10 +84,10 @@ class RouterChoices(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [S, K] and experts [S, K] of the choice, of scores [S, E].
+        """Returns the chosen experts [S, K] and their scores [S, K], as (scores, experts), from scores [S, E].
 
-        Megatron's own choice from groups (`default_compute_topk`) sums the scores of a group's best
-        `topk // group_topk` experts, transformers those of a number that the type of the model has.
+        Megatron (`default_compute_topk`) sums the scores of a group's best `topk // group_topk` experts; in
+        transformers their number depends on the model type.
         """
         if self.in_schedule and self.current is None:
             chosen_SK = self.kept.popleft()[1]
@@ -117,17 +117,17 @@ class RouterChoices(RouterReplay):
 class RoutedChunks(Around):
     """The routers of one model's chunks on this rank; other models of the process are not touched.
 
-    A known route of the batch is followed, other tokens take the router's own choice, and padding is dealt evenly over
-    the experts. Padding is kept out of the routers' statistics (expert bias, auxiliary losses). All state lasts for one
-    schedule; what was recorded, until the next.
+    Tokens with a known route follow it, other tokens take the router's own choice, and padding is spread evenly over
+    the experts. Padding is excluded from the routers' statistics (expert bias, auxiliary losses). All state lasts for
+    one schedule; recorded choices last until the next.
     """
 
     def __init__(self, chunks: Sequence[Any], place: Place, *, summed_per_group: int):
         """
         Args:
-            chunks: of the model on this rank, as the schedule is given them; none of their routers may be fused.
-            place: of this rank.
-            summed_per_group: experts whose scores make that of their group.
+            chunks: the model's chunks on this rank, as passed to the schedule; none of their routers may be fused.
+            place: this rank's place in the mesh.
+            summed_per_group: number of best experts whose scores are summed to a group's score.
         """
         config = chunks[0].config
         self._place = place
@@ -142,9 +142,9 @@ class RoutedChunks(Around):
         for place_in_rank, choices in enumerate(self._all):
             choices.place = place_in_rank
         self.layers = [choices.layer for choices in self._all]
-        """Transformer layers of the whole model whose routers are on this rank, ascending."""
+        """Indices in the whole model of the layers whose routers are on this rank, ascending."""
         self.records = False
-        """Whether the next schedules record what they choose."""
+        """Whether the next schedules record their choices."""
         self._recorded: list[MicroBatch] = []
 
     @contextmanager
@@ -165,8 +165,8 @@ class RoutedChunks(Around):
 
     @contextmanager
     def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a micro-batch's forward pass through a chunk. Elsewhere in a schedule, a router computes again what it
-        computed for the oldest micro-batch that is kept."""
+        """Around a micro-batch's forward pass through a chunk. Outside of it, a router call is a recomputation of the
+        oldest micro-batch that is kept."""
         routes = self._token_routes(micro_batch)
         for choices in self._by_chunk[id(chunk)]:
             choices.current = routes
@@ -177,10 +177,11 @@ class RoutedChunks(Around):
                 choices.current = None
 
     def recorded(self, num_layers: int) -> list[Tensor]:
-        """What the last schedule chose, for each micro-batch's stream. Collective over the ranks of a model replica.
+        """The choices of the last schedule, for each micro-batch's stream. Collective over the ranks of a model
+        replica.
 
         Args:
-            num_layers: L, transformer layers of the whole model.
+            num_layers: L, number of transformer layers of the whole model.
 
         Returns:
             int16 [T, L, K] each, on the CPU, on every rank; 0 in layers without experts.
@@ -192,7 +193,7 @@ class RoutedChunks(Around):
         return list(merged.clamp(min=0).to("cpu", torch.int16).split([len(part) for part in parts]))
 
     def _recorded_here(self, number: int, micro_batch: MicroBatch, num_layers: int) -> Tensor:
-        """int32 [T, L, K]; -1 where the token or the layer is another rank's."""
+        """int32 [T, L, K]; -1 if the token or the layer belongs to another rank."""
         routes_TLK = torch.full((micro_batch.num_tokens, num_layers, self._experts_per_token), -1, dtype=torch.int32)
         index_S = torch.from_numpy(self._index(micro_batch))
         is_real_S = index_S >= 0
@@ -212,7 +213,7 @@ class RoutedChunks(Around):
         if batch is not None and "routed_experts" in batch:
             at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
             known_S = on_device(batch["routed"][at_S] & torch.from_numpy(~is_padding_S), self._device)
-            # What moves to the device is what its routers read: their tokens and their layers.
+            # Only the tokens and layers that this rank's routers read move to the device.
             experts_SMK = on_device(batch["routed_experts"][at_S][:, self.layers], self._device)
         return TokenRoutes(
             padding_S=on_device(torch.from_numpy(is_padding_S), self._device),
@@ -237,7 +238,7 @@ class RoutedChunks(Around):
 
 
 def _replica_groups() -> list[Any]:
-    """Whose ranks hold a batch's tokens (tensor, context) and layers (pipeline) between them."""
+    """Groups whose ranks together hold a batch's tokens (tensor, context) and layers (pipeline)."""
     return [
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
@@ -252,10 +253,10 @@ def _routers(chunk: nn.Module) -> list[TopKRouter]:
 def best_experts(
     scores_SE: Tensor, count: int, *, num_groups: int | None, best_groups: int | None, summed_per_group: int
 ) -> Tensor:
-    """The experts [S, K] with the highest scores, of the best groups where there are groups.
+    """The experts [S, K] with the highest scores; if there are groups, only those of the best groups.
 
-    A group's score is that of its best expert in DeepSeek-V2 (arXiv 2405.04434), the sum of its best two in DeepSeek-V3
-    (arXiv 2412.19437).
+    A group's score is its best expert's score in DeepSeek-V2 (arXiv 2405.04434), and the sum of its best two experts'
+    scores in DeepSeek-V3 (arXiv 2412.19437).
     """
     if num_groups and best_groups:
         scores_SGE = scores_SE.unflatten(1, (num_groups, -1))

@@ -1,4 +1,4 @@
-"""Which batches of a model carry routes, and which of its passes follow or record them."""
+"""Which batches of a model carry routes, and which passes follow or record them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rl_megatron.routes.router_replay import RoutedChunks
 
 
 class Routing:
-    """The routes of one model: given with the batch, or taken in its scoring pass and returned."""
+    """The routes of one model: given with the batch, or recorded in its scoring pass and returned."""
 
     def __init__(self, chunks: Sequence[Any], place: Place, spec: WorkerSpec, hf_config: Mapping[str, Any]):
         """
         Args:
-            chunks: of the model on this rank, as the schedule is given them.
-            place: of this rank.
-            spec: whether routes are followed, and whose.
+            chunks: the model's chunks on this rank, as passed to the schedule.
+            place: this rank's place in the mesh.
+            spec: says whether routes are followed, and whose.
             hf_config: the model's configuration.
         """
         where = f"{SECTIONS[spec.role]}.megatron_config"
@@ -51,7 +51,7 @@ class Routing:
 
     @property
     def around(self) -> Around:
-        """What the schedule is run in."""
+        """The contexts in which the schedule runs."""
         return self._chunks or Around()
 
     def require(self, batch: Batch) -> None:
@@ -60,7 +60,8 @@ class Routing:
 
     @contextmanager
     def scoring(self, batch: Batch) -> Iterator[None]:
-        """Around a scoring pass. Where it is what training will follow, a batch without routes has them recorded."""
+        """Around a scoring pass. If training follows the routes of this pass, it records them for a batch without
+        routes."""
         records = self._records_scoring and "routed_experts" not in batch
         if not records:
             self.require(batch)
@@ -74,8 +75,8 @@ class Routing:
             self._chunks.records = False
 
     def taken(self, batch: Batch, plan: Plan) -> dict[str, Tensor]:
-        """`routed_experts` and `routed` of a scoring pass that recorded them, else nothing. Collective over the ranks
-        of a model replica."""
+        """`routed_experts` and `routed` of a scoring pass that recorded them, else an empty dict. Collective over the
+        ranks of a model replica."""
         if self._chunks is None or self._shape is None or not self._chunks.records:
             return {}
         parts = self._chunks.recorded(self._shape.num_layers)

@@ -1,4 +1,4 @@
 """The engine in the trainer's own process.
 
-`plugin` is the entry point, `engine` the asynchronous client; below them `scheduler`, `rows`, `sampling`.
+`plugin` is the entry point, `engine` the asynchronous client; they build on `scheduler`, `rows` and `sampling`.
 """

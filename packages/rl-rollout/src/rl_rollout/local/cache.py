@@ -1,10 +1,10 @@
-"""The key-value cache of the rows that decode together: what it copies grows with what is sampled, not with its square.
+"""The key-value cache of rows that decode together; its copying is linear in the sampled tokens, not quadratic.
 
-Every row ends at the last column and is padded on the left, so that appending a token appends one column. There is room
-behind: columns double when it is used up, and a step writes its own column alone. Of the rows that stay when others
-leave, the last ones move to the free places, so that a sample's end moves one row at most. Columns that are padding for
-all rows are left out of what attention sees, and given up when the columns double. Padding is zero, never what another
-row has left there: attention gives it the weight 0, and 0 times what is not finite is not 0.
+Every row is left-padded and ends at the last column in use, so appending a token appends one column. Spare columns
+follow: their number doubles when they are used up, and a step writes only its own column. When rows leave, the last
+remaining rows move to the free places, so a sample's end moves at most one row. Columns that are padding for all rows
+are hidden from attention, and dropped when the columns double. Padding is always zero, never another row's leftovers:
+attention gives it weight 0, and 0 times a non-finite value is not 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 
 def rows_without(num_rows: int, gone: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each row that is left, which one it was: its own place, or, where that is gone, one from the end."""
+    """Old index of each remaining row: a remaining row keeps its index, and rows from the end fill the places that
+    became free."""
     stays_B = np.ones(num_rows, bool)
     stays_B[gone] = False
     num_left = int(stays_B.sum())
@@ -36,11 +37,11 @@ def rows_without(num_rows: int, gone: npt.NDArray[np.int64]) -> npt.NDArray[np.i
 
 @attrs.define(eq=False)
 class RowCache:
-    """Keys and values of rows; row b holds nothing in the first `pad_B[b]` of the columns that are in use."""
+    """Keys and values of rows; the first `pad_B[b]` of the columns in use are padding in row b."""
 
     pad_B: npt.NDArray[np.int64] = attrs.field(factory=lambda: np.empty(0, np.int64))
     _layers: Layers = ()
-    """With room: of its rows the first are in use, and of its columns those from `_start` to `_end`."""
+    """With spare space: in use are the first `num_rows` rows, and the columns from `_start` to `_end`."""
     _start: int = 0
     _end: int = 0
 
@@ -50,7 +51,7 @@ class RowCache:
         return len(self.pad_B)
 
     def with_room(self) -> DynamicCache:
-        """As the model takes it, for one more column."""
+        """The cache in the model's format, with space for one more column."""
         if self._end == self._layers[0][0].shape[2]:
             self._move_to_new(self.num_rows, self._end - self._start, self._layers)
         # `DynamicCache(layers)` would copy every tensor.
@@ -61,14 +62,14 @@ class RowCache:
         return cache
 
     def appended(self) -> None:
-        """The model has written that column."""
+        """Call after the model has written that column."""
         self._end += 1
 
     def add(self, num_rows: int, width: int, like: Layers) -> None:
-        """Adds rows of at most `width` columns, which `fill` writes.
+        """Adds empty rows of at most `width` columns, to be written by `fill`.
 
         Args:
-            like: tensors of the shapes of one row.
+            like: tensors whose shapes are those of one row.
         """
         num_before, width_before = self.num_rows, self._end - self._start
         width, num_rows = max(width, width_before), num_before + num_rows
@@ -88,13 +89,13 @@ class RowCache:
         sources: npt.NDArray[np.int64],
         pad_B: npt.NDArray[np.int64],
     ) -> None:
-        """Writes rows.
+        """Copies rows from `layers` into the cache.
 
         Args:
-            rows: which.
-            layers: rows that end at the last column, too.
-            sources: which of these each of them becomes.
-            pad_B: columns of each of `layers`' rows that hold nothing.
+            rows: indices of the rows to write.
+            layers: source rows, which also end at their last column.
+            sources: for each of `rows`, the index of its source row in `layers`.
+            pad_B: number of padding columns of each row of `layers`.
         """
         width = layers[0][0].shape[2]
         for tensor, other in zip(self._tensors(), (tensor for layer in layers for tensor in layer), strict=True):
@@ -104,7 +105,7 @@ class RowCache:
         self.pad_B[rows] = self._end - self._start - width + pad_B[sources]
 
     def keep(self, row_B: npt.NDArray[np.int64]) -> None:
-        """Leaves rows out: row b becomes what `row_B[b]` was (see `rows_without`)."""
+        """Drops rows: row b becomes the old row `row_B[b]` (see `rows_without`)."""
         if not len(row_B):
             self.pad_B, self._layers, self._start, self._end = self.pad_B[:0], (), 0, 0
             return
@@ -122,7 +123,7 @@ class RowCache:
         return [tensor for layer in self._layers for tensor in layer]
 
     def _move_to_new(self, num_rows: int, width: int, like: Layers) -> None:
-        """To larger tensors, where rows end at column `width` and as many are free behind it."""
+        """Moves the rows to larger tensors, in which they end at column `width` and as many spare columns follow."""
 
         def moved(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros((num_rows, like.shape[1], 2 * width, like.shape[3]))
@@ -139,8 +140,8 @@ class RowCache:
 
 
 class _LayerWithRoom(DynamicLayer):
-    """Writes new columns behind those that are in use. Also serves sliding-window models, whose mask hides what lies
-    outside of the window."""
+    """Writes new columns after those in use. Also serves sliding-window models, because their mask hides columns
+    outside the window."""
 
     def __init__(self, keys: Tensor, values: Tensor, width: int) -> None:
         super().__init__()

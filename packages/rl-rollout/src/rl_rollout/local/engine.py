@@ -1,8 +1,8 @@
 """The `local` engine: a Hugging Face causal language model in this process, batched continuously, on its own thread.
 
 Why not transformers' continuous batching (5.19, `ContinuousBatchingManager`): it draws with `torch.multinomial` from
-torch's one global generator, so a sample would depend on what else runs; it has no per-request seed, no stop strings,
-and no way to change weights under running requests.
+torch's global generator, so a sample would depend on other running requests; it has no per-request seed, no stop
+strings, and no way to change weights while requests run.
 
 consumes     requests from the event loop; weight versions from a transport's receiver
 produces     completions, returned to the event loop in batches
@@ -85,10 +85,10 @@ class LocalEngine:
 
         Args:
             load: creates model and tokenizer (tokenizer None: requests with stop strings are refused).
-            max_num_seqs: maximum number of samples decoded together.
+            max_num_seqs: maximum number of samples that decode together.
             timeout_s: deadline of every call.
             num_threads: torch threads of the engine; None leaves torch's choice.
-            return_routed_experts: include the experts of each token in completions.
+            return_routed_experts: include each token's routed experts in completions.
 
         Raises:
             Whatever `load` raises; DeadlineError.
@@ -147,7 +147,7 @@ class LocalEngine:
         await self._ask(lambda: self._scheduler.resume(), "the local engine to resume")
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        """See `InferenceClient.abort`; ids that are not under way are ignored."""
+        """See `InferenceClient.abort`; ids of requests that are not running are ignored."""
         self._submit_new_calls()
         calls = None if sample_ids is None else {self._calls[name] for name in sample_ids if name in self._calls}
         await self._ask(lambda: self._give_back(self._scheduler.abort(calls)), "the local engine to abort requests")
@@ -384,7 +384,7 @@ class LocalEngine:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # If the program closed its event loop without `close`, nobody waits for the answer.
+            # If the program closed its event loop without calling `close`, nothing waits for the answer.
             if not self._loop.is_closed():
                 raise
 

@@ -1,4 +1,4 @@
-"""The engine's model: loading it, what it can serve, and replacing its weights as a whole."""
+"""The engine's model: loads it, checks whether it can be served, and replaces its weights as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str, Any]) -> PreTrainedModel:
-    """A causal language model ready to generate.
+    """Loads a causal language model for generation.
 
     Args:
         path: Hugging Face model directory or name.
@@ -35,7 +35,7 @@ def load_model(path: str, *, dtype: str, device: str, model_kwargs: Mapping[str,
         model_kwargs: passed to `from_pretrained`, e.g. `attn_implementation`.
 
     Raises:
-        ConfigError: no such model, or one whose layers keep more than keys and values (Mamba, linear attention).
+        ConfigError: no such model, or its layers keep state other than keys and values (Mamba, linear attention).
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -87,7 +87,7 @@ def token_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> list[float]
 
 @attrs.frozen(kw_only=True, eq=False)
 class StagedWeights:
-    """A whole version beside the one that is served."""
+    """A whole weight version, held next to the one that is served."""
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -95,12 +95,12 @@ class StagedWeights:
 
 
 def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeights:
-    """Receives a version into memory; nothing of it is served yet. Raises WeightSyncError.
+    """Receives a version into memory without serving it yet. Raises WeightSyncError.
 
     Args:
-        rendezvous: of the sync.
-        version: that must arrive.
-        held: what the engine received last, for a sync that sends what changed since.
+        rendezvous: the sync's.
+        version: expected version.
+        held: what the engine received last, for a sync that sends only what changed since.
     """
     receiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     tensors: dict[str, Tensor] = {}
@@ -112,13 +112,13 @@ def stage(rendezvous: Rendezvous, version: int, held: HeldWeights) -> StagedWeig
 
 
 def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
-    """The staged tensors are the model's parameters, by name and shape.
+    """Checks that the staged tensors are the model's parameters, by name and shape.
 
-    Names are those of a checkpoint: each expert stands by itself, where the model holds all as one tensor. A tied
-    weight may come under any of its names.
+    Names are those of a checkpoint: each expert has its own tensors, even if the model holds all experts as one tensor.
+    A tied weight may come under any of its names.
 
     Raises:
-        WeightSyncError: naming what is missing, unknown, of another shape, or tied but different.
+        WeightSyncError: names tensors that are missing, unknown, of another shape, or tied but different.
     """
     expected = _checkpoint_shapes(model)
     aliases = {name: name for name in expected} | _tied_names(model)
@@ -142,7 +142,8 @@ def require_complete(model: PreTrainedModel, staged: StagedWeights) -> None:
 def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
     """Copies checked weights into the model, in its own dtype.
 
-    What a checkpoint names otherwise than the model is first converted as a whole: an error leaves the model as it was.
+    If a checkpoint's names differ from the model's, all tensors are converted first, so an error leaves the model
+    unchanged.
     """
     aliases = {name: name for name in _checkpoint_shapes(model)} | _tied_names(model)
     tensors = {aliases[name]: tensor for name, tensor in staged.tensors.items()}
@@ -154,7 +155,8 @@ def load_weights(model: PreTrainedModel, staged: StagedWeights) -> None:
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-    """From a checkpoint's names to the model's, as transformers reads one: a second model exists for a while."""
+    """Converts a checkpoint's names to the model's, as transformers does on loading; a second model exists
+    meanwhile."""
     try:
         with no_progress_bars():
             loaded = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)
@@ -164,13 +166,13 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], version: i
 
 
 def _checkpoint_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The model's parameters as a checkpoint names them; of tied ones, the first."""
+    """Shapes of the model's parameters by their names in a checkpoint; of tied weights, only the first name."""
     empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Further names of tied weights → the first."""
+    """Further names of tied weights → the first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}

@@ -44,7 +44,7 @@ class LocalEnginePlugin:
     name: str = "local"
 
     def validate(self, spec: EngineSpec) -> None:
-        """Raises ConfigError for what this engine cannot do."""
+        """Raises ConfigError for options that this engine does not support."""
         if spec.num_engines != 1:
             others = {plugin.name for plugin in plugins.installed("rl_core.inference")}
             remedy = f", or choose {_SECTION}.backend=vllm" if "vllm" in others else ""
@@ -65,7 +65,7 @@ class LocalEnginePlugin:
         return True
 
     def plan(self, spec: EngineSpec) -> EnginePlan:
-        """See `EnginePlanner`. transformers caches latent attention's keys and values of every head."""
+        """See `EnginePlanner`. For latent attention, transformers caches the expanded keys and values of every head."""
         shape, size = shape_of(spec), BYTES_OF[spec.dtype]
         latent = shape.latent
         heads = 0 if latent is None else latent.qk_head_dim + latent.qk_rope_head_dim + latent.v_head_dim

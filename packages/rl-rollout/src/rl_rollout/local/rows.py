@@ -1,6 +1,6 @@
 """The rows of the running batch: one key-value cache, and one array entry per row for everything else.
 
-Which row a sample has changes while it runs (see `cache.py`). A row's cache holds every token of it but the last
+A sample's row index may change while it runs (see `cache.py`). A row's cache holds all of its tokens except the last
 sampled one, which is the next input.
 """
 
@@ -37,14 +37,14 @@ class Sample:
     """One sample on its way through the engine."""
 
     owner: Any
-    """Whoever asked; the engine hands it back with the completion."""
+    """The requester's handle, which the engine returns with the completion."""
     index: int
-    """Which of the owner's samples."""
+    """Index among the owner's samples."""
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
     stop_tokens: tuple[int, ...]
-    """All tokens that end it."""
+    """All tokens that end the sample."""
     watch: StopStringWatch | None
 
 
@@ -61,7 +61,8 @@ class Rows:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._choices = choices
         self._routes: list[list[npt.NDArray[Any]]] = []
-        """Of each row, pieces [tokens, L, K]: one for what its cache began with, one for each token since."""
+        """Routes of each row, as pieces [tokens, L, K]: one for the tokens its cache began with, one for each token
+        since."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -81,7 +82,7 @@ class Rows:
 
     @torch.inference_mode()
     def step(self, version: int) -> Ended:
-        """One more token for every row. Returns the samples that ended with it."""
+        """Samples one more token for every row. Returns the samples that ended with it."""
         rows_B = np.arange(len(self))
         inputs_B = self._arrays["tokens"][rows_B, self._arrays["num_sampled"] - 1]
         past = self._cache.with_room()
@@ -94,7 +95,7 @@ class Rows:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Rebuilds the cache, and the routes it was made by, from the tokens, after the weights have changed."""
+        """Recomputes the cache and the tokens' routes after the weights have changed."""
         if self._samples:
             self._cache = RowCache()
             _, routes = self._prefill([self._inputs(row) for row in range(len(self))], np.arange(len(self)))
@@ -102,13 +103,13 @@ class Rows:
 
     @torch.inference_mode()
     def remove(self, rows: Iterable[int]) -> Ended:
-        """Takes rows out before their end, with what they have and the stop reason `abort`."""
+        """Removes rows before their end; returns their samples so far, with the stop reason `abort`."""
         rows_F = np.array(sorted(rows), dtype=np.int64)
         reasons: list[StopReason] = ["abort"] * len(rows_F)
         return self._take(rows_F, reasons)
 
     def rows_of(self, owners: set[Any] | None) -> list[int]:
-        """The rows of these owners; of all for None."""
+        """The rows of these owners; None: all rows."""
         return [row for row, sample in enumerate(self._samples) if owners is None or sample.owner in owners]
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -179,8 +180,9 @@ class Rows:
     def _prefill(
         self, sequences: Sequence[tuple[int, ...]], sequence_M: npt.NDArray[np.int64]
     ) -> tuple[Tensor, list[npt.NDArray[Any]]]:
-        """Adds M rows to the cache, each of one of P sequences, which are computed once; those of similar length share
-        a forward. Their last logits [P, V], and routes (none, where they are not returned)."""
+        """Adds M rows to the cache, each a copy of one of P sequences. Each sequence is computed once; sequences of
+        similar length share a forward. Returns the last logits [P, V], and routes (an empty list if they are not
+        requested)."""
         lengths_P = np.array([len(tokens) for tokens in sequences])
         order = np.argsort(lengths_P, kind="stable")
         first, logits, routes = self._cache.num_rows, [], []
@@ -210,7 +212,7 @@ class Rows:
     def _forward(
         self, inputs_BQ: npt.NDArray[np.int64], pad_B: npt.NDArray[np.int64], past: DynamicCache
     ) -> tuple[Tensor, npt.NDArray[Any] | None]:
-        """Appends Q columns to the cache; the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
+        """Appends Q columns to the cache; returns the logits [B, V] after the last one, and the routes [B, Q, L, K]."""
         device = self._model.device
         before = past.get_seq_length()
         columns_1S = np.arange(before + inputs_BQ.shape[1])[None]
@@ -231,14 +233,14 @@ class Rows:
         return output.logits[:, -1], routes_BQLK
 
     def score(self, sequence: Sequence[int]) -> list[float]:
-        """log p of every token of a sequence of its own, without a cache."""
+        """log p of every token of a separate sequence, without a cache."""
         if self._choices is not None:
             self._choices.follow(None, None)
         return token_logprobs(self._model, sequence)
 
 
 def _routes(choices: ExpertChoices, num_rows: int) -> npt.NDArray[Any]:
-    """[B, Q, L, K] of the latest forward, in the smallest dtype that a batch takes."""
+    """Routes [B, Q, L, K] of the latest forward, in the smallest dtype that a batch accepts."""
     dtype = torch.uint8 if choices.shape.num_experts <= 256 else torch.int16
     return choices.taken().to(dtype).unflatten(0, (num_rows, -1)).cpu().numpy()
 

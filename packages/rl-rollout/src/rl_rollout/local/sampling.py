@@ -1,8 +1,8 @@
-"""Draws one token per row from filtered logits, with randomness that depends on nothing but (seed, position).
+"""Draws one token per row from filtered logits, with randomness that depends only on (seed, position).
 
 The uniform number of a row comes from a hash of its seed and of the number of tokens it has sampled (counter-based
 generation, Salmon et al. 2011), and the token from the inverse of the cumulative distribution. So a sample is the same
-alone and in a crowd, before and after rows around it finish, and after a restart.
+alone or in any batch, whether or not other rows finish, and after a restart.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rl_core.interfaces import SamplingParams
 _MASK_64 = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_CHUNK_ELEMENTS = 1 << 22
-"""Logits worked on at a time: the float64 sums of a whole batch over a large vocabulary would need gigabytes."""
+"""Number of logits processed at a time: float64 sums of a whole batch over a large vocabulary would need gigabytes."""
 
 """The per-row numbers that `draw` reads, by field of `SamplingParams`."""
 
 
 def hashed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Any integers, as well mixed 64-bit states [B]; neighbouring seeds have unrelated states."""
+    """Hashes any integers to well-mixed 64-bit states [B]; neighbouring seeds get unrelated states."""
     return _splitmix64(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
 
 
@@ -55,11 +55,11 @@ def knob_array(params: Sequence[SamplingParams]) -> npt.NDArray[np.float32]:
 def draw(
     logits_BV: Tensor, knobs_array_B4: npt.NDArray[np.float32], uniforms_B: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob in the distribution that it was drawn from.
+    """Draws one token per row; returns it with its log-prob in the distribution that it was drawn from.
 
     Logits are divided by the temperature, then filtered by top-k, top-p and min-p, in this order; the log-prob is that
-    of the renormalised rest. At temperature 0 the most likely token is taken, with the log-prob of the unscaled,
-    unfiltered distribution.
+    of the renormalised remaining distribution. At temperature 0 the most likely token is taken, with the log-prob of
+    the unscaled, unfiltered distribution.
 
     Args:
         logits_BV: any float dtype; computed in float32.
@@ -92,18 +92,18 @@ def _draw_chunk(logits_BV: Tensor, knobs_B4: Tensor, targets_B: Tensor, filtered
         )
     cumulative_BV = torch.cumsum(logprobs_BV.exp(), dim=-1, dtype=torch.float64)
     drawn_B1 = torch.searchsorted(cumulative_BV, targets_B[:, None] * cumulative_BV[:, -1:], right=True)
-    # Only sums of NaN lead past the end; the caller sees that from the log-prob.
+    # Only NaN sums can index past the end; the caller detects NaN by the log-prob.
     drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[1] - 1)
     tokens_B1 = torch.where(greedy_B1, logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
     return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
 
 
 def filter_logprobs(logprobs_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> Tensor:
-    """The distribution without the tokens that the filters drop, renormalised; dropped tokens are −inf.
+    """The distribution renormalised over the tokens that the filters keep; dropped tokens are −inf.
 
-    top-k keeps the k most likely tokens (−1: all); top-p the fewest most likely of those whose probability reaches p;
-    min-p those at least min_p times as likely as the most likely one. The most likely token always stays. Among tokens
-    of equal probability the lower id stays, so exactly k are kept.
+    top-k keeps the k most likely tokens (−1: all); top-p the smallest set of most likely remaining tokens whose total
+    probability reaches p; min-p the tokens at least min_p times as likely as the most likely one. The most likely token
+    always stays. Among tokens of equal probability the lower id stays, so exactly k are kept.
     """
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(sorted_BV.shape[1], device=sorted_BV.device)

@@ -1,7 +1,7 @@
-"""Which samples run when: waiting line, running rows, pausing, aborting, and the version of the weights.
+"""Schedules samples: waiting queue, running rows, pausing, aborting, and the weight version.
 
 Synchronous and without threads; `engine` runs it on its own thread. Between two calls every sample is in exactly one
-place: `_held` (came after a pause), `_waiting`, or the rows.
+place: `_held` (submitted after a pause), `_waiting`, or the rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rl_rollout.local.rows import Ended, Rows, Sample
 PauseMode = Literal["keep", "abort", "wait"]
 
 _JOIN_FRACTION = 8
-"""Waiting samples join once 1/8 of the rows are free: each join costs a prefill and a copy of the cache."""
+"""Waiting samples join when 1/8 of the rows are free: each join costs a prefill and a copy of the cache."""
 
 
 class Scheduler:
-    """Samples in, completions out, at most `max_num_seqs` at a time."""
+    """Turns samples into completions, at most `max_num_seqs` at a time."""
 
     def __init__(self, model: PreTrainedModel, *, max_num_seqs: int, choices: ExpertChoices | None = None) -> None:
         self._model = model
@@ -49,11 +49,11 @@ class Scheduler:
         return self._pause in (None, "wait") and bool(self._waiting or len(self._rows))
 
     def submit(self, samples: Iterable[Sample]) -> None:
-        """Adds samples to the line; behind a pause they wait for its end."""
+        """Adds samples to the queue; during a pause they are held until its end."""
         (self._waiting if self._pause is None else self._held).extend(samples)
 
     def step(self) -> Ended:
-        """Lets waiting samples join where rows are free, then adds one token to every row."""
+        """Lets waiting samples join if rows are free, then adds one token to every row."""
         ended = []
         free = self._max_num_seqs - len(self._rows)
         if self._waiting and free >= min(len(self._waiting), -(-self._max_num_seqs // _JOIN_FRACTION)):
@@ -64,7 +64,7 @@ class Scheduler:
         return ended
 
     def pause(self, mode: PauseMode) -> Ended:
-        """Stops; `abort` ends everything first. With `wait`, call `step` until `has_work` is false."""
+        """Stops sampling; `abort` first ends all samples. With `wait`, call `step` until `has_work` is false."""
         self._pause = mode
         return self.abort(None) if mode == "abort" else []
 
@@ -74,7 +74,7 @@ class Scheduler:
         self._held.clear()
 
     def abort(self, owners: set[Any] | None) -> Ended:
-        """Ends the samples of these owners (all, for None); each returns what it has."""
+        """Ends the samples of these owners (None: all) and returns each with its tokens so far."""
         ended = self._rows.remove(self._rows.rows_of(owners))
         for line in (self._waiting, self._held):
             out = [sample for sample in line if owners is None or sample.owner in owners]
@@ -89,7 +89,8 @@ class Scheduler:
         return [self._rows.score(sequence) for sequence in sequences]
 
     def update_weights(self, staged: StagedWeights) -> None:
-        """Serves another version from the next token on; running rows get their cache under the new weights."""
+        """Serves another version from the next token on; the caches of running rows are recomputed with the new
+        weights."""
         require_complete(self._model, staged)
         load_weights(self._model, staged)
         self.version = staged.version

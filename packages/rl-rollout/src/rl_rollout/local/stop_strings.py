@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class StopStringWatch:
     """Decodes one response piece by piece and says when it contains a stop string.
 
-    A piece is decoded together with the piece before it, because a token's text depends on its neighbours, and is held
+    Each piece is decoded together with the one before it, because a token's text depends on its neighbours, and is held
     back while it ends inside a multi-byte character.
     """
 

@@ -1,11 +1,11 @@
-"""Weights by broadcast: NCCL where every participant has a GPU of its own, else gloo.
+"""Sends weights by broadcast: by NCCL if every participant has its own GPU, else by gloo.
 
-Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they come,
-and no second copy of the weights exists anywhere. Two buckets of a rank are under way at a time.
+Serves any number of ranks and engines, on any number of hosts. A sync is not staged: engines load buckets as they
+arrive, and no second copy of the weights exists anywhere. Two buckets of a rank are in flight at a time.
 
-Every sync has its own store and its own process groups, made when they are needed and dropped at its end: a group that
-outlives a dead engine, or a layout that outlives a change of the model, are ways to load wrong weights. A group is one
-sending rank with all receivers; a rank that sends nothing has none.
+Every sync has its own store and its own process groups, created when needed and dropped at its end: a group that
+outlives a dead engine, or a layout that outlives a change of the model, could lead to wrong weights. A group is one
+sending rank with all receivers; a rank that sends nothing has no group.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class BroadcastTransport:
     """WeightTransport over process groups of torch."""
 
     host: str | None = None
-    """Where ranks and engines reach the controller; None: its address in Ray's cluster if that has several nodes, else
-    loopback."""
+    """Address at which ranks and engines reach the controller; None: its address in Ray's cluster if that has several
+    nodes, else loopback."""
     timeout_s: float = 600.0
-    """How long each side waits for the next step of the other."""
+    """How long each side waits for the other's next step."""
     join_timeout_s: float = 30.0
-    """How long a rank that is ready waits for every engine to join: they are called when it begins, and join before
-    they do anything else, so one that takes longer is dead or hung."""
+    """How long a rank that is ready waits for every engine to join. Engines are called when the sync begins and join
+    before they do anything else, so one that takes longer is dead or hung."""
     contract_version: int = 1
     name: str = "broadcast"
     is_staged: bool = False
@@ -66,7 +66,7 @@ class BroadcastTransport:
 
 
 def controller_address() -> str:
-    """Where the other processes of this run reach this one."""
+    """Address at which the other processes of this run reach this one."""
     import sys
 
     ray = sys.modules.get("ray")

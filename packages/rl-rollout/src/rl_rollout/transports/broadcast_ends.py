@@ -3,8 +3,8 @@
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's bytes
 produces     (sender) the log, the bytes; (receiver) buckets, checked once a rank has sent its last
 waits for    receivers to join (`join_timeout_s` of the rendezvous), the other end of each broadcast (`timeout_s`)
-unblocked by the other side; by `close` of the transport; by a participant that fails and breaks the sync off, or that
-             dies: its connections break
+unblocked by the other side; by `close` of the transport; by a participant that fails and breaks off the sync, or that
+             dies, which breaks its connections
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BroadcastSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Broadcasts each bucket while the next is made and the checksums of the last are computed.
+        """Broadcasts each bucket while the next one is made and the previous one's checksums are computed.
 
         Raises:
             WeightSyncError: a receiver or the controller left, or the sync was closed.
@@ -83,7 +83,7 @@ class BroadcastSender:
         return tensors
 
     def _open_group(self, channel: Channel, data: Tensor, version: int) -> Group:
-        """The group of this rank and all receivers; on GPUs if each of them has one of its own."""
+        """The group of this rank and all receivers; on GPUs if each member has its own."""
         receivers = channel.receivers()
         require_version(receivers, version)
         devices = [device_name(data), *(receiver["device"] for receiver in receivers)]
@@ -94,14 +94,14 @@ class BroadcastSender:
 
 
 class Stages:
-    """The memory that a rank's buckets are packed into on the host: two, in turns, for all buckets of a sync."""
+    """Host memory into which a rank's buckets are packed: two buffers, used alternately for all buckets of a sync."""
 
     def __init__(self) -> None:
         self._stages = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def packed(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket, packed; overwritten by the next but one. On a GPU, where torch keeps memory by itself, as it
-        is."""
+        """The packed bucket, valid until the call after next. A bucket on a GPU is returned as it is, because torch
+        caches GPU memory itself."""
         if bucket.parts is None or any(part.is_cuda for part in bucket.parts):
             return bucket
         self._stages.reverse()
@@ -119,10 +119,10 @@ class BroadcastReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields all ranks' buckets as they come, while the next is received; at the end of each rank its checksums
-        must be those of what came.
+        """Yields all ranks' buckets as they arrive, while the next one is received; after a rank's last bucket, its
+        checksums must match the received data.
 
-        A bucket's memory is never used again: vLLM keeps parts of it until it has a layer's last tensor.
+        A bucket's memory is never reused, because vLLM keeps parts of it until it has a layer's last tensor.
 
         Raises:
             DeadlineError: a rank stopped sending.
@@ -180,33 +180,35 @@ class BroadcastReceiver:
 class Group:
     """One sending rank (member 0) and all receivers.
 
-    Whoever opens it closes it, also after an error: its connections break then, which ends the waits of the others. A
-    reference that is only dropped may be kept by an error's traceback for as long as somebody looks at the error.
+    Its creator must close it, even after an error: that breaks its connections, which ends the others' waits. Dropping
+    the reference is not enough, because an error's traceback may keep it alive.
     """
 
     def __init__(self, process_group: Any, channel: Channel, device: torch.device) -> None:
         """
         Args:
-            process_group: of torch; this object's own from now on.
-            channel: of the sync.
-            device: where the group's collectives have their memory.
+            process_group: torch's; this object takes ownership.
+            channel: the sync's.
+            device: where the memory of the group's collectives lies.
         """
         self.device = device
         self._group: Any = process_group
         self._channel = channel
         self._data: Tensor | None = None
         self._work: Any = None
-        """Under way, with its memory."""
+        """The broadcast in flight, with its memory."""
 
     @classmethod
     def connected(cls, channel: Channel, data: Mapping[str, Any], *, sender: int, member: int, backend: str) -> Group:
-        """`member`: 0 for the sender, 1 and the receiver's number for each of the others. Waits for them."""
+        """Connects all members and waits for them. `member`: 0 for the sender, 1 + the receiver's number for a
+        receiver."""
         prefix, size, timeout = f"group/{sender}", 1 + channel.num_receivers, timedelta(seconds=channel.timeout_s)
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                # Its threads use the store for as long as the group lives, so it must be one without Python.
+                # The group's threads use the store as long as the group lives, so it must be a store without Python
+                # code.
                 store = PrefixStore(prefix, channel.store.plain)
                 group: Any = dist.ProcessGroupNCCL(store, member, size, options)
                 return cls(group, channel, torch.device("cuda", torch.cuda.current_device()))
@@ -217,26 +219,27 @@ class Group:
             raise WeightSyncError(f"rank {sender} and its receivers could not connect: {error}") from error
 
     def start_broadcast(self, data: Tensor) -> Tensor:
-        """Starts a broadcast from the sender, to be waited for before the next; receivers give the memory to fill.
+        """Starts a broadcast from the sender; wait for it before starting the next. Receivers pass the memory to fill.
 
         Returns:
-            What is sent or filled, on the group's device.
+            The tensor that is sent or filled, on the group's device.
         """
         assert self._work is None, "the broadcast before was not waited for"
         data = data.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._channel.timeout_s)
-        # The empty bucket: a collective of no bytes is not one that every backend knows.
+        # Skips an empty bucket: not every backend supports a collective of zero bytes.
         if data.numel():
             self._data, self._work = data, self._group.broadcast([data], options)
         return data
 
     def wait(self) -> None:
-        """Returns when the bytes of the broadcast under way are there.
+        """Returns when the broadcast in flight is complete.
 
         Raises:
-            WeightSyncError: a participant left or is too late, or the sync was closed. NCCL notices neither by itself.
+            WeightSyncError: a participant left or is too late, or the sync was closed. NCCL does not detect these by
+                itself.
         """
         if self._work is None:
             return
@@ -254,8 +257,8 @@ class Group:
     def close(self) -> None:
         """Breaks the connections; a second call does nothing.
 
-        A broadcast that is still under way is given up. NCCL can abort it; gloo ends it with the others' connections
-        or at its deadline, and frees the group only then: a thread waits for that.
+        Abandons a broadcast that is still in flight. NCCL can abort it; gloo ends it when the others' connections break
+        or at its deadline, and frees the group only then, so a thread waits for that.
         """
         held = [self._group, self._work, self._data]
         is_under_way = self._work is not None
@@ -274,12 +277,12 @@ def _receive_bucket(message: Mapping[str, Any], group: Group, device: torch.devi
     group.wait()
     data = memory.to(device)
     if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()  # whoever loads it does so on another thread's stream
+        torch.cuda.current_stream().synchronize()  # the bucket is loaded on another thread's stream
     return described_bucket(message, data)
 
 
 def _put(items: queue.Queue[Any], item: object, stopped: threading.Event) -> bool:
-    """False where nobody takes it any more."""
+    """Returns False if the consumer has stopped."""
     while not stopped.is_set():
         try:
             items.put(item, timeout=0.1)

@@ -1,9 +1,9 @@
-"""How the two ends of a streaming sync talk: a log of messages that every receiver reads in the same order.
+"""How the two ends of a streaming sync communicate: a log of messages that every receiver reads in the same order.
 
 A sync has a store of its own (torch's TCPStore, in the controller). A sender appends what it is about to do, then does
 it; receivers follow the log. So nobody has to know in advance which ranks send, how much, or in which layout, and
-nothing of one sync is left for the next. All of it is signed (`signed_store`). Closing the store ends every wait on it,
-and so does a participant that breaks the sync off.
+nothing is left over from one sync to the next. All messages are signed (`signed_store`). All waits on the store end
+when it is closed, or when a participant breaks off the sync.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rl_rollout.transports.signed_store import SignedStore
 _OPENED, _LENGTH, _RECEIVERS, _BROKEN = "opened", "log/length", "receivers", "broken"
 _CONNECT_S = 30.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0005, 0.02
-"""Between two looks of one who waits. (torch's own wait writes two lines to stderr whenever it is in vain.)"""
+"""First and longest polling interval of a wait. (torch's own wait writes two lines to stderr whenever it times out.)"""
 _LOOKS_PER_BREAK = 20
 _stores: dict[int, TCPStore] = {}
-"""Of the syncs that are open in this process, by port."""
+"""Stores of the syncs that are open in this process, by port."""
 
 
 def open_store(
     host: str, *, num_ranks: int, num_receivers: int, timeout_s: float, join_timeout_s: float
 ) -> dict[str, Any]:
-    """Starts a sync's store on a free port of `host` alone; `Rendezvous.data` of the sync."""
+    """Starts a sync's store on a free port, listening only on `host`; returns `Rendezvous.data` of the sync."""
     # torch itself would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
@@ -69,9 +69,9 @@ def close_store(port: int) -> None:
 
 
 def break_off(data: Mapping[str, Any], reason: str) -> None:
-    """Ends the waits of everybody in the sync with an error that says why; nothing where it is closed already.
+    """Ends all participants' waits with an error that gives the reason; does nothing if the sync is already closed.
 
-    Over a connection of its own: that of a channel may be busy in another thread.
+    Uses a separate connection, because a channel's may be busy in another thread.
     """
     with contextlib.suppress(WeightSyncError):
         Channel(data).break_off(reason)
@@ -81,13 +81,13 @@ class Channel:
     """One participant's access to a sync's store."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        """`data`: of `open_store`. Raises WeightSyncError where the sync is closed, or has another secret."""
+        """`data`: as returned by `open_store`. Raises WeightSyncError if the sync is closed or has another secret."""
         self.timeout_s: float = data["timeout_s"]
         self.join_timeout_s: float = min(data["join_timeout_s"], self.timeout_s)
         self.num_ranks: int = data["num_ranks"]
         self.num_receivers: int = data["num_receivers"]
         try:
-            # torch would try again and again to reach a store that is no longer there.
+            # torch would keep trying to reach a store that no longer exists.
             socket.create_connection((data["host"], data["port"]), timeout=_CONNECT_S).close()
             store = TCPStore(
                 data["host"],
@@ -103,7 +103,7 @@ class Channel:
             raise WeightSyncError(f"the sync at {data['host']}:{data['port']} is closed: {error}") from error
 
     def require_open(self) -> None:
-        """Raises WeightSyncError if the sync was closed, or a participant broke it off."""
+        """Raises WeightSyncError if the sync was closed or a participant broke it off."""
         try:
             reason = self.store.get(_BROKEN).decode() if self.store.check([_BROKEN]) else None
         except dist.DistError as error:
@@ -112,7 +112,7 @@ class Channel:
             raise WeightSyncError(f"the sync was broken off: {reason}")
 
     def break_off(self, reason: str) -> None:
-        """Tells everybody that the sync has failed; the first reason stays."""
+        """Tells all participants that the sync has failed; only the first reason is kept."""
         try:
             if not self.store.check([_BROKEN]):
                 self.store.set(_BROKEN, reason)
@@ -120,7 +120,7 @@ class Channel:
             raise _closed(error) from error
 
     def append(self, message: Mapping[str, Any]) -> int:
-        """Adds to the log; the message's place in it."""
+        """Appends to the log; returns the message's place in it."""
         try:
             place = self.store.add(_LENGTH, 1) - 1
             self.store.set(f"log/{place}", json.dumps(message))
@@ -134,7 +134,7 @@ class Channel:
         return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 
     def register_receiver(self, description: Mapping[str, Any]) -> int:
-        """Says that a receiver is there; its number, from 0."""
+        """Registers a receiver; returns its number, from 0."""
         try:
             number = self.store.add(_RECEIVERS, 1) - 1
             if number >= self.num_receivers:
@@ -145,8 +145,8 @@ class Channel:
         return number
 
     def receivers(self) -> list[dict[str, Any]]:
-        """What the receivers said of themselves, by number; waits until all are there. Raises DeadlineError if they are
-        not in time."""
+        """The receivers' descriptions, by number; waits until all have registered. Raises DeadlineError if they do not
+        in time."""
         deadline, joined = time.monotonic() + self.join_timeout_s, []
         while len(joined) < self.num_receivers:
             names = ", ".join(receiver["process"] for receiver in joined) or "none"
@@ -156,19 +156,19 @@ class Channel:
         return joined
 
     def acknowledge(self, place: int, number: int) -> None:
-        """Receiver `number` has taken what message `place` speaks of."""
+        """Records that receiver `number` has taken the bucket of message `place`."""
         try:
             self.store.set(f"taken/{place}/{number}", "")
         except dist.DistError as error:
             raise _closed(error) from error
 
     def wait_until_taken(self, place: int, numbers: Sequence[int]) -> None:
-        """Returns when all these receivers have."""
+        """Returns when all these receivers have taken it."""
         for number in numbers:
             self._get(f"taken/{place}/{number}", f"receiver {number} to take bucket {place}", timeout_s=self.timeout_s)
 
     def _get(self, key: str, what: str, *, timeout_s: float, told_s: float | None = None) -> bytes:
-        """`told_s`: the deadline that an error tells of, where it began earlier."""
+        """`told_s`: the timeout to report in an error, if the wait began before this call."""
         deadline, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         try:
             for looks in itertools.count(1):
@@ -186,7 +186,7 @@ class Channel:
 
 
 def this_process() -> str:
-    """Its name in messages."""
+    """Name of this process in messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -1,11 +1,11 @@
-"""Weights through the GPU memory that ranks and engines of one host share: CUDA IPC, nothing leaves the devices.
+"""Sends weights through GPU memory shared by ranks and engines of one host (CUDA IPC); nothing leaves the devices.
 
-For colocated training: an engine copies each bucket straight out of the rank's memory. Not staged: engines load buckets
-as they come. At most two buckets of a rank wait for engines at a time.
+For colocated training: an engine copies each bucket directly from the rank's memory. Not staged: engines load buckets
+as they arrive. At most two buckets of a rank wait for engines at a time.
 
-vLLM's own IPC transfer is made of the same handles, but wants all names and shapes before the first tensor, a client of
-its server in the training rank, and says nothing about what arrived. So the handles travel in the sync's log here, and
-checksums with them; loading is vLLM's.
+vLLM's own IPC transfer uses the same handles, but needs all names and shapes before the first tensor and a client of
+its server in the training rank, and does not report what arrived. So here the handles travel in the sync's log, with
+checksums; vLLM does the loading.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class CudaIpcTransport:
-    """WeightTransport between processes that see the same GPUs."""
+    """WeightTransport between processes that can see the same GPUs."""
 
     timeout_s: float = 600.0
-    """How long each side waits for the next step of the other."""
+    """How long each side waits for the other's next step."""
     join_timeout_s: float = 30.0
     """How long a rank that is ready waits for every engine to join; see `BroadcastTransport`."""
     contract_version: int = 1
@@ -36,12 +36,12 @@ class CudaIpcTransport:
     receiver: str = "rl_rollout.transports.cuda_ipc_ends:CudaIpcReceiver"
 
     def validate(self) -> None:
-        """Raises ConfigError where there is no CUDA: this torch was built without it, or this machine has no GPU."""
+        """Raises ConfigError if CUDA is unavailable: torch was built without it, or this machine has no GPU."""
         import torch
 
         if torch.version.cuda is None:
             missing = f"this torch ({torch.__version__}) was built without CUDA"
-        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # of a cluster, others may have GPUs
+        elif not torch.cuda.is_available() and "RAY_ADDRESS" not in os.environ:  # other nodes of a cluster may
             missing = "this machine has none"
         else:
             return
@@ -51,7 +51,8 @@ class CudaIpcTransport:
         )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
-        """Starts the sync's store, on loopback: all of it is one host. Raises what `validate` raises."""
+        """Starts the sync's store on loopback, because all participants are on one host. Raises what `validate`
+        raises."""
         from rl_rollout.transports.channel import open_store
 
         self.validate()

@@ -1,7 +1,7 @@
 """The two ends of a sync by CUDA IPC.
 
 consumes     (sender) a rank's buckets; (receiver) the log, then each bucket's memory
-produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and a word that it has them
+produces     (sender) the log with a handle per bucket; (receiver) copies on its own GPU, and acknowledgements
 waits for    receivers to join and to take; the next message (deadline `timeout_s` of the rendezvous)
 unblocked by the other side, or by `close` of the transport
 """
@@ -42,10 +42,10 @@ class CudaIpcSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Shows each bucket to the receivers and keeps it until all have taken it.
+        """Announces each bucket to the receivers and keeps it until all have copied it.
 
         Raises:
-            WeightSyncError: the weights do not lie on a GPU, a receiver does not see it, or the sync was closed.
+            WeightSyncError: the weights are not on a GPU, a receiver cannot see that GPU, or the sync was closed.
             DeadlineError: a receiver did not join, or did not take a bucket.
         """
         with sending(self._rendezvous, self._rank, buckets) as channel:
@@ -81,7 +81,7 @@ class CudaIpcReceiver:
         self._rendezvous = rendezvous
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields copies of all ranks' buckets as they come, on this process's GPU.
+        """Yields copies of all ranks' buckets as they arrive, on this process's GPU.
 
         Raises:
             DeadlineError: a rank stopped sending.
@@ -96,8 +96,8 @@ class CudaIpcReceiver:
             number = channel.register_receiver({"version": version})
 
             def take(message: Mapping[str, Any], place: int) -> WeightBucket:
-                # A copy: vLLM keeps parts of a bucket until it has a layer's last tensor, the rank only until it is
-                # told.
+                # A copy, because vLLM keeps parts of a bucket until it has a layer's last tensor, but the rank keeps it
+                # only until it is acknowledged.
                 data = opened(message).to(device, copy=True)
                 torch.cuda.current_stream(device).synchronize()
                 channel.acknowledge(place, number)
@@ -107,7 +107,8 @@ class CudaIpcReceiver:
 
 
 def shared(data: Tensor, rank: int) -> dict[str, Any]:
-    """What another process needs to open GPU memory, as plain data. The memory must stay until it has."""
+    """What another process needs to open GPU memory, as plain data. The memory must stay allocated until it is
+    opened."""
     if not data.is_cuda:
         raise WeightSyncError(
             f"rank {rank}: the cuda_ipc transport shares GPU memory, and the weights lie on the {data.device.type}; "
@@ -123,7 +124,7 @@ def shared(data: Tensor, rank: int) -> dict[str, Any]:
 
 
 def opened(message: Mapping[str, Any]) -> Tensor:
-    """The memory of `shared`, on the GPU where it lies."""
+    """Opens the memory that `shared` describes, on the GPU where it lies."""
     if message["num_bytes"] == 0:
         return torch.empty(0, dtype=torch.uint8)
     names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
@@ -163,5 +164,5 @@ _HANDLE = {
     13: "event",
     14: "event_sync_required",
 }
-"""Of what torch's `reduce_tensor` returns for a GPU tensor (torch 2.11 to 2.13): place → name."""
+"""Fields of what torch's `reduce_tensor` returns for a GPU tensor (torch 2.11 to 2.13): position → name."""
 _BYTES = ("storage", "ref_counter", "event")

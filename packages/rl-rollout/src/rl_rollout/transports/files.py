@@ -1,8 +1,8 @@
-"""Weights through files: each rank writes its buckets, then a manifest; an engine reads when all manifests are there.
+"""Sends weights through files: each rank writes its buckets, then a manifest; an engine reads when all manifests exist.
 
-Serves any number of ranks and engines that see the same directory. A sync is staged: an engine has the whole version,
-or refuses it. By default buckets lie in memory (`/dev/shm`) while there is room for them, else in the temporary folder;
-ranks and engines on several machines need a `directory` that all of them see.
+Serves any number of ranks and engines that can access the same directory. A sync is staged: an engine takes the whole
+version or refuses it. By default buckets lie in memory (`/dev/shm`) while they fit, else in the temporary folder; ranks
+and engines on several machines need a `directory` that all of them can access.
 
 Layout of a sync: `<directory>/rank<r>_<i>.bucket` (raw bytes, as in `WeightBucket.data`) and `rank<r>.json` (version
 and, per bucket, its file, size and tensors with checksums), renamed into place when all its buckets are complete.
@@ -36,11 +36,11 @@ class FilesTransport:
     """WeightTransport through a directory that exists for one sync."""
 
     directory: str | None = None
-    """Where each sync makes its private directory; None: in memory where it fits, else in the temporary folder."""
+    """Where each sync makes its private directory; None: in memory if the buckets fit, else in the temporary folder."""
     timeout_s: float = 600.0
     """How long an engine waits for the ranks."""
     run: str = "run"
-    """Whose files these are: stands in their folders' names."""
+    """Name of the run that owns the files; part of their folders' names."""
     contract_version: int = 1
     name: str = "files"
     is_staged: bool = True
@@ -51,7 +51,7 @@ class FilesTransport:
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Several machines need a folder that all of them see. Raises ConfigError."""
+        """Raises ConfigError if there are several machines but no shared folder is configured."""
         if num_nodes > 1 and self.directory is None:
             raise ConfigError(
                 f"generator.inference_engine.weight_sync_backend: files lie in this machine's own folders, and the "
@@ -87,7 +87,8 @@ class FilesSender:
         self._rank = rank
 
     def send(self, buckets: Iterator[WeightBucket], version: int) -> Manifest:
-        """Writes each bucket as it comes: one at a time is in memory. Raises WeightSyncError if it cannot."""
+        """Writes buckets as they come, so only one is in memory at a time. Raises WeightSyncError if it cannot
+        write."""
         from rl_core.rank_kit.weight_buckets import draining
 
         tensors: dict[str, TensorRecord] = {}
@@ -113,7 +114,7 @@ class FilesSender:
 
     def _directory_for(self, num_bytes: int) -> Path:
         *memory, disk = reversed(self._directories)
-        # A file in memory is a second copy of the weights: half of what is free stays free.
+        # Files in memory are a second copy of the weights: leaves at least half of the free memory free.
         return next((directory for directory in memory if shutil.disk_usage(directory).free > 2 * num_bytes), disk)
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
@@ -138,7 +139,7 @@ class FilesReceiver:
 
         Raises:
             DeadlineError: a rank's manifest did not come.
-            WeightSyncError: another version, a missing, cut off or damaged file, or a sync that was closed meanwhile.
+            WeightSyncError: a wrong version, a missing, truncated or damaged file, or a sync that was closed meanwhile.
         """
         manifests = self._wait_for_manifests()
         for rank, manifest in enumerate(manifests):
@@ -190,7 +191,7 @@ def _read_bucket(entry: Mapping[str, Any], version: int) -> WeightBucket:
 
 
 def _write_bucket(path: Path, bucket: WeightBucket) -> dict[str, TensorRecord]:
-    """Straight from the tensors, which are let go; what was written."""
+    """Writes the tensors directly and releases them; returns records of what was written."""
     import torch
 
     from rl_core.rank_kit.weight_buckets import bucket_records, unpack_bucket

@@ -1,7 +1,7 @@
-"""Which classes an engine's server may load as receivers: those of installed transports, and its own run's.
+"""Which classes an engine's server may load as receivers: those of installed transports, and that of its own run.
 
-A rendezvous names its receiver, and it comes over the network. So a server has a list, made from what is installed and
-from what the run that starts it says, and a request that names anything else is refused before anything is imported.
+A rendezvous names its receiver and comes over the network. So a server has a list, made from the installed transports
+and from the run that starts the server, and refuses a request that names any other class before it imports anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GROUP = "rl_core.weight_transports"
 def receiver_of(transport: WeightTransport) -> str:
     """`package.module:Class`, as the transport's rendezvous name it.
 
-    A transport says it in its attribute `receiver`. One that has none is asked by a sync that is opened and closed.
+    Read from the transport's attribute `receiver`; if it has none, from a sync that is opened and closed for this.
     """
     receiver = getattr(transport, "receiver", None)
     if receiver is None:
@@ -32,7 +32,7 @@ def receiver_of(transport: WeightTransport) -> str:
 
 
 def installed_receivers() -> frozenset[str]:
-    """Of the transports among the entry points that say theirs; one that cannot be imported has none."""
+    """Receivers of all entry-point transports that declare one; a transport that cannot be imported is skipped."""
     found = set()
     for plugin in plugins.installed(_GROUP):
         try:

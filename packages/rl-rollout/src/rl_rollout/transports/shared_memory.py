@@ -1,17 +1,18 @@
-"""Weights through shared memory of one host: a rank writes each bucket once, every engine reads it where it lies.
+"""Sends weights through shared memory of one host: a rank writes each bucket once, and every engine reads it in place.
 
-Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine has the whole version, or
+Serves any number of ranks and engines on one Linux machine. A sync is staged: an engine takes the whole version or
 refuses it. While an engine checks a bucket, the rank writes the next one.
 
-Tensors are packed straight into the segment, and summed up while they are in the cache.
+Tensors are packed directly into the segment, and their checksums are computed while they are in the CPU cache.
 
-A segment is memory without a name (memfd), which engines open through the rank's `/proc` entry; the kernel frees it
-with its last user, however that ends. A rank keeps its segments for the next sync, since fresh pages cost several times
-the copy. An engine holds a shared file lock on what it has mapped: a rank that cannot get the exclusive lock leaves the
-segment to the engine and takes a new one, so nothing that is being read is ever overwritten.
+A segment is anonymous memory (memfd), which engines open through the rank's `/proc` entry; the kernel frees it when its
+last user ends, for whatever reason. A rank keeps its segments for the next sync, because fresh pages cost several times
+as much as the copy. An engine holds a shared file lock on the segments it has mapped: a rank that cannot get the
+exclusive lock leaves the segment to the engine and takes a new one, so a segment that is being read is never
+overwritten.
 
-Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` says how many
-there were.
+Layout of a sync: `<directory>/rank<r>_<i>.json` announces bucket i of rank r, `<directory>/rank<r>.json` gives their
+number.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _MAX_POLL_S = 0.02
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14): maps all pages at once, where touching them one by one takes longer than the sum."""
+"""MADV_POPULATE_READ (Linux 5.14): maps all pages at once; touching them one by one takes longer than the checksum."""
 
 
 @attrs.frozen
@@ -47,7 +48,7 @@ class SharedMemoryTransport:
     timeout_s: float = 600.0
     """How long an engine waits for a rank's next bucket."""
     run: str = "run"
-    """Whose announcements these are: stands in their folder's name."""
+    """Name of the run that owns the announcements; part of their folder's name."""
     contract_version: int = 1
     name: str = "shared_memory"
     is_staged: bool = True
@@ -58,7 +59,7 @@ class SharedMemoryTransport:
         return attrs.evolve(self, run=run)
 
     def validate_nodes(self, num_nodes: int) -> None:
-        """Memory is of one machine. Raises ConfigError."""
+        """Raises ConfigError if there are several machines: memory is shared only within one."""
         if num_nodes > 1:
             raise ConfigError(
                 "generator.inference_engine.weight_sync_backend: shared_memory is one machine's, and the policy trains "
@@ -66,7 +67,7 @@ class SharedMemoryTransport:
             )
 
     def validate(self) -> None:
-        """Raises ConfigError where the system has no such memory."""
+        """Raises ConfigError if the system does not support memfd."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("generator.inference_engine.weight_sync_backend: shared_memory needs Linux; use files")
 
@@ -148,11 +149,11 @@ class SharedMemoryReceiver:
         self._timeout_s: float = rendezvous.data["timeout_s"]
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yields every rank's buckets, each checked, as views of the shared memory: private to this process if written.
+        """Yields every rank's buckets, each checked, as copy-on-write views of the shared memory.
 
         Raises:
             DeadlineError: a rank's next bucket did not come.
-            WeightSyncError: another version, damaged memory, a rank that is gone, or a sync that was closed meanwhile.
+            WeightSyncError: a wrong version, damaged memory, a rank that is gone, or a sync that was closed meanwhile.
         """
         _require_same_host(self._rendezvous, "an engine")
         for rank in range(self._rendezvous.data["num_ranks"]):
@@ -163,11 +164,11 @@ class SharedMemoryReceiver:
                 count += 1
 
     def _next(self, rank: int, index: int) -> dict[str, Any] | None:
-        """The announcement of a rank's bucket; None where it has sent them all."""
+        """The announcement of a rank's bucket; None if the rank has no more buckets."""
         announced, last = self._directory / f"rank{rank}_{index}.json", self._directory / f"rank{rank}.json"
         deadline, pause_s = time.monotonic() + self._timeout_s, 0.0005
         while True:
-            is_complete = last.exists()  # asked first: all announcements are there once it is
+            is_complete = last.exists()  # read first: if it exists, all announcements exist too
             if announced.exists():
                 return _read_json(announced)
             if is_complete:
@@ -200,14 +201,14 @@ class Segment:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             try:
-                os.posix_fallocate(self._fd, 0, num_bytes)  # an error now, where touching the page later would kill
+                os.posix_fallocate(self._fd, 0, num_bytes)  # raises; touching a missing page later would kill
                 self.tensor = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
             except BaseException:
                 self.close()
                 raise
 
     def write(self, bucket: WeightBucket) -> WeightBucket:
-        """Packs a bucket, from whatever device, and lets engines in; the bucket as it lies here."""
+        """Packs a bucket from any device and lets engines read it; returns the bucket in this memory."""
         from rl_core.rank_kit.weight_buckets import packed_into
 
         packed = packed_into(self.tensor, bucket)
@@ -215,7 +216,7 @@ class Segment:
         return packed
 
     def lock(self) -> bool:
-        """Whether no engine holds it; if so, none can until `write` is done."""
+        """Returns whether no engine holds the segment; if True, none can take it until `write` is done."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -223,12 +224,13 @@ class Segment:
         return True
 
     def close(self) -> None:
-        """This process lets go; engines keep what they have mapped."""
+        """Closes the segment in this process; engines keep what they have mapped."""
         os.close(self._fd)
 
 
 class SegmentPool:
-    """The segments of one rank. One sync at a time uses it, as a context: what two syncs in a row did not need goes."""
+    """The segments of one rank. One sync at a time uses it, as a context manager; segments that two consecutive syncs
+    did not need are freed."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []
@@ -244,7 +246,7 @@ class SegmentPool:
         self._free = []
 
     def take(self, num_bytes: int) -> Segment:
-        """A locked segment of exactly this size: a model's buckets are the same in every sync."""
+        """A locked segment of exactly this size; a model's buckets have the same sizes in every sync."""
         fitting = [segment for segment in self._free if segment.num_bytes == num_bytes]
         segment = next((segment for segment in fitting if segment.lock()), None)
         if segment is None:
@@ -257,7 +259,8 @@ class SegmentPool:
 
 
 _pools: dict[tuple[int, int], SegmentPool] = {}
-"""By process and rank: a forked process has its parent's segments, but others would look for them there."""
+"""Keyed by process and rank: a forked process inherits its parent's segments, but engines would look for them under the
+wrong process."""
 
 
 def _pool_of(rank: int) -> SegmentPool:
@@ -284,7 +287,7 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        # The mapping duplicates the descriptor, and with it shares the lock, which ends when the tensor does.
+        # The mapping duplicates the descriptor and so shares its lock, which ends when the tensor is freed.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -296,7 +299,7 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
             f"shared memory of rank {rank} cannot be read: the rank is gone, sends again already, or runs in another "
             f"container: {error}"
         ) from error
-    with contextlib.suppress(OSError):  # an older kernel: pages are mapped as they are read
+    with contextlib.suppress(OSError):  # on an older kernel pages are mapped as they are read
         mapped.madvise(_POPULATE_READ)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 

@@ -1,8 +1,8 @@
-"""A store of torch in which nobody can write who does not know the sync's secret.
+"""A torch store whose values are accepted only from participants that know the sync's secret.
 
-torch's TCPStore has no password: whoever reaches its port reads, writes and lists all keys. So values carry a signature
-of their key and content; a participant takes no other. The secret comes with the rendezvous, which servers accept with
-the control token alone.
+torch's TCPStore has no password: anyone who reaches its port can read, write and list all keys. So each value carries a
+signature of its key and content, and participants reject other values. The secret comes with the rendezvous, which
+servers accept only with the control token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NUM_BYTES = 32
 
 
 class SignedStore(Store):
-    """As far as a sync and gloo use a store. Counts (`add`) are not signed: they say where to look, no more."""
+    """Implements what a sync and gloo use of a store. Counts (`add`) are not signed: they only say where to look."""
 
     def __init__(self, plain: Store, secret: str) -> None:
-        """`plain`: where values lie. `secret`: of `secrets.token_hex`."""
+        """`plain`: the store that holds the values. `secret`: from `secrets.token_hex`."""
         super().__init__()
         self.plain = plain
         self._secret = bytes.fromhex(secret)
@@ -33,7 +33,7 @@ class SignedStore(Store):
         self.plain.set(key, self._signature(key, content) + content)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        """Raises WeightSyncError for a value of somebody without the secret."""
+        """Returns the value. Raises WeightSyncError if it was not signed with the secret."""
         stored = self.plain.get(key)
         signature, content = stored[:_NUM_BYTES], stored[_NUM_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, content)):
@@ -44,15 +44,15 @@ class SignedStore(Store):
         return content
 
     def check(self, keys: Sequence[str]) -> bool:
-        """All of these have a value."""
+        """Whether all of these keys have a value."""
         return self.plain.check(list(keys))
 
     def add(self, key: str, value: int) -> int:
-        """The count after adding."""
+        """Adds to a count; returns the result."""
         return self.plain.add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all of these have a value."""
+        """Returns when all of these keys have a value."""
         self.plain.wait(list(keys)) if timeout is None else self.plain.wait(list(keys), timeout)
 
     def _signature(self, key: str, content: bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""What the log of a sync says: a message per bucket, then the rank's checksums, or that it failed.
+"""The messages in the log of a sync: one per bucket, then the rank's checksums, or that the rank failed.
 
-Shared by the transports whose ranks and receivers meet at a `Channel`; each adds messages of its own kinds.
+Shared by the transports whose ranks and receivers communicate over a `Channel`; each adds its own kinds of messages.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from rl_core.rank_kit.weight_buckets import bucket_records, draining, with_check
 from rl_rollout.transports.channel import Channel, break_off, this_process
 
 CPU = "cpu"
-"""What `device_name` calls memory that is on no GPU."""
+"""`device_name` of memory that is not on a GPU."""
 
 
 @contextlib.contextmanager
 def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) -> Iterator[Channel]:
-    """The log, for a rank that sends in the block; where it raises, receivers are told and `buckets` are drained."""
+    """Opens the log for a rank that sends within the context; if that raises, receivers are told and `buckets` are
+    drained."""
     with draining(buckets):
         channel = Channel(rendezvous.data)
         try:
             yield channel
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(WeightSyncError):  # of a sync that is closed: nobody reads it
+            with contextlib.suppress(WeightSyncError):  # the sync is closed: nobody reads the log
                 channel.append({"kind": "failed", "rank": rank, "error": told})
                 channel.break_off(f"rank {rank} could not send its weights: {told}")
             raise
@@ -39,18 +40,18 @@ def sending(rendezvous: Rendezvous, rank: int, buckets: Iterator[WeightBucket]) 
 
 @contextlib.contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[None]:
-    """For a receiver, which takes the sync in the block: where it does not take all of it, that ends everybody's part.
-    NCCL would not notice, and a rank would wait in it for a receiver that is no longer there."""
+    """Context in which a receiver takes a sync: if it does not take all of it, the sync is broken off for everybody.
+    NCCL would not notice, and a rank would wait in a collective for a receiver that is gone."""
     try:
         yield
-    except BaseException as error:  # GeneratorExit too: whoever loads the buckets raised
+    except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised
         told = "" if isinstance(error, GeneratorExit) else f": {type(error).__name__}: {error}"
         break_off(rendezvous.data, f"the receiver in {this_process()} did not take all of it{told}")
         raise
 
 
 def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> None:
-    """All receivers were told the version that is sent, or nobody connects."""
+    """Raises WeightSyncError unless all receivers expect the version that is sent; then nobody connects."""
     others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
     if others:
         raise WeightSyncError(f"weight version {version} is sent, an engine was told {others[0]}")
@@ -69,7 +70,7 @@ def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
 
 
 def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) -> dict[str, Any]:
-    """The log's message that a rank has sent all it has."""
+    """The log's message that a rank has sent all of its buckets."""
     checksums = {name: record.checksum for name, record in tensors.items()}
     return {"kind": "end", "rank": rank, "version": version, "checksums": checksums}
 
@@ -77,12 +78,13 @@ def end_message(tensors: Mapping[str, TensorRecord], rank: int, version: int) ->
 def follow(
     channel: Channel, version: int, take: Callable[[Mapping[str, Any], int], WeightBucket | None]
 ) -> Iterator[WeightBucket]:
-    """Reads the log until every rank has sent its last bucket; at the end of each, its checksums must be right.
+    """Reads the log until every rank has sent its last bucket; after a rank's last bucket its checksums must match.
 
     Args:
-        channel: of the sync.
-        version: that must be sent.
-        take: gets a message of any kind of the transport's own and its place; the bucket that it brought, if it did.
+        channel: the sync's.
+        version: expected version.
+        take: called with each message of the transport's own kinds and its place; returns the bucket it brings, or
+            None.
     """
     records: dict[int, dict[str, TensorRecord]] = {rank: {} for rank in range(channel.num_ranks)}
     for place in itertools.count():
@@ -105,7 +107,7 @@ def follow(
 
 
 def described_bucket(message: Mapping[str, Any], data: Tensor) -> WeightBucket:
-    """The bucket of `description`, with its bytes."""
+    """The bucket that a message of `description` describes, with its bytes."""
     return WeightBucket(
         names=tuple(message["names"]),
         dtypes=tuple(message["dtypes"]),
@@ -122,5 +124,5 @@ def _require_checksums(records: Mapping[str, TensorRecord], checksums: Mapping[s
 
 
 def device_name(tensor: Tensor) -> str:
-    """The GPU it lies on, as no other GPU is called; `cpu` for the rest."""
+    """A unique name of the GPU that the tensor lies on; `cpu` if on none."""
     return f"cuda:{torch.cuda.get_device_properties(tensor.device).uuid}" if tensor.is_cuda else CPU

@@ -1,4 +1,4 @@
-"""Adapters in the server: the policy's own in every request, and others by the name that a request asks for."""
+"""Adapters in the server: the policy's own by default, and others by the name in a request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rl_rollout.vllm.weights.adapters import POLICY_ADAPTER
 
 
 class EngineWithAdapter(AsyncLLM):
-    """A request that asks for no adapter gets the policy's, whichever route it came by: nobody is served the bare
-    model."""
+    """Gives the policy's adapter to every request that names none, on all routes, so that none gets the bare model."""
 
     async def add_request(self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> Any:
         """See `AsyncLLM.add_request`."""
@@ -23,28 +22,28 @@ class EngineWithAdapter(AsyncLLM):
 
 
 class NamedAdapters:
-    """The adapters that OpenAI clients ask for as `model`."""
+    """The adapters that OpenAI clients name in the field `model`."""
 
     def __init__(self, engine: AsyncLLM, models: OpenAIServingModels) -> None:
         self._engine = engine
         self._models = models
-        # Numbers are the engine's names for adapters; the policy's is taken.
+        # The engine identifies adapters by numbers; reserves the policy's.
         models.lora_id_counter.inc(POLICY_ADAPTER.lora_int_id)
 
     def __getitem__(self, name: str) -> LoRARequest:
-        """Raises GenerationError for a name that nothing has."""
+        """Raises GenerationError for an unknown name."""
         if name not in self._models.lora_requests:
             names = ", ".join(self._models.lora_requests) or "none"
             raise GenerationError(f"this server has no adapter {name!r} (adapters: {names})")
         return self._models.lora_requests[name]
 
     async def load(self, name: str, path: str) -> None:
-        """Loads the adapter, or replaces the one of this name, when every data-parallel engine has read it and found
-        that it can serve it.
+        """Loads the adapter, or replaces the one of this name, after every data-parallel engine has verified that it
+        can serve it.
 
         Raises:
-            GenerationError: one cannot, and nothing has changed; or one failed all the same when it took the adapter,
-                and the name stands for nothing any more: the message says which.
+            GenerationError: an engine cannot serve it, and nothing has changed; or an engine failed later, when loading
+                it, and the name is now undefined. The message says which.
         """
         if not name or name == POLICY_ADAPTER.lora_name or self._models.is_base_model(name):
             raise GenerationError(f"an adapter cannot have the name {name!r}, which is the policy's; choose another")
@@ -64,5 +63,5 @@ class NamedAdapters:
                 f"the adapter {name!r} at {path} was checked, and could not be loaded: {error}. The name stands for no "
                 "adapter any more: load one again"
             ) from error
-        # Without `load_inplace`: with it, vLLM 0.30 would read the file again in every step of the engine.
+        # Without `load_inplace`, with which vLLM 0.30 would read the file again in every engine step.
         self._models.lora_requests[name] = LoRARequest(name, number, path)

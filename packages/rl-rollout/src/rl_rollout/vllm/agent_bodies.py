@@ -1,7 +1,7 @@
-"""What a body of the OpenAI API must not hold, checked before vLLM reads it and passes it on to where it breaks.
+"""Checks a body of the OpenAI API for values that vLLM would accept and fail on later.
 
-Seen with vllm 0.30: a number of more than 64 bits, a lone surrogate or `structured_outputs` that is no object ends in
-status 500, and of the first two vLLM keeps a request for ever that nobody computes.
+Seen with vllm 0.30: a number of more than 64 bits, a lone surrogate, or `structured_outputs` that is not an object ends
+in status 500; with the first two, vLLM also keeps a request forever that is never computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_DEPTH = 200
 
 
 def require_sound(body: bytes) -> None:
-    """Raises ValueError, which says what is wrong, for a JSON body that no route could take."""
+    """Raises ValueError, which says what is wrong, for a JSON body that no route can handle."""
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:

@@ -1,5 +1,5 @@
-"""What the routes under /rl take, field by field: a body of another shape, type or range is refused before it reaches
-the engine, whose input thread dies of some."""
+"""Bodies of the routes under /rl, field by field: a body with a wrong shape, type or range is refused before it reaches
+the engine, whose input thread would die of some values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = Annotated[float, Meta(gt=0, le=7 * 24 * 3600)]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing: the body of a route without arguments."""
+    """The empty body of a route without arguments."""
 
 
 class Sampling(Body):
@@ -67,21 +67,21 @@ class GenerateBody(Body):
 
 
 class ScoreBody(Body):
-    """Sequences of int32 token ids; with the policy or with the adapter of this name."""
+    """Sequences of int32 token ids, to be scored with the policy or with the adapter of this name."""
 
     sequences: Annotated[list[bytes], Meta(max_length=MAX_SAMPLES)]
     adapter: Name | None
 
 
 class AdapterBody(Body):
-    """An adapter in a directory of the server's machine."""
+    """An adapter in a directory on the server's machine."""
 
     name: Name
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class SamplesBody(Body):
-    """Requests by id."""
+    """Ids of requests."""
 
     sample_ids: list[Name]
 
@@ -109,7 +109,7 @@ class UpdateBody(Body):
     delta: dict[str, Any] | None = None
 
     def rendezvous(self) -> Rendezvous:
-        """As the record of the contract; which transport it is of does not travel."""
+        """The contract's `Rendezvous`, without the transport's name, which is not sent."""
         return Rendezvous(transport="", receiver=self.receiver, data=self.data, adapter=self.adapter, delta=self.delta)
 
 
@@ -120,6 +120,6 @@ class SleepBody(Body):
 
 
 class WakeBody(Body):
-    """The memory to take; None: all."""
+    """Parts of memory to allocate again; None: all."""
 
     tags: list[Literal["weights", "kv_cache"]] | None

@@ -1,4 +1,4 @@
-"""Requests by sample id, in the server: however often one is sent, it is computed and answered once."""
+"""Requests by sample id, in the server: each is computed only once, however often it is sent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Call:
 
 
 class Calls:
-    """Joins a repeated request to the one under way, or gives it the finished answer.
+    """Joins a repeated request to the running one, or returns the finished answer.
 
-    Finished answers are kept, newest first, up to `max_kept_bytes`: a client asks again when an answer was lost on its
-    way. Requests that failed are forgotten, so a repeated one is tried anew.
+    Finished answers are kept, newest first, up to `max_kept_bytes`: a client repeats its request if the answer was lost
+    on the way. Failed requests are forgotten, so a repeated one is computed again.
     """
 
     def __init__(self, *, max_kept_bytes: int = _MAX_KEPT_BYTES) -> None:
@@ -35,16 +35,16 @@ class Calls:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Ids under way."""
+        """Ids of running requests."""
         return tuple(self._running)
 
     async def answer(self, sample_id: str, body: bytes, compute: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """The answer of `compute`, which runs at most once for an id.
+        """The answer of `compute`, which runs at most once per id.
 
         Args:
-            sample_id: of the request.
-            body: the request; the same id with another body is refused with a GenerationError.
-            compute: makes the answer; goes on when the connection that asked is gone.
+            sample_id: the request's id.
+            body: the request; repeating an id with another body raises GenerationError.
+            compute: computes the answer; continues if the requesting connection is lost.
         """
         finished = self._finished.get(sample_id)
         if finished is not None:
@@ -62,7 +62,7 @@ class Calls:
         return call.task.result()
 
     def cancel(self, sample_ids: Iterable[str]) -> None:
-        """Ends requests whose answer nobody wants any more."""
+        """Cancels requests whose answer is no longer needed."""
         for sample_id in sample_ids:
             if sample_id in self._running:
                 self._running[sample_id].task.cancel()

@@ -1,7 +1,7 @@
 """The InferenceClient over vLLM servers.
 
 consumes     requests of the generator; pauses and weight versions of the trainer
-produces     completions: each request's exactly once, from whichever server finished it
+produces     completions: exactly one answer per request, from whichever server finished it
 waits for    a server in service, then for its answer; each up to the request's deadline
 unblocked by the answer, by the supervisor giving the server up (the request moves on), or by the deadline
 """
@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _SHORT_S = 30.0
-"""Deadline of calls that compute nothing, and of servers to end their part of a sync that failed."""
+"""Deadline of calls without computation, and of servers to end their part of a failed sync."""
 _VERDICT_S = 10.0
-"""Until a server whose engine has died is given up: the engine's core process outlives a worker by seconds."""
+"""Longest wait for the supervisor to give up a server whose engine has died: the engine's core process outlives a
+worker by seconds."""
 _UPDATE_SHARE = 0.5
-"""Of a request's deadline, which an update may take: requests wait meanwhile, and outlive one that hangs."""
+"""Share of a request's deadline that a weight update may take: requests wait meanwhile, and outlive a hanging
+update."""
 _TOKENIZE_CONCURRENCY = 32
 _PROBE = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
@@ -56,12 +58,12 @@ class RemoteInferenceClient:
         """
         Args:
             pool: the servers.
-            timeout_s: of a request; a weight update has half of it.
-            start_timeout_s: of a server that is started again.
-            on_failure: told of a server that did not answer.
-            on_close: ends what stands behind the pool.
-            served_model_name: of vLLM's own routes.
-            router_url: where outside agents are served.
+            timeout_s: deadline of a request; a weight update gets half of it.
+            start_timeout_s: deadline for a server to restart.
+            on_failure: called with a server that did not answer.
+            on_close: ends the pool's servers.
+            served_model_name: the model's name in vLLM's own routes.
+            router_url: URL at which outside agents are served.
         """
         self.router_url = router_url
         self._pool = pool
@@ -73,27 +75,27 @@ class RemoteInferenceClient:
         self._where: dict[str, Member] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZE_CONCURRENCY)
         self._left_before = 0
-        """Servers that had been given up when the last update began."""
+        """Number of servers that had been given up when the last update began."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Waits for servers to end their part of an update that failed."""
+        """Tasks that wait for servers to end their part of a failed update."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Token ids are below this."""
         return self._pool.facts.vocab_size
 
     def num_weight_receivers(self) -> int:
-        """See `WeightReceivers`. At least one engine's: an update waits for one."""
+        """See `WeightReceivers`. Counts at least one engine, because an update waits for one."""
         return self._pool.facts.num_workers * max(1, len(self._pool.up))
 
     def idle_lap(self) -> Mapping[str, float]:
-        """See `IdleMeasuring`. What outside agents ask of a server counts as well."""
+        """See `IdleMeasuring`. Requests of outside agents count as work."""
         return {str(member.index): member.idle.lap() for member in self._pool.members}
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. A server that dies or stops serving gives the request to another one."""
+        """See `InferenceClient.generate`. If the server dies or stops serving, the request goes to another one."""
         body = wire.request_body(request)
 
         async def ask(connection: Connection, timeout_s: float) -> bytes:
@@ -107,7 +109,7 @@ class RemoteInferenceClient:
         return wire.completions_of(answer)
 
     async def abort(self, sample_ids: Sequence[str] | None = None) -> None:
-        """See `InferenceClient.abort`. A request that is still on its way to a server is asked for again."""
+        """See `InferenceClient.abort`. Repeats the abort for requests that are still on their way to a server."""
         deadline = time.monotonic() + _SHORT_S
         asked = set(self._where) if sample_ids is None else set(sample_ids) & self._where.keys()
         while asked:
@@ -119,12 +121,12 @@ class RemoteInferenceClient:
             await asyncio.sleep(_FIRST_BACKOFF_S if asked else 0)
 
     async def chat(self, messages: Sequence[Message], **options: Any) -> Mapping[str, Any]:
-        """A chat completion as OpenAI's API has it: its body, as a mapping. Tokens are the server's business.
+        """A chat completion: the response body of OpenAI's API, as a mapping. The server does the tokenization.
 
         Args:
             messages: chat messages.
             options: fields of the API's request, such as `max_tokens`, or `model` for an adapter; `session_id` keeps a
-                conversation on a server.
+                conversation on one server.
         """
         session_id = options.pop("session_id", None)
         arguments = {"model": self._model, "messages": [dict(message) for message in messages], **options}
@@ -137,8 +139,8 @@ class RemoteInferenceClient:
     async def score(
         self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> Mapping[str, Sequence[Sequence[float]]]:
-        """See `Scoring`; with the policy, or with the adapter of this name. A server's data-parallel engines score each
-        by itself."""
+        """See `Scoring`; with the policy, or with the adapter of this name. Each data-parallel engine of a server
+        scores separately."""
         arguments = {"sequences": wire.sequences_record(sequences), "adapter": adapter}
         answers = await self._on_all("score", arguments, timeout_s=self._timeout_s)
         serving = [member for member in self._pool.serving if member in answers]
@@ -149,7 +151,7 @@ class RemoteInferenceClient:
         }
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a text (nothing is added), or of chat messages with the template's opening of an answer."""
+        """Token ids of a text (nothing is added), or of chat messages with the template's generation prompt."""
         arguments: dict[str, Any] = {"model": self._model}
         if isinstance(prompt, str):
             arguments |= {"prompt": prompt, "add_special_tokens": False}
@@ -172,18 +174,18 @@ class RemoteInferenceClient:
         await self._on_all("resume", {}, timeout_s=_SHORT_S)
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int) -> None:
-        """See `WeightPreparing`. A server that dies meanwhile is left to the supervisor."""
+        """See `WeightPreparing`. The supervisor handles a server that dies meanwhile."""
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
         self._left_before = self._pool.num_left
         arguments = self._update_arguments(rendezvous, version)
         await self._on_all("prepare_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
 
     async def update_weights(self, rendezvous: Rendezvous, version: int) -> Manifest:
-        """See `InferenceClient.update_weights`. A server that dies meanwhile is left to the supervisor.
+        """See `InferenceClient.update_weights`. The supervisor handles a server that dies meanwhile.
 
         Raises:
-            WeightSyncError: a server that lives did not get the version, or one died in a sync that is not staged; none
-                serves it then.
+            WeightSyncError: a live server did not get the version, or a server died in a sync that is not staged; then
+                no server serves it.
         """
         arguments = self._update_arguments(rendezvous, version)
         await self._pool.wait_for(lambda: bool(self._pool.up), "a vLLM server to be up", timeout_s=self._timeout_s)
@@ -212,7 +214,7 @@ class RemoteInferenceClient:
         }
 
     async def load_lora_from_disk(self, name: str, path: str | Path) -> None:
-        """See `AdapterServing`. Waits for servers that are paused."""
+        """See `AdapterServing`. Waits while servers are paused."""
         directory = str(Path(path).absolute())
         before = self._pool.wanted.adapters
         self._want_adapters({**before, name: directory})
@@ -250,24 +252,24 @@ class RemoteInferenceClient:
         return True
 
     async def needs_weights(self) -> None:
-        """Returns when a server is up that waits for the current version: one that was restarted."""
+        """Returns when a (restarted) server is up that lacks the current version."""
         await self._pool.wait_for(lambda: self._pool.lacks_weights, "a server to need weights", timeout_s=None)
 
     async def sleep(self, level: int = 1) -> None:
-        """Servers give their device memory back. Level 1 keeps the weights in host memory, level 2 drops them: for
-        servers that get new ones before they serve again. One that starts meanwhile goes to sleep too."""
+        """Makes servers free their device memory. Level 1 keeps the weights in host memory; level 2 drops them, for
+        servers that get new ones before they serve again. A server that starts meanwhile goes to sleep too."""
         self._pool.wanted = attrs.evolve(self._pool.wanted, sleep_level=level, woken=frozenset())
         await self._on_all("sleep", {"level": level}, timeout_s=self._timeout_s)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Servers take device memory again: all of it, or the part of `tags` (`weights`, `kv_cache`)."""
+        """Makes servers allocate device memory again: all of it, or the parts in `tags` (`weights`, `kv_cache`)."""
         self._pool.wanted = self._pool.wanted.awake(tags)
         await self._on_all("wake", {"tags": None if tags is None else list(tags)}, timeout_s=self._timeout_s)
 
     # --- health -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See `InferenceClient.health`, over all servers that serve. Raises GenerationError if none does."""
+        """See `InferenceClient.health`, over all servers in service. Raises GenerationError if there are none."""
         answers = await self._on_all("health", {}, timeout_s=_SHORT_S)
         serving = [answers[member] for member in self._pool.serving if member in answers]
         if not serving:
@@ -294,12 +296,12 @@ class RemoteInferenceClient:
         sample_id: str | None = None,
         num_samples: int = 1,
     ) -> Any:
-        """The answer of one server; asked again, of the same or another one, until the deadline. `ask` must be
-        idempotent: an answer can be lost after it was computed.
+        """The answer of one server. Repeats the request, to the same or another server, until the deadline. `ask` must
+        be idempotent, because an answer can be lost after it was computed.
 
         Raises:
             DeadlineError: no answer in time.
-            GenerationError: refused, or `MAX_LOST` servers were lost while they had the request.
+            GenerationError: the request was refused, or `MAX_LOST` servers were lost while they had it.
         """
         deadline = time.monotonic() + self._timeout_s
         backoff_s, last, num_lost = _FIRST_BACKOFF_S, "", 0
@@ -336,12 +338,12 @@ class RemoteInferenceClient:
     async def _until_lost(
         self, member: Member, ask: Callable[[Connection, float], Awaitable[Any]], timeout_s: float
     ) -> Any:
-        """The member's answer; ServerGone when it is given up before."""
+        """The member's answer. Raises ServerGone if the member is given up first."""
         async with while_up(member) as connection:
             return await ask(connection, timeout_s)
 
     async def _on_all(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """The answers of all servers that are up. One that is gone has none; an error of another one is raised."""
+        """The answers of all servers that are up, without those that are gone meanwhile; raises any other error."""
         asked = self._ask_all(method, arguments, timeout_s)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for member, answer in zip(asked.values(), answers, strict=True):
@@ -353,8 +355,9 @@ class RemoteInferenceClient:
         return {member: answer for member, answer in pairs if not isinstance(answer, ServerGone)}
 
     async def _on_all_or_none(self, method: str, arguments: Any, *, timeout_s: float) -> dict[Member, Any]:
-        """As `_on_all`, of what no server can do without the others: the first failure is raised at once. The others
-        fail with it, when its caller breaks off what they wait for; one that does not end then is hung, and given up.
+        """Like `_on_all`, for calls that succeed only on all servers: raises the first failure at once. The other calls
+        fail when the caller breaks off the sync they wait for; a server whose call does not end then is considered hung
+        and given up.
 
         Raises:
             WeightSyncError: a server refused, or is gone.
@@ -380,7 +383,7 @@ class RemoteInferenceClient:
         raise WeightSyncError(f"{error}{late}") from error
 
     async def _end(self, method: str, running: Mapping[asyncio.Task[Any], Member]) -> None:
-        """Waits for what was asked of these servers and is not wanted any more."""
+        """Waits for calls whose results are no longer needed; marks servers that do not end them as hung."""
         ended, late = await asyncio.wait(running, timeout=_SHORT_S)
         for task in ended:
             self._note(method, running[task], task.exception())
@@ -397,12 +400,12 @@ class RemoteInferenceClient:
         return {asyncio.create_task(self._until_lost(member, ask, timeout_s)): member for member in self._pool.up}
 
     def _note(self, method: str, member: Member, answer: object) -> None:
-        """What an answer, or an error, says of the server."""
+        """Updates a server's state from its answer or error."""
         if isinstance(answer, ServerGone):
             logger.warning("%s: %s", method, answer)
             self._on_failure(member)
         elif isinstance(answer, WeightSyncError):
-            member.is_quarantined = True  # until its next heartbeat says what it really holds
+            member.is_quarantined = True  # until its next heartbeat reports what it holds
             self._on_failure(member)
 
     async def _tokenizer_call(self, path: str, arguments: Mapping[str, Any]) -> Any:
@@ -413,7 +416,7 @@ class RemoteInferenceClient:
             return await self._on_some_server(ask, path, session_id=None, num_samples=0)
 
     def _forget(self, member: Member, sample_id: str) -> None:
-        """Tells the server that nobody waits for a sample any more; not waited for."""
+        """Tells the server, in the background, that nobody waits for a sample any more."""
         if member.connection is None:
             return
 

@@ -1,4 +1,4 @@
-"""One server's HTTP, as seen by the client: deadlines, and errors that say whose fault it was."""
+"""The client's HTTP connection to one server: deadlines, and errors that distinguish whose fault it was."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from rl_rollout.vllm import wire
 from rl_rollout.vllm.tokens import CONTROL_FILE_VARIABLE, CONTROL_VARIABLE
 
 _KEEP_ALIVE_S = 60.0
-"""Shorter than the server's 75 s: an idle connection is dropped here first, never under a request."""
+"""Shorter than the server's 75 s: the client drops an idle connection first, so none is dropped during a request."""
 CONNECT_S = 10.0
-"""Until a server takes a connection."""
+"""Timeout for a server to accept a connection."""
 _REFUSED, _BAD_WEIGHTS, _LOST, _UNAVAILABLE = 400, 409, 502, 503
 _NO_TOKEN, _NO_ROUTE = 401, 404
 
 
 class ServerGone(Exception):
-    """No answer, or one that says that this server serves nothing now; another may."""
+    """The server did not answer, or answered that it serves nothing now; another server may."""
 
 
 class LostUnderRequest(ServerGone):
-    """The server, or its engine, ended while it had the request."""
+    """The server or its engine ended while it had the request."""
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
-    """The pool of connections to all servers: as many as there are requests, which show `token`."""
+    """The HTTP session for all servers, with as many connections as there are requests; requests carry `token`."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
         headers={"Authorization": f"Bearer {token}"} if token else {},
-        # Addresses of this run's own servers: a proxy for the outside world does not know them.
+        # These are addresses of the run's own servers, which a proxy for the outside world cannot reach.
         trust_env=False,
     )
 
 
 class Connection:
-    """Calls of one server."""
+    """Makes calls to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, name: str) -> None:
         self._session = session
@@ -46,17 +46,17 @@ class Connection:
         self.name = name
 
     async def call(self, method: str, arguments: Any = None, *, timeout_s: float) -> Any:
-        """A route under /rl with a MessagePack body.
+        """Calls a route under /rl with a MessagePack body.
 
         Raises:
-            ServerGone: no answer, or the server serves nothing now.
+            ServerGone: the connection failed, or the server serves nothing now.
             DeadlineError: no answer in time.
             GenerationError, WeightSyncError: the server refused.
         """
         return wire.decode(await self.send(method, wire.encode(arguments or {}), timeout_s=timeout_s))
 
     async def send(self, method: str, body: bytes, *, timeout_s: float) -> bytes:
-        """Like `call`, with bodies as bytes."""
+        """Like `call`, with request and answer as bytes."""
         headers = {"Content-Type": wire.MEDIA_TYPE}
         status, answer = await self._post(f"/rl/{method}", timeout_s, data=body, headers=headers)
         if status == 200:
@@ -110,7 +110,7 @@ class Connection:
 
 
 def gone(error: aiohttp.ClientError, name: str) -> ServerGone:
-    """What an error of the connection to a server says of the server."""
+    """The exception that a connection error means for the server."""
     kind = ServerGone if isinstance(error, aiohttp.ClientConnectorError) else LostUnderRequest
     return kind(f"{name}: {type(error).__name__}: {error}")
 
@@ -119,5 +119,5 @@ def _message(answer: bytes) -> str:
     try:
         return str(wire.decode(answer)["message"])
     except Exception:
-        # An answer of HTTP itself, which is text.
+        # Error of the HTTP layer itself, which is text.
         return answer.decode(errors="replace")[:500]

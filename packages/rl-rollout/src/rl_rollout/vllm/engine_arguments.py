@@ -1,4 +1,4 @@
-"""What the engine is told, as arguments of vLLM's engine. Imports neither vllm nor torch: both take seconds."""
+"""Builds the arguments of vLLM's engine. Imports neither vllm nor torch, because both take seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SECTION = "generator.inference_engine"
 _LORA = "trainer.policy.model.lora"
 _CPU_KV_CACHE_BYTES = 512 * 2**20
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM has buffers for (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank lies in the next
-larger one."""
+"""Ranks for which vLLM has buffers (0.30, `vllm.config.lora.MaxLoRARanks`); an adapter of another rank uses the next
+larger buffer."""
 WORKER_EXTENSION = "rl_rollout.vllm.weights.worker_extension.WeightReceiverExtension"
 
 _OWN_KEYS = {
@@ -46,17 +46,18 @@ _OWN_KEYS = {
     "worker_extension_cls": "nothing: it is how weights arrive",
     "logprobs_mode": "nothing: training needs the log-probs of the distribution that was sampled from",
 }
-"""Engine arguments that a key of the configuration sets, or that are fixed."""
+"""Engine arguments that a configuration key sets, or that are fixed."""
 _NOT_ON_CPUS = {
     "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (tensor parallel ranks split "
     "each expert)",
     "pipeline_parallel_size": "has no buffer for what a stage receives, and stops at the first request",
 }
-"""Shown by starting them: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in gpu_model_runner.py."""
+"""Observed when starting such engines: a segmentation fault in cpu_fused_moe.cpp, an AssertionError in
+gpu_model_runner.py."""
 
 
 def ranks_per_engine(options: VLLMOptions) -> int:
-    """Processes that compute for one engine: tensor × pipeline × data parallel ones."""
+    """Number of processes that compute for one engine: tensor × pipeline × data parallel size."""
     return options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
 
 
@@ -64,12 +65,12 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
     """Fields of vLLM's AsyncEngineArgs.
 
     Args:
-        spec: with VLLMOptions.
-        has_gpus: the servers run on GPUs, else on vLLM's CPU build.
-        spans_nodes: no machine has room for all ranks of an engine.
+        spec: its options are VLLMOptions.
+        has_gpus: whether the servers run on GPUs, else on vLLM's CPU build.
+        spans_nodes: whether no single machine has room for all ranks of an engine.
 
     Raises:
-        ConfigError: vLLM's CPU build cannot do it.
+        ConfigError: vLLM's CPU build does not support the options.
     """
     options, lora = spec.options, spec.lora
     if not has_gpus:
@@ -90,7 +91,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
         "enable_return_routed_experts": spec.return_routed_experts,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
-        # Sampling is what the request says, not what the model's own generation_config.json adds.
+        # Sampling uses only the request's parameters, not those of the model's generation_config.json.
         "generation_config": "vllm",
         "seed": spec.seed,
         "disable_log_stats": False,
@@ -98,14 +99,14 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
     if options.distributed_executor_backend is not None:
         arguments["distributed_executor_backend"] = options.distributed_executor_backend
     elif ranks_per_engine(options) > 1:
-        # In a Ray actor with a placement group, as servers are, vLLM would take Ray, which it does not have on CPUs and
-        # which wants a bundle for each rank.
+        # In a Ray actor with a placement group, as here, vLLM would choose its Ray executor, which does not exist on
+        # CPUs and needs a bundle for each rank.
         arguments["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
     if has_gpus:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.shares_devices
     else:
-        # Otherwise vLLM takes a share of what is free, and refuses to start where others use the machine too.
+        # Otherwise vLLM takes a share of the free memory, and refuses to start if others use the machine too.
         arguments["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if lora.is_sent_alone:
         if not has_gpus:
@@ -114,7 +115,7 @@ def engine_arguments(spec: EngineSpec, *, has_gpus: bool, spans_nodes: bool = Fa
             "enable_lora": True,
             "max_lora_rank": next(size for size in MAX_LORA_RANKS if size >= lora.rank),
             "max_loras": lora.max_loras,
-            # The policy's adapter stays there whatever else is asked for.
+            # One more, because the policy's adapter always stays in memory.
             "max_cpu_loras": (lora.max_cpu_loras or lora.max_loras) + 1,
             "fully_sharded_loras": options.fully_sharded_loras,
         }
@@ -128,7 +129,7 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
     size, path = spec.options.data_parallel_size, spec.model_path
     if size > 1 and _has_experts(path):
-        # Shown by starting one: NotImplementedError of all_gatherv in naive_dp_ep.py.
+        # Observed when starting one: NotImplementedError in all_gatherv of naive_dp_ep.py.
         raise ConfigError(
             f"{_SECTION}.data_parallel_size: {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data "
             f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and num_engines to "
@@ -150,7 +151,7 @@ def _has_experts(model_path: str) -> bool:
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that vLLM does not know, or that a key of the configuration sets."""
+    """Raises ConfigError for a name that vLLM does not know, or that a configuration key sets."""
     key = f"{_SECTION}.engine_init_kwargs"
     for name in engine_init_kwargs:
         if name in _OWN_KEYS:
@@ -161,7 +162,7 @@ def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def known_arguments() -> frozenset[str]:
-    """Names of vLLM's engine arguments, read from its source: importing it takes ten seconds and more."""
+    """Names of vLLM's engine arguments, read from its source because importing it takes more than ten seconds."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Calls of every data-parallel engine behind one AsyncLLM, with the answer of each.
+"""Calls every data-parallel engine behind one AsyncLLM, and returns the answer of each.
 
 vllm 0.30.0, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async`, and with it `AsyncLLM.collective_rpc` and
-`reset_prefix_cache`, asks the core processes of all data-parallel engines and returns the first one's answer alone. So
-an engine that did not take a weight version would serve its old or half-loaded weights under the new number. Here each
-core process is asked by itself, with the method that vLLM asks it with.
-Shown by tests/rollout/vllm/test_split_engines.py. Can go when AsyncLLM returns all answers.
+`reset_prefix_cache`, calls the core processes of all data-parallel engines but returns only the first one's answer. So
+an engine that did not load a weight version would serve its old or half-loaded weights under the new version number.
+Here each core process is called separately, by the method that vLLM itself uses. Shown by
+tests/rollout/vllm/test_split_engines.py. Can go when AsyncLLM returns all answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 
 
 def require_single_calls(engine: AsyncLLM) -> None:
-    """Raises ConfigError where this vLLM's client of the core processes has no call of a single one."""
+    """Raises ConfigError if this vLLM's client of the core processes cannot call a single one."""
     core: Any = engine.engine_core
     if not hasattr(core, "_call_utility_async") or not hasattr(core, "core_engines"):
         raise ConfigError(
@@ -29,10 +29,10 @@ def require_single_calls(engine: AsyncLLM) -> None:
 
 
 async def answers_of_all(engine: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
-    """What each data-parallel engine's core process answers to `method`, by rank. Waits for all of them.
+    """The answer of each data-parallel engine's core process to `method`, by rank. Waits for all of them.
 
     Raises:
-        Exception: the error of the first one that failed, when all have answered.
+        Exception: the error of the first engine that failed, raised after all have answered.
     """
     core: Any = engine.engine_core
     calls = [core._call_utility_async(method, *arguments, engine=identity) for identity in core.core_engines]

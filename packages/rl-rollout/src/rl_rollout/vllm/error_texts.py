@@ -1,4 +1,4 @@
-"""What a server's errors say to a caller: nothing about its machine's paths, but for those that the caller sent."""
+"""Removes the server machine's paths from error messages to callers, except paths that the caller sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKEN_OUT = "(a path of the server)"
 
 
 def without_other_paths(text: str, body: bytes) -> str:
-    """`text` without absolute paths, but for those that a string of the request `body` names, or that lie under one."""
+    """`text` without absolute paths, except those that a string in the request `body` names, or that lie under one."""
     try:
         sent = {value.rstrip("/") for value in _strings(wire.decode(body))} - {""}
     except (msgspec.DecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""What vLLM gets wrong about loading weights again, about seeds and AMX on CPUs, adapters and memory, repaired.
+"""Fixes for bugs of vLLM: reloading weights, seeds and AMX on CPUs, adapters, and shared memory.
 
-Imported in every worker, before it loads its model; the two that unlink memory, in all processes of a
-server. Each fix names version and fault, says when it can go, and fails loudly where vLLM no longer has what it wraps.
+Applied in every worker before it loads its model; the two fixes that unlink memory, in all processes of a server. Each
+fix names version and bug, says when it can go, and raises if vLLM no longer has what it wraps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def apply() -> None:
 def repack_moe_experts_on_cpu() -> None:
     """vllm 0.30.0, fused_moe/unquantized_fused_moe_method.py: on CPU every reload leaves the old experts in place.
 
-    The CPU kernel computes with a packed copy of the experts, which `_setup_kernel` makes on the first load only, so a
-    reload reports success and log-probs are off by nats. Here it packs again on every later load.
-    Shown by tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails.
-    Can go when that fails.
+    The CPU kernel computes with a packed copy of the experts, which `_setup_kernel` makes only on the first load, so a
+    reload reports success and log-probs are off by nats. The fix packs again on every later load. Shown by
+    tests/rollout/vllm/test_weights.py::test_moe_five_syncs_pass_and_without_the_moe_fix_verification_fails. Can go when
+    that test fails.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -60,10 +60,10 @@ def repack_moe_experts_on_cpu() -> None:
 def repack_tied_heads_on_cpu(model: Any) -> None:
     """vllm 0.30.0, model_loader/reload: on CPU every reload leaves a tied output layer with the old weights.
 
-    It shares the embedding's tensor, so no weight comes for it and a reload passes it over; but the CPU kernel computes
-    with a packed copy, made on the first load only. To be called after every reload.
-    Shown by tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named, whose
-    model is tied. Can go when that passes without.
+    The output layer shares the embedding's tensor, so no weight arrives for it and a reload skips it; but the CPU
+    kernel computes with a packed copy, made only on the first load. Call this after every reload. Shown by
+    tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named, whose model is
+    tied. Can go when that passes without.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
@@ -79,12 +79,13 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
 
 
 def rewind_generators_on_cpu() -> None:
-    """vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps ends the engine.
+    """vllm 0.30.0, v1/worker/gpu_model_runner.py: on CPU a seeded request whose prompt takes two steps kills the
+    engine.
 
-    What is sampled after a part of a prompt is thrown away, and the request's generator is set back by CUDA's offset,
-    which a generator on the CPU does not have. Here it gets back the state that it had before.
-    Shown by tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds. Can go when that
-    passes without.
+    A token sampled after only a part of the prompt is discarded, and the request's generator is rewound by CUDA's
+    offset, which CPU generators do not have. The fix restores the generator's earlier state. Shown by
+    tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds. Can go when that passes
+    without.
     """
     from vllm.platforms import current_platform
 
@@ -123,12 +124,12 @@ def rewind_generators_on_cpu() -> None:
 
 
 def keep_adapters_off_vocabularies() -> None:
-    """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters that scores two prompts in a step ends.
+    """vllm 0.30.0, lora/layers/logits_processor.py: an engine with adapters dies if it scores two prompts in one step.
 
-    Its output layer has places for adapters too, which take one row per sampled token, and for the log-probs of prompts
-    get one per token. No adapter of a trainer here is on an output layer or an embedding, so those get no places; on
-    GPUs, where nothing breaks, that saves their memory and two matrix products per token.
-    Shown by tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when it passes without.
+    Its output layer supports adapters too; that code expects one row per sampled token, but for prompt log-probs gets
+    one per prompt token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them
+    there; on GPUs, where nothing breaks, that saves their memory and two matrix products per token. Shown by
+    tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when it passes without.
     """
     from vllm.lora import model_manager
 
@@ -152,10 +153,10 @@ def keep_adapters_off_vocabularies() -> None:
 
 
 def request_amx() -> None:
-    """vllm 0.30.0, v1/attention/backends/cpu_attn.py: a bfloat16 model on a CPU with AMX ends its worker with SIGILL.
+    """vllm 0.30.0, v1/attention/backends/cpu_attn.py: a bfloat16 model on a CPU with AMX kills its worker with SIGILL.
 
     Linux gives a process the tile registers on request (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's own kernels never
-    request them; they work only where a oneDNN kernel that needs them ran before, which depends on the model's sizes.
+    request them; they work only if a oneDNN kernel that requests them ran before, which depends on the model's sizes.
     Shown by tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine. Can go
     when that passes without, on a CPU with AMX.
     """
@@ -171,10 +172,10 @@ def request_amx() -> None:
 def unlink_message_queues() -> None:
     """vllm 0.30.0, distributed/device_communicators/shm_broadcast.py: an engine that dies leaves 160 MB in /dev/shm.
 
-    The segment of a queue between core and workers is unlinked by its writer's `__del__`, which neither a killed
-    process reaches nor one that a signal ends. Here its writer unlinks it as soon as all readers have it: the kernel
-    frees it with its last user.
-    Shown by tests/rollout/vllm/test_faults.py. Can go when that passes without.
+    The writer of a queue between core and workers unlinks the queue's segment in `__del__`, which does not run if the
+    process is killed or ended by a signal. The fix makes the writer unlink it as soon as all readers have mapped it;
+    the kernel frees it when its last user ends. Shown by tests/rollout/vllm/test_faults.py. Can go when that passes
+    without.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -194,10 +195,10 @@ def unlink_message_queues() -> None:
 
 
 def unlink_shared_memory_on_cpu() -> None:
-    """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks that a signal ends leave 4 MB each in /dev/shm.
+    """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks ended by a signal leave 4 MB each in /dev/shm.
 
-    As with queues: a rank's segment goes by its name as soon as all others have it.
-    Shown by tests/rollout/vllm/test_faults.py, of a tensor parallel engine. Can go when that passes without.
+    As for queues, a rank's segment is unlinked as soon as all other ranks have mapped it.
+    Shown by tests/rollout/vllm/test_faults.py, for a tensor-parallel engine. Can go when that passes without.
     """
     from vllm.platforms import current_platform
 
@@ -220,7 +221,7 @@ def unlink_shared_memory_on_cpu() -> None:
 
 
 def undo_repack_moe_experts_on_cpu() -> None:
-    """Takes the fix away: how a test shows that it is still needed."""
+    """Removes the fix, so that a test can show that it is still needed."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     setup_kernel: Any = UnquantizedFusedMoEMethod._setup_kernel

@@ -1,4 +1,4 @@
-"""From what the engine is told to a client with servers behind it, and back to nothing."""
+"""Starts an engine's servers and a client for them, and ends them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
-    """A client whose servers are ready and hold the weights of `spec.model_path`.
+    """Creates a client whose servers are ready and hold the weights of `spec.model_path`.
 
     Raises:
-        ConfigError: Ray's cluster is too small for the servers, or the control token of external ones is not given.
+        ConfigError: Ray's cluster is too small for the servers, or the control token of external servers is missing.
         GenerationError, DeadlineError: a server did not start; the message has its last log lines.
     """
     options: VLLMOptions = spec.options
@@ -60,26 +60,26 @@ async def create_client(spec: EngineSpec) -> RemoteInferenceClient:
 
 @attrs.frozen(kw_only=True)
 class ClientSettings:
-    """What a client is told of its servers."""
+    """A client's settings."""
 
     tokens: Tokens
-    """The run's requests show the control token, those of agents the access token."""
+    """The run's requests carry the control token, those of agents the access token."""
     timeout_s: float
-    """Of a request."""
+    """Deadline of a request."""
     start_timeout_s: float
-    """Of a server."""
+    """Deadline for a server to start."""
     heartbeat: Heartbeat
     """When a server is given up."""
     served_model_name: str
-    """Of vLLM's own routes."""
+    """The model's name in vLLM's own routes."""
     run_dir: Path
-    """Where agents find their token."""
+    """Directory in which agents find their token."""
     router_address: tuple[str, int] | None = None
-    """Where outside agents are served: host and port (0: a free one); None: nowhere."""
+    """Host and port (0: a free one) at which outside agents are served; None: they are not."""
 
 
 def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1") -> ClientSettings:
-    """As `spec` says; `host` is where the router listens."""
+    """The settings that `spec` describes; `host` is where the router listens."""
     options: VLLMOptions = spec.options
     return ClientSettings(
         tokens=tokens,
@@ -95,7 +95,7 @@ def client_settings(spec: EngineSpec, tokens: Tokens, *, host: str = "127.0.0.1"
 async def supervised_client(
     servers: Sequence[Startable], settings: ClientSettings, *, after: Callable[[], None] = lambda: None
 ) -> RemoteInferenceClient:
-    """A client of servers that are started now; `close` ends them and then calls `after`."""
+    """Starts the servers and returns a client for them; its `close` ends them and then calls `after`."""
     pool = Pool(len(servers))
     supervisor = Supervisor(pool, servers, settings.heartbeat, control_token=settings.tokens.control)
     await supervisor.start()
@@ -142,7 +142,7 @@ async def _client_of_own_servers(spec: EngineSpec, places: list[EnginePlace]) ->
 
 
 def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, tokens: Tokens) -> list[Server]:
-    """The run's servers, not started; they log into the run directory."""
+    """The run's servers, not yet started; they log to the run directory."""
     gpus = cluster_has_gpus()
     options: VLLMOptions = spec.options
     arguments = engine_arguments(spec, has_gpus=gpus, spans_nodes=any(place.spans_nodes for place in places))
@@ -166,16 +166,16 @@ def servers_of(spec: EngineSpec, places: Sequence[EnginePlace], *, host: str, to
 
 
 def receivers_of(spec: EngineSpec) -> tuple[str, ...]:
-    """What a server of this run may load as receivers besides those of installed transports: the one of its
-    transport, which may be an object of a module that is no entry point."""
+    """Receivers that a server of this run may load besides those of installed transports: that of the run's transport,
+    which need not be an entry point."""
     key = "generator.inference_engine.weight_sync_backend"
     return (receiver_of(plugins.load("rl_core.weight_transports", spec.weight_transport, key=key)),)
 
 
 def cpu_environment(num_ranks: int) -> dict[str, str]:
-    """Threads of an engine's rank on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS says so.
+    """Number of threads of an engine's rank on CPUs: its share of the machine's cores, unless OMP_NUM_THREADS is set.
 
-    vLLM binds ranks to cores by itself, every engine to the same ones; so it is told not to.
+    vLLM would bind every engine's ranks to the same cores, so that is switched off.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {

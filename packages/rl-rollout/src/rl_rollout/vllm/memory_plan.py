@@ -1,4 +1,4 @@
-"""What one device of a vLLM engine would hold. Imports neither vllm nor torch."""
+"""Memory that one device of a vLLM engine would hold. Imports neither vllm nor torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rl_rollout.vllm.options import VLLMOptions
 
 _SECTION = "generator.inference_engine"
 _GRAPH_BYTES = 3 << 29
-"""Of CUDA graphs, an estimate: 1.5 GiB. They stay while the engine sleeps."""
+"""Estimate of CUDA graphs: 1.5 GiB. They stay while the engine sleeps."""
 _LEFT_ASLEEP_BYTES = 1 << 29
 """Estimate of the buffers that sleeping does not release."""
 
 
 def plan_engine(spec: EngineSpec) -> EnginePlan:
-    """The fullest device of one engine. Raises ConfigError where heads or experts cannot be split like that."""
+    """Plans the fullest device of one engine. Raises ConfigError if heads or experts cannot be split like that."""
     options: VLLMOptions = spec.options
     shape = shape_of(spec)
     _require_divisible(options, shape)
@@ -26,7 +26,7 @@ def plan_engine(spec: EngineSpec) -> EnginePlan:
     split = tensor * options.data_parallel_size
     shares_experts = options.expert_parallel_size > 1
     experts = {"expert": split if shares_experts else 1, "expert_tensor": 1 if shares_experts else split}
-    # The later stages have as many layers, and those with experts come last.
+    # Counts the last layers: later stages get the full number of layers, and layers with experts come last.
     counts = [shape.layer_parameters(shape.num_layers - 1 - layer, tensor=tensor, **experts) for layer in layers]
     vocabularies = 1 if shape.is_tied or options.pipeline_parallel_size > 1 else 2
     parameters = sum(map(sum, counts)) + shape.hidden_size + vocabularies * shape.vocabulary_parameters(tensor)
@@ -40,7 +40,7 @@ def plan_engine(spec: EngineSpec) -> EnginePlan:
         + sampling_bytes(spec, shape)
         + graphs,
         asleep_bytes=graphs + _LEFT_ASLEEP_BYTES,
-        # It sleeps at vLLM's level 1, which copies the weights to the host.
+        # The engine sleeps at vLLM's level 1, which copies the weights to the host.
         asleep_host_bytes=parameters * size,
         memory_share=options.gpu_memory_utilization,
         can_sleep=True,

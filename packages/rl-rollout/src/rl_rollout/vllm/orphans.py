@@ -1,7 +1,7 @@
-"""The processes of an engine end with the server that started them, however it ends, and leave no memory behind.
+"""Makes the processes of an engine end with the server that started them, however that ends, and free their memory.
 
-vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core went
-on, and on a GPU held the memory. vLLM calls `end_with_parent` in each of its processes (entry point
+vLLM's workers watch their engine's core, but nothing watches the core's parent: after kill -9 of a server its core kept
+running and, on a GPU, kept its memory. vLLM calls `end_with_parent` in each of its processes (entry point
 `vllm.general_plugins`).
 """
 
@@ -17,12 +17,12 @@ from multiprocessing.process import BaseProcess
 from rl_rollout.vllm import fixes
 
 _MARK = "RL_ROLLOUT_SERVER"
-"""In the environment of this package's servers, for the processes of their engines: other programs that use vLLM on
-this machine are left alone."""
+"""Environment variable that marks the engine processes of this package's servers, so that other programs that use vLLM
+on this machine are not affected."""
 
 
 def mark() -> None:
-    """Processes that this one starts from now on end with it."""
+    """Makes vLLM processes that this process starts from now on end with it."""
     os.environ[_MARK] = "1"
 
 

@@ -18,7 +18,7 @@ _SECTION = "generator.inference_engine"
 
 @attrs.frozen
 class VLLMPlugin:
-    """InferencePlugin of vLLM servers: Ray actors of this run, or servers that somebody else started."""
+    """InferencePlugin of vLLM servers: Ray actors of this run, or servers started outside it."""
 
     contract_version: int = 2
     receives_deltas: bool = True
@@ -26,7 +26,7 @@ class VLLMPlugin:
     options_class: type = VLLMOptions
 
     def validate(self, spec: EngineSpec) -> None:
-        """Raises ConfigError for what vLLM cannot do, before a process is started."""
+        """Raises ConfigError for options that vLLM does not support, before any process is started."""
         options: VLLMOptions = spec.options
         missing = [name for name in ("ray", "aiohttp", "msgspec") if find_spec(name) is None]
         if options.external_server_urls is None and find_spec("vllm") is None:
@@ -54,7 +54,8 @@ class VLLMPlugin:
             )
 
     def is_on_this_host(self, options: VLLMOptions) -> bool:
-        """Of servers that the run starts, on a Ray of its own; where a Ray is joined, it may have other machines."""
+        """True if the run starts the servers on its own Ray; a Ray cluster that the run joins may have other
+        machines."""
         return options.external_server_urls is None and "RAY_ADDRESS" not in os.environ
 
     def plan(self, spec: EngineSpec) -> EnginePlan:

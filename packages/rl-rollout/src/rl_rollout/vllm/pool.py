@@ -1,4 +1,4 @@
-"""Which server takes a request: the session's own if it serves, else the one with the least to do."""
+"""Chooses the server for a request: the session's own if it serves, else the least loaded one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from rl_core.tasks import IdleTime
 from rl_rollout.vllm.connection import Connection, LostUnderRequest, ServerGone
 
 ALL_MEMORY = frozenset({"weights", "kv_cache"})
-"""The parts that a sleeping server gave back."""
+"""The parts of memory that a sleeping server frees."""
 MAX_LOST = 3
-"""Servers that may be lost under one request: it may be what ends them, so it is not sent to another."""
+"""Number of servers that may be lost during one request. The request may be the cause, so it is not sent to another."""
 _MAX_SESSIONS = 100_000
 
 
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """What is the same for every server of a run."""
+    """Facts that are the same for every server of a run."""
 
     vocab_size: int
-    """Token ids are below it."""
+    """Token ids are below this."""
     num_workers: int
-    """Processes of one engine that hold weights."""
+    """Number of processes of one engine that hold weights."""
 
 
 @attrs.frozen(kw_only=True)
 class Wanted:
-    """What the run asked of all servers, and of those too that start later."""
+    """State that the run wants of all servers, including those that start later."""
 
     adapters: Mapping[str, str] = attrs.field(factory=dict)
-    """Besides the policy's: name → directory."""
+    """Adapters besides the policy's: name → directory."""
     sleep_level: int | None = None
-    """How deep they sleep; None: they are awake."""
+    """Sleep level of the servers; None: they are awake."""
     woken: frozenset[str] = frozenset()
-    """Parts of their memory that sleeping servers took again."""
+    """Parts of memory that sleeping servers have allocated again."""
 
     def awake(self, tags: Iterable[str] | None) -> Wanted:
-        """With these parts of the memory taken again; None: with all of it."""
+        """A copy with these parts of memory allocated again; None: all parts."""
         woken = ALL_MEMORY if tags is None else self.woken | set(tags)
         if self.sleep_level is None or woken >= ALL_MEMORY:
             return attrs.evolve(self, sleep_level=None, woken=frozenset())
@@ -51,23 +51,23 @@ class Wanted:
 
 @attrs.define(eq=False)
 class Member:
-    """One server, as far as the client knows."""
+    """The client's view of one server."""
 
     index: int
     connection: Connection | None = None
-    """None: down."""
+    """None: the server is down."""
     version: int = -1
-    """Of the weights it holds, as it said last."""
+    """Version of the weights it holds, as last reported."""
     is_quarantined: bool = False
     load: int = 0
-    """Samples asked of it and not answered."""
+    """Number of samples requested from it and not yet answered."""
     idle: IdleTime = attrs.field(factory=IdleTime)
-    """Time without any."""
+    """Time without such samples."""
     why_down: str = "it has not started"
     hung: str | None = None
-    """Why it must go, whatever it says of itself: its HTTP server answers, and its engine does not."""
+    """Why it must be restarted although its HTTP server answers: its engine does not."""
     lost: asyncio.Event = attrs.field(factory=asyncio.Event)
-    """Set when the connection it had is given up; every connection has an event of its own."""
+    """Set when its current connection is given up; every connection has its own event."""
 
     def __str__(self) -> str:
         return f"vLLM server {self.index}"
@@ -75,7 +75,8 @@ class Member:
 
 @asynccontextmanager
 async def while_up(member: Member) -> AsyncIterator[Connection]:
-    """The member's connection. Raises ServerGone as soon as the member is given up: a hung server never breaks it."""
+    """Yields the member's connection. Raises ServerGone as soon as the member is given up, because a hung server never
+    breaks the connection itself."""
     connection = member.connection
     if connection is None:
         raise ServerGone(f"{member} is down: {member.why_down}")
@@ -95,19 +96,20 @@ async def while_up(member: Member) -> AsyncIterator[Connection]:
 
 
 class Pool:
-    """The servers of a run, and the version that they are to serve."""
+    """The servers of a run, and the version they should serve."""
 
     def __init__(self, num_servers: int) -> None:
         self.members = [Member(index) for index in range(num_servers)]
         self.facts: EngineFacts
-        """Set when the first server has answered."""
+        """Set after the first server has answered."""
         self.version = -1
         self.wanted = Wanted()
-        """Besides its weights, of every server."""
+        """State wanted of every server, besides its weights."""
         self.num_left = 0
-        """Servers given up so far."""
+        """Number of servers given up so far."""
         self.num_updates = 0
-        """Weight updates begun and ended: what was said before a change is not believed after it."""
+        """Number of weight updates begun plus ended; a server's report is ignored if this changed since the
+        question."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._changed = asyncio.Condition()
 
@@ -122,13 +124,14 @@ class Pool:
         return [member for member in self.up if member.version == self.version and not member.is_quarantined]
 
     def adopt_version(self) -> None:
-        """Takes the version that all servers hold as the current one: external ones may have served another run."""
+        """Makes the version that all servers hold the current one, because external servers may have served another
+        run."""
         versions = {member.version for member in self.up}
         if len(versions) == 1:
             self.version = versions.pop()
 
     async def joined(self, member: Member, connection: Connection, version: int, *, is_quarantined: bool) -> None:
-        """The server answers, and said what it holds."""
+        """Call when the server answers and has reported what it holds."""
         if member.connection is None:
             member.lost = asyncio.Event()
         member.connection = connection
@@ -136,7 +139,7 @@ class Pool:
         await self._tell()
 
     async def left(self, member: Member, reason: str) -> None:
-        """The server is given up, with all requests that wait for it."""
+        """Gives up the server, with all requests that wait for it."""
         self.num_left += 1
         member.connection = member.hung = None
         member.why_down = reason
@@ -145,12 +148,12 @@ class Pool:
 
     @property
     def lacks_weights(self) -> bool:
-        """A server is up that does not hold the current version, and no update is under way."""
+        """Whether a server is up that lacks the current version while no update is running."""
         return self.num_updates % 2 == 0 and len(self.serving) < len(self.up)
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Around a weight update."""
+        """Context of a weight update."""
         self.num_updates += 1
         try:
             yield
@@ -159,14 +162,14 @@ class Pool:
             await self._tell()
 
     async def changed_version(self, version: int, members: Sequence[Member]) -> None:
-        """`version` is what the run serves now, and these hold it."""
+        """Makes `version` the one that the run serves; `members` hold it."""
         self.version = version
         for member in members:
             member.version, member.is_quarantined = version, False
         await self._tell()
 
     async def choose(self, session_id: str | None, *, timeout_s: float) -> Member:
-        """The session's server, else the least loaded; waits until one serves. Raises DeadlineError."""
+        """The session's server, else the least loaded one; waits until a server is in service. Raises DeadlineError."""
         await self.wait_for(lambda: bool(self.serving), "a vLLM server to be in service", timeout_s=timeout_s)
         serving = self.serving
         known = self._sessions.get(session_id) if session_id is not None else None
@@ -178,7 +181,7 @@ class Pool:
         return member
 
     async def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float | None) -> None:
-        """Returns when `condition()` holds; it is looked at whenever a server changes."""
+        """Returns when `condition()` is true; it is checked whenever a server's state changes."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(condition)
@@ -187,7 +190,7 @@ class Pool:
 
     @contextmanager
     def carries(self, member: Member, num_samples: int) -> Iterator[None]:
-        """Counts samples as load while the block runs; a request that samples nothing is none."""
+        """Counts the samples as load within the context; a request without samples is no load."""
         member.load += num_samples
         try:
             with member.idle.busy() if num_samples else nullcontext():

@@ -1,4 +1,4 @@
-"""The server's side of a version that its workers receive while they sample."""
+"""The server's side of receiving a version while the workers sample."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _LOOK_S, _MAX_LOOK_S = 0.005, 0.1
 
 
 def arguments_of(rendezvous: Rendezvous, version: int) -> Sequence[object]:
-    """Plain data, as the methods of `worker_extension` take them."""
+    """The arguments of the methods of `worker_extension`, as plain data."""
     return version, rendezvous.receiver, dict(rendezvous.data), rendezvous.adapter, rendezvous.delta
 
 
 async def prepared(engine: AsyncLLM, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> None:
-    """Returns when every worker of every data-parallel engine has received the version. They sample meanwhile.
+    """Returns when every worker of every data-parallel engine has received the version. Workers continue sampling
+    meanwhile.
 
     Raises:
-        WeightSyncError: one did not in time, or refused it; the version before goes on serving.
+        WeightSyncError: a worker did not receive it in time, or refused it; the previous version is still served.
     """
     look_s = _LOOK_S
     try:

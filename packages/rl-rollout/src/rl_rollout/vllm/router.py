@@ -1,20 +1,20 @@
-"""One address for outside agents: the OpenAI API of whichever server serves the policy now.
+"""One address for outside agents: the OpenAI API of any server that currently serves the policy.
 
 consumes     HTTP requests under /v1; any other path, however it is written, reaches no server
-produces     the servers' answers: whole, or, where an agent asked for a stream, event by event as they come
+produces     the servers' answers: whole or, if an agent requested a stream, event by event as they arrive
 waits for    a server in service, then for its answer, then for the agent to read it; a request's deadline counts from
              its first byte to the answer's last
-unblocked by the pool: requests go only to servers that hold the current weights; by an agent that leaves, whose
-             request ends on the server too; by the deadline, which also ends the connection of an agent that does not
-             read
+unblocked by the pool: requests go only to servers that hold the current weights; by an agent that disconnects, which
+             also ends its request on the server; by the deadline, which also closes the connection of an agent that
+             does not read
 
-A server that is lost before an agent has seen anything of its answer is an accident that the agent never hears of:
-another one is asked. A stream that breaks off later ends with an event of an error.
+If a server is lost before an agent has received any of its answer, the request goes to another server, unnoticed by the
+agent. A stream that breaks off later ends with an error event.
 
-Why not vllm-router: none of the policies that it documents does both of what is needed here. `consistent_hash` keeps a
-session on one server whatever that one has to do; `cache_aware` looks at load, and at matching prompts rather than
-sessions (github.com/vllm-project/router, docs/load_balancing). And servers are chosen by their health, not by the
-weights that they hold: one that was started again, and has the first weights, would be asked. Read, not tried.
+Why not vllm-router: none of its documented policies meets both needs here, sessions and load. `consistent_hash` keeps a
+session on one server whatever its load; `cache_aware` considers load, but matches prompts rather than sessions
+(github.com/vllm-project/router, docs/load_balancing). And it chooses servers by health, not by the weights they hold: a
+restarted server with the first weights would get requests. Read in the documentation, not tried.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ _HOP_BY_HOP = {
     "upgrade",
 }
 _GONE = {502: LostUnderRequest, 503: ServerGone}
-"""By status of a server's answer, as its routes have it."""
+"""Exceptions by the status code of a server's answer, as its routes send it."""
 _ASK_AGAIN_S = 0.1
 _LAST_WORDS_S = 1.0
-"""After a request's deadline, for an agent to read that it is over."""
+"""Time after a request's deadline for an agent to read that it has passed."""
 MAX_SESSION_ID = 512
-"""Characters: ids are kept."""
+"""Maximum number of characters, because ids are stored."""
 
 
 SessionID = Annotated[str, msgspec.Meta(max_length=MAX_SESSION_ID)]
 
 
 class _Names(msgspec.Struct):
-    """The fields of a request that name whose it is."""
+    """The fields of a request that identify its session."""
 
     session_id: SessionID | None = None
     user: SessionID | None = None
@@ -83,10 +83,10 @@ class Router:
         """
         Args:
             pool: the servers.
-            token: agents must show it, as the servers ask for it. Never the control token: what is passed on can then
-                change no server, whatever it asks for.
+            token: agents must send it, and servers require it. It must not be the control token, so that no forwarded
+                request can change a server.
             timeout_s: deadline of a request.
-            on_failure: told of a server that did not answer.
+            on_failure: called with a server that did not answer.
         """
         self._pool = pool
         self._token = token
@@ -96,11 +96,11 @@ class Router:
         self._runner: web.AppRunner
 
     async def start(self, host: str, port: int) -> str:
-        """Listens; returns the base URL for an OpenAI client."""
+        """Starts listening; returns the base URL for an OpenAI client."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", _PREFIX + "{path:.*}", self._pass_on)
         self._session = open_session(self._token)
-        # A request ends with its agent, and all of them with the trainer: nothing is drained at the end.
+        # A request ends when its agent disconnects, and all end with the trainer: nothing is drained at the end.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -134,7 +134,7 @@ class Router:
         return response
 
     async def _answered(self, request: web.Request, path: str, deadline: float) -> web.StreamResponse:
-        """The answer: not sent yet, or a stream that lacks its end alone."""
+        """The answer: either not sent yet, or a stream of which only the end is missing."""
         try:
             async with asyncio.timeout_at(deadline):
                 body = await request.read()
@@ -153,14 +153,14 @@ class Router:
     async def _from_server(
         self, request: web.Request, path: str, body: bytes, session_id: str | None, deadline: float
     ) -> web.StreamResponse:
-        """The answer of a server that lives to give it."""
+        """The answer of the first server that survives to give it."""
         clock = asyncio.get_running_loop().time
         num_lost = 0
         while num_lost < MAX_LOST:
             try:
                 member = await self._pool.choose(session_id, timeout_s=max(0.0, deadline - clock()))
             except DeadlineError as error:
-                # Why each server is away may have paths and addresses, which are the run's business.
+                # The reasons why servers are away may contain paths and addresses, which agents must not see.
                 logger.warning("an agent's request was refused: %s", error)
                 return _error(503, f"no server had the policy's current weights within {self._timeout_s:g} s")
             try:
@@ -178,10 +178,10 @@ class Router:
     async def _ask(
         self, member: Member, request: web.Request, path: str, body: bytes, deadline: float
     ) -> web.StreamResponse:
-        """The server's answer, or that of a stream all but its end.
+        """The server's answer; of a stream, all but the end.
 
         Raises:
-            ServerGone, TimeoutError: and nothing was passed on yet.
+            ServerGone, TimeoutError: raised only while nothing was passed on yet.
         """
         response: web.StreamResponse | None = None
         try:
@@ -228,7 +228,7 @@ class Router:
 
 
 async def _whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """What came, cut between server-sent events: the start of one that never ends is not passed on."""
+    """Yields the received bytes, cut between server-sent events; an incomplete event is not passed on."""
     rest = b""
     async for chunk in content.iter_any():
         events, end, rest = (rest + chunk).rpartition(b"\n\n")
@@ -237,10 +237,10 @@ async def _whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def path_of_api(raw_path: str) -> str | None:
-    """The decoded path of a request; None where it is, or decoded again could become, the path of something else.
+    """The decoded path of a request; None if it lies outside the API, or would after repeated decoding.
 
     Args:
-        raw_path: as it came, percent-encoded.
+        raw_path: the path as received, percent-encoded.
     """
     try:
         decoded = seen = unquote(raw_path, errors="strict")
@@ -258,10 +258,10 @@ def _url(server: str, path: str, raw_query: str) -> str:
 
 
 def _session_id(request: web.Request, body: bytes) -> str | None:
-    """What keeps an agent's turns on one server: a header, or the API's own field for the user.
+    """The id that keeps an agent's turns on one server: a header, a field of the body, or the API's own field `user`.
 
     Raises:
-        MsgspecError, RecursionError, UnicodeDecodeError: the body is no JSON, or a name in it is no string.
+        MsgspecError, RecursionError, UnicodeDecodeError: the body is not JSON, or an id in it is not a string.
     """
     if SESSION_HEADER in request.headers:
         return msgspec.convert(request.headers[SESSION_HEADER], SessionID)
@@ -272,7 +272,7 @@ def _session_id(request: web.Request, body: bytes) -> str | None:
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those that are not of one connection alone."""
+    """The end-to-end headers, without hop-by-hop ones."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
 
 
@@ -281,5 +281,5 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _error_record(status: int, message: str) -> dict[str, dict[str, object]]:
-    """As in OpenAI's API."""
+    """An error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": "router", "code": status}}

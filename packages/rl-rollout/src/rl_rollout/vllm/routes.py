@@ -1,4 +1,4 @@
-"""The routes under /rl, beside vLLM's OpenAI-compatible ones. Bodies are MessagePack, see `wire`."""
+"""The routes under /rl, next to vLLM's OpenAI-compatible ones. Bodies are MessagePack, see `wire`."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ STATUS_FAULT = 500
 STATUS_LOST = 502
 STATUS_UNAVAILABLE = 503
 _BODY_S = 120.0
-"""Until a request's body is there."""
+"""Timeout for receiving a request's body."""
 
 logger = logging.getLogger(__name__)
 
 
 def with_routes(app: FastAPI, engine: ServedEngine, *, tokens: Tokens) -> ASGIApp:
-    """The application with the routes of one engine, open to those who show a token.
+    """The application with the routes of one engine; requests need a token.
 
-    Wrapped from outside: vLLM's `build_app` has closed the list of middleware.
+    Wrapped from outside, because after vLLM's `build_app` no middleware can be added.
     """
     handlers = Handlers(engine)
     router = APIRouter(prefix="/rl")
     for name, (body_type, handle) in ROUTES.items():
         router.add_api_route(f"/{name}", _answering(handlers, handle, body_type), methods=["POST"])
     app.include_router(router)
-    # vLLM's own would end the HTTP server with its engine: here the supervisor starts both again.
+    # vLLM's own handler would end the HTTP server with its engine; here the supervisor restarts both.
     for kind in (EngineDeadError, EngineGenerateError, VLLMGenerationError):
         app.add_exception_handler(kind, _generation_failed)
     return _RequireToken(CheckBody(_OnlyWhileServing(app, engine)), tokens)
 
 
 class Handlers:
-    """What each route does. A result is plain data, or bytes where it was encoded once for all who ask for it."""
+    """The handlers of the routes. A result is plain data, or bytes if it is encoded once for repeated requests."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -129,7 +129,7 @@ ROUTES: Mapping[str, tuple[type[bodies.Body], Callable[..., Awaitable[Any]]]] = 
     "wake": (bodies.WakeBody, Handlers.wake),
     "health": (bodies.Body, Handlers.health),
 }
-"""By path under /rl: what a request brings, and who answers it."""
+"""Body type and handler, by path under /rl."""
 
 
 def _answering(
@@ -150,7 +150,7 @@ def _answering(
 
 
 def _failed(error: Exception, body: bytes) -> Response:
-    """What the client's `connection` turns into an exception again; `body` is that of the request."""
+    """The error response, which the client's `connection` turns back into an exception; `body` is the request's."""
     if isinstance(error, WeightSyncError):
         status = STATUS_BAD_WEIGHTS
     elif isinstance(error, EngineDeadError | EngineGenerateError | Lost):
@@ -158,7 +158,8 @@ def _failed(error: Exception, body: bytes) -> Response:
     elif isinstance(error, Unavailable):
         status = STATUS_UNAVAILABLE
     elif isinstance(error, RLError | ValueError | RecursionError):
-        # vLLM refuses a request with a ValueError that says why; msgspec one that is nested too deeply.
+        # vLLM refuses a request with a ValueError that gives the reason; msgspec raises RecursionError for too deep
+        # nesting.
         status = STATUS_REFUSED
     else:
         logger.error("a request failed", exc_info=error)
@@ -171,11 +172,11 @@ def _failed(error: Exception, body: bytes) -> Response:
 
 
 class _OnlyWhileServing:
-    """Answers of the OpenAI routes for agents while the engine has complete weights and lives; else a refusal, which
-    the router takes to another server. A stream that has begun ends with an event of an error.
+    """Lets the OpenAI routes for agents answer only while the engine is alive and has complete weights; else refuses,
+    and the router tries another server. A stream that has begun ends with an error event.
 
-    Where vLLM answers 500 and the engine lives, it could not compute this request, and no other server could: with
-    vllm 0.30 `response_format={"type": "json_object"}`, of a model without tokens for braces.
+    If vLLM answers 500 while the engine is alive, this request cannot be computed by any server: for example, with vllm
+    0.30, `response_format={"type": "json_object"}` for a model without tokens for braces.
     """
 
     def __init__(self, app: ASGIApp, engine: ServedEngine) -> None:
@@ -217,8 +218,8 @@ class _OnlyWhileServing:
 
 
 async def _generation_failed(request: Request, error: Exception) -> Response:
-    """Of the OpenAI routes. `_OnlyWhileServing` says it where the engine is dead; here it lives, and did not take this
-    request to its end."""
+    """An error of the OpenAI routes while the engine is alive but failed this request; `_OnlyWhileServing` reports dead
+    engines."""
     logger.error("a request of %s failed", request.url.path, exc_info=error)
     return _refusal(f"the engine could not finish this request ({type(error).__name__})", STATUS_NOT_COMPUTED)
 
@@ -228,13 +229,13 @@ def _refusal(fault: str, status: int) -> Response:
 
 
 def _error_record(message: str, status: int) -> dict[str, Any]:
-    """As in OpenAI's API."""
+    """An error in the format of OpenAI's API."""
     return {"error": {"message": message, "type": "server", "code": status}}
 
 
 class CheckBody:
-    """Reads a request's body, no more of it than any request needs, and looks at it before the routes do. Refuses
-    websockets, whose messages nobody would look at: vLLM's one is for audio, which no policy here takes."""
+    """Reads a request's body, up to a size limit, and checks it before the routes do. Refuses websockets, whose
+    messages would not be checked: vLLM's only websocket is for audio, which no policy here takes."""
 
     def __init__(self, app: ASGIApp, timeout_s: float = _BODY_S) -> None:
         self._app = app
@@ -260,7 +261,7 @@ class CheckBody:
             return
         except _Disconnected:
             return
-        # Of several headers of a name each reader has its own choice.
+        # If a header occurs several times, readers differ in which one they use, so any of them counts.
         is_json = any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"])
         if body and not scope["path"].startswith("/rl/") and is_json:
             try:
@@ -281,15 +282,15 @@ class CheckBody:
 
 
 class _TooLarge(Exception):
-    """A body has more bytes than any request needs."""
+    """A body has more bytes than the limit."""
 
 
 class _Disconnected(Exception):
-    """Whoever asked has left."""
+    """The client has disconnected."""
 
 
 async def _whole_body(scope: Scope, receive: Receive) -> bytes:
-    """Raises _TooLarge before more than the limit is held, or _Disconnected."""
+    """The whole body. Raises _Disconnected, or _TooLarge before more than the limit is in memory."""
     lengths = [int(value) for name, value in scope["headers"] if name == b"content-length"]
     if any(length > wire.MAX_BODY_BYTES for length in lengths):
         raise _TooLarge
@@ -307,13 +308,13 @@ async def _whole_body(scope: Scope, receive: Receive) -> bytes:
 
 
 def _closing(text: str, status: int) -> Response:
-    """The connection ends with it: there is more of the body on the way."""
+    """A response that closes the connection, because the rest of the body is still on the way."""
     return Response(text, status, headers={"connection": "close"})
 
 
 class _RequireToken:
-    """Refuses what shows no token for its path, before anything else reads it: vLLM's own check leaves all but /v1
-    open."""
+    """Refuses requests without a token for their path, before anything else reads them: vLLM's own check protects only
+    /v1."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
@@ -321,7 +322,7 @@ class _RequireToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            # The path is decoded, as the routes see it.
+            # This path is already decoded, as for the routes.
             path, given = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
             if not self._tokens.opens(path, given):
                 kind = "an access token" if is_for_agents(path) else "the control token of its run"

@@ -28,7 +28,7 @@ _ENGINE = "generator.inference_engine.backend"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM; the exit code."""
+    """Serves until SIGINT or SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rl_rollout.vllm.serve", description=__doc__)
     parser.add_argument("config", help="a recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")

@@ -1,9 +1,9 @@
-"""vLLM's AsyncLLM with what training needs on top: the version of every token, and weights that change or fail whole.
+"""vLLM's AsyncLLM plus what training needs: the version of every token, and atomic weight updates.
 
 consumes     requests, pauses and weight versions from `routes`
 produces     completions; the manifest of what arrived
 waits for    the engine's core process (`collective_rpc` has a deadline; a request's own deadline is the client's)
-unblocked by the core's outputs; `quarantine` and the core's death end all requests with an error
+unblocked by the core's outputs; quarantine and the core's death end all requests with an error
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _LOOK_S = 0.2
 _WARM_UP = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
 _MAX_TOLD = 4
-"""Workers whose errors are in a message."""
+"""Maximum number of workers whose errors a message lists."""
 
 
 class Unavailable(Exception):
-    """This server serves nothing now, and another one may: not an error of the request."""
+    """This server serves nothing now, but another may; not an error of the request."""
 
 
 class Lost(Exception):
-    """The engine ended while it had the request, which may be why."""
+    """The engine ended while it had the request, which may be the cause."""
 
 
 class ServedEngine:
@@ -56,9 +56,9 @@ class ServedEngine:
     ) -> None:
         """
         Args:
-            engine: started.
-            named_adapters: of an engine that keeps its model; None: weight versions are whole models.
-            receivers: `package.module:Class` of those that may be loaded.
+            engine: a started engine.
+            named_adapters: if weight versions are adapters on a fixed model; None: weight versions are whole models.
+            receivers: `package.module:Class` of the receivers that may be loaded.
         """
         require_single_calls(engine)
         self._engine = engine
@@ -70,11 +70,13 @@ class ServedEngine:
         parallel = engine.vllm_config.parallel_config
         self._num_engines: int = parallel.data_parallel_size
         self.num_workers: int = parallel.world_size * self._num_engines
-        """That hold weights, of all data-parallel engines together."""
+        """Number of workers that hold weights, of all data-parallel engines together."""
         self._spans: dict[str, list[tuple[int | None, int]]] = {}
-        """By request id: (tokens sampled up to there, version), for versions that are over; None: all that are left."""
+        """By request id: (number of tokens sampled so far, version) at the end of each past version; None: all
+        remaining tokens."""
         self._aborted: set[str] = set()
-        """Request ids that were asked to end with what they have: a core that is shut down ends others like that."""
+        """Ids of requests that were aborted on request; a core that shuts down aborts other requests in the same
+        way."""
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._asleep: set[str] = set()
@@ -95,7 +97,7 @@ class ServedEngine:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is served now, in words for agents: the reason is the run's business, and in its log."""
+        """Why nothing is served now, in words for agents; the exact reason is only in the run's log."""
         if self._engine.errored:
             return "this server's engine is dead"
         if self.quarantine is not None:
@@ -103,8 +105,8 @@ class ServedEngine:
         return None
 
     async def warm_up(self) -> None:
-        """Scores a prompt and samples from it on each data-parallel engine: what is compiled at its first use took
-        140 s on a busy machine, and belongs to the start."""
+        """Scores a prompt and samples from it on each data-parallel engine, so that compilation on first use (140 s on
+        a busy machine) happens at the start."""
 
         async def sample(rank: int) -> None:
             params = _engine_params(SamplingParams(max_tokens=2, ignore_eos=True), seed=0)
@@ -116,14 +118,14 @@ class ServedEngine:
         await all_of([*(self._score(_WARM_UP, None, rank) for rank in ranks), *(sample(rank) for rank in ranks)])
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """See `InferenceClient.generate`. Raises Unavailable where another server may take the request."""
+        """See `InferenceClient.generate`. Raises Unavailable if another server may take the request."""
         self._require_service()
         self._require_possible(request)
         return tuple(await all_of(self._sample(request, i) for i in range(request.num_samples)))
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[list[float]]]:
-        """By each data-parallel engine: log p(token t | tokens before it) of each sequence, 0.0 for its first token;
-        with the policy, or with the adapter of this name."""
+        """For each data-parallel engine and sequence: log p(token t | tokens before it), 0.0 for the first token; with
+        the policy, or with the adapter of this name."""
         self._require_service()
         lora_request = None if adapter is None else self._adapters[adapter]
 
@@ -133,17 +135,17 @@ class ServedEngine:
         return await all_of(by_engine(rank) for rank in range(self._num_engines))
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serves the adapter at `path` under this name, also to requests under way that asked for the name.
+        """Serves the adapter at `path` under this name, also to running requests that use the name.
 
         Raises:
-            GenerationError: it cannot be served; what the name stood for before, it still does.
+            GenerationError: it cannot be served; the name keeps its previous adapter.
         """
         adapters = self._adapters
         async with self._changing:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             try:
                 await adapters.load(name, path)
-                # Cached under the adapter's name, whatever it was then.
+                # The cache is keyed by the adapter's name, so it may hold entries of the replaced adapter.
                 if not await self._emptied_caches():
                     await self._enter_quarantine("the prefix cache could not be emptied after an adapter was replaced")
                     raise GenerationError(f"adapter {name!r}: {self.quarantine}")
@@ -151,7 +153,7 @@ class ServedEngine:
                 await self._serve_unless_held()
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `InferenceClient.pause`. The cache stays: it is dropped when weights change."""
+        """See `InferenceClient.pause`. The cache is kept; it is dropped when weights change."""
         async with self._changing:
             if mode == "abort":
                 self._aborted.update(self._spans)
@@ -159,13 +161,13 @@ class ServedEngine:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Goes on; a quarantined server stays still."""
+        """Resumes sampling; a quarantined server stays paused."""
         async with self._changing:
             self._is_paused = False
             await self._serve_unless_held()
 
     async def abort(self, sample_ids: Sequence[str] | None) -> list[str]:
-        """Ends these requests (all, for None) with what they have; returns the ids that were under way."""
+        """Ends these requests (None: all) with their tokens so far; returns the ids that were running."""
         under_way: dict[str, list[str]] = {}
         for request_id in self._spans:
             under_way.setdefault(request_id.rpartition("/")[0], []).append(request_id)
@@ -178,19 +180,19 @@ class ServedEngine:
         return list(chosen)
 
     async def prepare_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> None:
-        """Every worker receives the version, and samples meanwhile. Raises WeightSyncError; the version before goes on
-        serving."""
+        """Makes every worker receive the version while sampling continues. Raises WeightSyncError; the previous version
+        is then still served."""
         require_allowed(rendezvous.receiver, self._receivers)
         await prepared(self._engine, rendezvous, version, timeout_s=timeout_s)
 
     async def update_weights(self, rendezvous: Rendezvous, version: int, *, timeout_s: float) -> Mapping[str, Any]:
-        """Receives a version, unless it is prepared, and loads it under paused requests; returns the manifest of what
-        arrived, as plain data: every worker of every data-parallel engine has answered with it.
+        """Pauses requests, receives a version unless it is prepared, and loads it. Returns the manifest of what
+        arrived, as plain data, after every worker of every data-parallel engine has reported it.
 
-        Tokens sampled so far keep the version that sampled them. Requests under way go on under the new weights, with
-        their cache computed anew; the prefix cache is empty afterwards. Where routes are returned, requests are given
-        back instead, to be asked for again with what they have: vLLM 0.30 reads the routes of a prompt once, before its
-        first token, and would return those of weights that the later tokens were not sampled with.
+        Tokens sampled so far keep the version that sampled them. Running requests continue with the new weights and a
+        recomputed cache; the prefix cache is empty afterwards. If routes are returned, running requests are aborted
+        instead, and the client continues them by new requests: vLLM 0.30 reads a prompt's routes once, before its first
+        token, and would return routes of the old weights for tokens sampled with the new ones.
 
         Raises:
             WeightSyncError: the version was refused, or the receiver is not one of `receivers`. The old version still
@@ -213,13 +215,15 @@ class ServedEngine:
         return manifest
 
     async def sleep(self, level: int) -> None:
-        """Gives device memory back: level 1 keeps the weights in host memory, level 2 drops them. Requests freeze."""
+        """Frees device memory: level 1 keeps the weights in host memory, level 2 drops them. Requests are frozen
+        meanwhile."""
         async with self._changing:
             await self._engine.sleep(level, mode="keep")
             self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, tags: Sequence[str] | None) -> None:
-        """Takes device memory again: all of it, or a part (`weights`, `kv_cache`). Awake, it serves as before."""
+        """Allocates device memory again: all of it, or a part (`weights`, `kv_cache`). Once fully awake, it serves as
+        before."""
         async with self._changing:
             waking = self._asleep & set(self._asleep if tags is None else tags)
             if waking:
@@ -229,7 +233,7 @@ class ServedEngine:
             await self._serve_unless_held()
 
     async def check(self) -> None:
-        """Returns when the core process has answered; it is not asked during an update, which keeps it busy.
+        """Returns when the core process has answered; does not ask it during an update, which keeps it busy.
 
         Raises:
             Unavailable: the core process is dead.
@@ -239,7 +243,7 @@ class ServedEngine:
             return
         asking = asyncio.ensure_future(self._engine.is_paused())
         try:
-            # vLLM forgets what a core was asked when it died.
+            # When a core dies, vLLM never completes the pending call.
             while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
                 self._require_core()
             await asking
@@ -247,7 +251,7 @@ class ServedEngine:
             asking.cancel()
 
     async def _serve_unless_held(self) -> None:
-        """The one place that lets the engine go on: it is neither paused, nor asleep, nor quarantined."""
+        """The only place that resumes the engine: if it is neither paused, asleep nor quarantined."""
         if not self._is_paused and not self._asleep and self.quarantine is None:
             await self._engine.resume_generation()
 
@@ -261,7 +265,7 @@ class ServedEngine:
         prompt = tokens_input(list(request.prompt_tokens))
         outputs = self._engine.generate(prompt, params, request_id, session_id=request.session_id)
         try:
-            # With FINAL_ONLY there is one.
+            # FINAL_ONLY yields exactly one output.
             (output,) = [output async for output in outputs]
             if output.outputs[0].finish_reason == "abort":
                 self._require_asked_abort(request_id)
@@ -352,12 +356,12 @@ class ServedEngine:
         return manifest
 
     async def _received(self, rendezvous: Rendezvous, version: int) -> Mapping[str, Any]:
-        # Without a deadline of its own: the core then answers nobody while a worker hangs, which heartbeats notice.
+        # No separate deadline: if a worker hangs, the core answers no call, and heartbeats detect that.
         arguments = ("rl_receive_weights", None, arguments_of(rendezvous, version), None)
         try:
             by_engine = await answers_of_all(self._engine, "collective_rpc", *arguments)
         except Exception as error:
-            # A worker answers with data whenever it knows what state it left; here one did not.
+            # A worker returns data if it knows the state it is in; here at least one raised instead.
             await self._enter_quarantine(f"an update broke off: {_described(error)}")
             raise WeightSyncError(f"weight version {version}: {self.quarantine}") from error
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
@@ -369,24 +373,25 @@ class ServedEngine:
         return next(iter(answers.values()))["manifest"]
 
     def _worker(self, engine: int, rank: int) -> str:
-        """Its name in messages."""
+        """A worker's name in messages."""
         return f"rank {rank}" if self._num_engines == 1 else f"rank {rank} of data-parallel engine {engine}"
 
     async def _emptied_caches(self) -> bool:
-        """Drops what every data-parallel engine has cached, that of requests under way too; False if one could not."""
+        """Drops the caches of every data-parallel engine, including those of running requests; False if an engine could
+        not."""
         return all(await answers_of_all(self._engine, "reset_prefix_cache", True, False))
 
     async def _enter_quarantine(self, reason: str) -> None:
-        """Serves nothing from now on; requests under way end, agents' too, so that another server can take them."""
+        """Stops serving; running requests, including agents', end so that another server can take them."""
         self.quarantine = reason
         states = self._engine.output_processor.request_states.values()
         await self._engine.abort([*{*self._spans, *(state.external_req_id for state in states)}])
 
     async def _outputs_processed(self) -> None:
-        """Returns when every token that the core sampled is in its request's state.
+        """Returns when every token that the core has sampled is recorded in its request's state.
 
-        The core's answers come in order, so at the pause's answer all outputs are in the queue; the handler takes them
-        one by one, so when a marker put behind them is gone, they are all processed.
+        The core answers in order, so when it has answered the pause, all outputs are in the queue. The handler takes
+        them one by one, so when a marker put after them has been taken, all of them are processed.
         """
         queue = self._engine.engine_core.outputs_queue  # pyright: ignore[reportAttributeAccessIssue]
         queue.put_nowait(EngineCoreOutputs())
@@ -398,17 +403,17 @@ class ServedEngine:
         states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         for request_id, spans in self._spans.items():
             state = states.get(request_id)
-            # A request without a state is finished; its caller only has not been woken.
+            # A request without a state is finished, but its caller has not run yet.
             spans.append((None if state is None else state.detokenizer.num_output_tokens(), self.version))  # pyright: ignore
         self.version = version
 
 
 def _fault(answers: Mapping[str, Mapping[str, Any]], num_workers: int) -> tuple[str | None, bool]:
-    """Why an update failed, None where it did not; and whether all workers hold one version as a whole, new or old.
+    """Why an update failed (None if it did not), and whether all workers hold one complete version, new or old.
 
     Args:
         answers: fields of `worker_extension.Outcome`, by the worker's name.
-        num_workers: that hold weights.
+        num_workers: number of workers that hold weights.
     """
     failures = [(worker, answer) for worker, answer in answers.items() if answer["error"] is not None]
     if len(answers) != num_workers:
@@ -439,7 +444,7 @@ def _engine_params(params: SamplingParams, seed: int) -> EngineSamplingParams:
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
-        # Text is needed only to find a stop string in it.
+        # Text is needed only to find stop strings.
         detokenize=bool(params.stop),
         skip_special_tokens=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

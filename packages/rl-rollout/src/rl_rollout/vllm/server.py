@@ -28,20 +28,20 @@ from rl_rollout.vllm.tokens import Tokens
 
 T = TypeVar("T")
 _KEEP_ALIVE_S = 75
-"""Longer than the client's 60 s: the client drops an idle connection first, so none is dropped under a request."""
+"""Longer than the client's 60 s: the client drops an idle connection first, so none is dropped during a request."""
 _BACKLOG = 4096
 _STARTED = "---- this server's process started"
-"""Begins a line of the log; a server that is started again goes on in the same file."""
+"""First words of a log line that marks a start; a restarted server appends to the same file."""
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|Fatal Python error)\b")
 _ERROR_LINES, _LOG_LINES = 10, 40
 _SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 _MAX_SOCKETS_PATH = 70
-"""Of a folder: vLLM's names of sockets have 36 characters more, and the kernel allows 107."""
+"""Maximum length of the folder's path: vLLM's socket names add 36 characters, and the kernel allows 107."""
 
 
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """What a server is told; plain data."""
+    """A server's settings, as plain data."""
 
     engine_args: Mapping[str, Any]
     """Fields of vLLM's AsyncEngineArgs."""
@@ -50,11 +50,11 @@ class ServerSettings:
     port: int = 0
     """0: a free one."""
     tokens: Tokens
-    """What requests must show."""
+    """Tokens that requests must carry."""
     receivers: tuple[str, ...] = ()
-    """Receivers of weights, as `package.module:Class`, that it may load besides those of installed transports."""
+    """Weight receivers (`package.module:Class`) that it may load besides those of installed transports."""
     log_path: str
-    """Where its output goes, on its own machine."""
+    """Log file on the server's machine."""
 
 
 @attrs.frozen(kw_only=True)
@@ -67,25 +67,25 @@ class ServerAddress:
 
 @attrs.frozen(kw_only=True)
 class StartFailure:
-    """Why it did not start."""
+    """Why a server did not start."""
 
     summary: str
     log_lines: str
     is_death: bool
-    """A process of the engine died, instead of raising an error."""
+    """Whether a process of the engine died instead of raising an error."""
 
 
 class VLLMServerActor:
     """The actor. `load` may take minutes; the engine's processes are its children."""
 
     def __init__(self, log_path: str, shared: SharedGpus | None = None) -> None:
-        """`shared`: the GPUs of the training that the engine computes on."""
+        """`shared`: the GPUs that the engine shares with training."""
         if shared is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = shared.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # The engine's processes inherit the two, so the file has the lines of all of them.
+        # The engine's processes inherit both descriptors, so the file gets the output of all of them.
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
@@ -93,7 +93,7 @@ class VLLMServerActor:
         self._server: HTTPServer | None = None
 
     def pid(self) -> int:
-        """Of the actor's process."""
+        """Process id of the actor."""
         return os.getpid()
 
     async def load(self, settings: ServerSettings) -> StartFailure | None:
@@ -137,15 +137,16 @@ class HTTPServer:
         self._sockets = ""
 
     async def load(self) -> None:
-        """Loads the model; the event loop stands still while the engine starts."""
+        """Loads the model; blocks the event loop while the engine starts."""
         _allow_many_connections()
         orphans.mark()
-        # vLLM never removes the sockets between its processes; a killed server's go when another one is started.
+        # vLLM never removes the sockets between its processes; a killed server's are removed when another server
+        # starts.
         self._sockets = make_folder(None, "sockets")
         has_other_machines = self._settings.engine_args.get("distributed_executor_backend") == "ray"
         if len(self._sockets) <= _MAX_SOCKETS_PATH and not has_other_machines:
             os.environ.setdefault(_SOCKETS_VARIABLE, self._sockets)
-        # Bound before the engine is loaded: a taken port is known at once.
+        # Bound before the engine is loaded, so that a port in use is detected at once.
         self._listening = socket.create_server((self._settings.host, self._settings.port), backlog=_BACKLOG)
         self._app = await self._make_app()
 
@@ -166,7 +167,7 @@ class HTTPServer:
         return ServerAddress(url=f"http://{_reachable(host)}:{port}", pid=os.getpid())
 
     async def stop(self) -> None:
-        """Ends both; a second call does nothing."""
+        """Ends HTTP and engine; a second call does nothing."""
         if self._http is not None and self._serving is not None:
             self._http.should_exit = self._http.force_exit = True
             await self._serving
@@ -206,8 +207,8 @@ class HTTPServer:
 
 
 def log_excerpt(path: Path) -> str:
-    """What a server has logged since it was started last: its first errors and its last lines; or why the log cannot
-    be read."""
+    """What a server has logged since its last start: its first errors and its last lines; or why the log cannot be
+    read."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -224,7 +225,7 @@ def _allow_many_connections() -> None:
 
 
 def _reachable(host: str) -> str:
-    """An address for others to connect to: listening on all interfaces names none."""
+    """An address that others can connect to, also if `host` means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return f"[{host}]" if ":" in host else host
     import ray.util

@@ -29,11 +29,11 @@ _remote: Any = ray.remote
 _ACTOR = _remote(max_restarts=0, max_task_retries=0)(VLLMServerActor)
 _STOP_TIMEOUT_S = 15.0
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1"}
-"""A process that crashes leaves its stack in the log."""
+"""Makes a crashing process write its stack to the log."""
 
 
 class _ProcessDied(GenerationError):
-    """The server or its engine was killed, or crashed, while it started."""
+    """The server or its engine was killed or crashed while starting."""
 
 
 @attrs.define(eq=False)
@@ -48,11 +48,11 @@ class Server:
     actor: Any = None
 
     async def start(self) -> ServerAddress:
-        """Starts the actor and its engine; once more if one of their processes dies meanwhile.
+        """Starts the actor and its engine; retries once if one of their processes dies meanwhile.
 
         Raises:
             GenerationError: it could not start; the message has lines of the engine's log.
-            DeadlineError: it was not ready in time; likewise.
+            DeadlineError: it was not ready in time; the message has log lines too.
         """
         began = time.monotonic()
         try:
@@ -69,11 +69,11 @@ class Server:
                 f"{self}: waited {self.start_timeout_s:g} s (generator.inference_engine.start_timeout_s) for it to be "
                 f"ready; {self._log()}"
             ) from None
-        except BaseException:  # also where the run is ended meanwhile
+        except BaseException:  # also if the run is ended meanwhile
             self.kill()
             raise
         logger.info("%s: ready after %.0f s", self, time.monotonic() - began)
-        # Started again, it listens where it did before.
+        # After a restart it listens on the same port.
         self.settings = attrs.evolve(self.settings, port=urlsplit(address.url).port or 0)
         return address
 
@@ -98,7 +98,7 @@ class Server:
         return answer
 
     def _log(self, lines: str | None = None) -> str:
-        """`lines`: as a server on another node read them."""
+        """`lines`: log lines, if a server on another node has read them."""
         lines = log_excerpt(Path(self.settings.log_path)) if lines is None else lines
         return f"from its log ({self.settings.log_path}):\n{lines}"
 
@@ -109,7 +109,7 @@ class Server:
             self.actor = None
 
     async def stop(self) -> None:
-        """Ends the actor in order, or at once if it does not answer."""
+        """Shuts down the actor, or kills it if it does not answer."""
         if self.actor is None:
             return
         try:

@@ -1,6 +1,6 @@
-"""Heartbeats: a dead or hung server leaves the pool at once, is started again, and waits there for the current weights.
+"""Heartbeats: removes a dead or hung server from the pool at once and restarts it; it then waits for current weights.
 
-consumes     answers to heartbeats; the client's word that a server did not answer
+consumes     answers to heartbeats; the client's reports that a server did not answer
 produces     members that join and leave the pool
 waits for    the next heartbeat; a restarted server, up to its start timeout
 unblocked by time, or by `suspect`
@@ -29,14 +29,14 @@ from rl_rollout.vllm.server import ServerAddress
 logger = logging.getLogger(__name__)
 
 _CONFIRM_S = 0.2
-"""A server that refused a connection is asked once more after so long: then it is dead, not only busy."""
+"""Delay before a server that refused a connection is asked once more; if it refuses again it is dead, not busy."""
 _RESTART_PAUSE_S = 1.0
 _MAX_RESTART_PAUSE_S = 60.0
 _PREPARE_S = 120.0
 
 
 class Startable(Protocol):
-    """What stands behind a member of the pool."""
+    """The server of a pool member."""
 
     async def start(self) -> ServerAddress: ...
 
@@ -47,12 +47,13 @@ class Startable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Heartbeat:
-    """When a server is given up."""
+    """Timing of heartbeats, and when a server is given up."""
 
     interval_s: float
-    """Between two heartbeats."""
+    """Seconds between two heartbeats."""
     hung_after_s: float
-    """A server that has not answered for so long is hung. Generous: a machine may swap or be overloaded."""
+    """Seconds without an answer after which a server is considered hung. Generous, because a machine may swap or be
+    overloaded."""
 
 
 class Supervisor:
@@ -79,7 +80,7 @@ class Supervisor:
         self._watching = [asyncio.create_task(self._watch(member, server)) for member, server in members]
 
     def suspect(self, member: Member) -> None:
-        """Asks a server now instead of at its next heartbeat."""
+        """Checks a server now instead of at its next heartbeat."""
         self._suspected[member.index].set()
 
     async def close(self) -> None:
@@ -101,7 +102,7 @@ class Supervisor:
                 reached = self._pool.wanted
                 await self._load_adapters(connection, reached.adapters)
                 if reached.sleep_level is not None:
-                    # It took its memory when it started, and training has that now.
+                    # The server allocated its memory when it started, but training uses that memory now.
                     await connection.call("sleep", {"level": reached.sleep_level}, timeout_s=_PREPARE_S)
                     await connection.call("wake", {"tags": sorted(reached.woken)}, timeout_s=_PREPARE_S)
                 await self._heard(member, connection)
@@ -109,7 +110,8 @@ class Supervisor:
             raise GenerationError(f"{member} started and was gone at once: {error}") from error
 
     async def _load_adapters(self, connection: Connection, adapters: Mapping[str, str]) -> None:
-        """A server that lacks one still serves the policy; who asks for the adapter is told that it is not there."""
+        """Loads the adapters. A server that lacks one still serves the policy, and refuses requests for the missing
+        adapter."""
         for name, path in adapters.items():
             try:
                 arguments = {"name": name, "path": path}
@@ -118,7 +120,7 @@ class Supervisor:
                 logger.error("%s no longer serves adapter %r: %s", connection.name, name, error)
 
     async def _heard(self, member: Member, connection: Connection) -> None:
-        """One heartbeat. What it says is dropped if weights changed while it was under way."""
+        """One heartbeat. Its answer is discarded if weights changed meanwhile."""
         updates = self._pool.num_updates
         health = await connection.call("health", timeout_s=self._heartbeat.hung_after_s)
         self._pool.facts = EngineFacts(vocab_size=health["vocab_size"], num_workers=health["num_workers"])
@@ -142,7 +144,7 @@ class Supervisor:
                 await self._bring_back(member, server)
 
     async def _fault(self, member: Member) -> str | None:
-        """Why the server must go; None if it is well."""
+        """Why the server must be restarted; None if it is healthy."""
         connection = member.connection
         assert connection is not None
         if member.hung is not None:
@@ -158,7 +160,7 @@ class Supervisor:
         return None
 
     async def _bring_back(self, member: Member, server: Startable) -> None:
-        """Starts the server until it answers. Meanwhile the others serve."""
+        """Tries to start the server until it answers. The other servers continue to serve."""
         pause_s, began = _RESTART_PAUSE_S, time.monotonic()
         while True:
             server.kill()
@@ -176,7 +178,7 @@ class Supervisor:
 
 @attrs.frozen
 class ExternalServer:
-    """A server that somebody else started and ends."""
+    """A server that is started and ended outside the run."""
 
     url: str
     control_token: str = attrs.field(repr=False)
@@ -201,7 +203,7 @@ class ExternalServer:
                     await asyncio.sleep(_RESTART_PAUSE_S)
 
     def kill(self) -> None:
-        """Not ours to end."""
+        """Does nothing: the run did not start this server."""
 
     async def stop(self) -> None:
-        """Not ours to end."""
+        """Does nothing: the run did not start this server."""

@@ -1,7 +1,7 @@
-"""Who may ask a server for what: a run's control token opens every route, an agent's access token the OpenAI API alone.
+"""Authorization: a run's control token opens every route of a server, an agent's access token only the OpenAI API.
 
-Without a token nothing but `/health` answers, on loopback too, which every user of the machine reaches. No token is
-ever on a command line, which every user can read too: it comes from the environment, or from a file of mode 0600.
+Without a token only `/health` answers, even on loopback, which every user of the machine can reach. Tokens are never on
+a command line, which every user can read: they come from the environment, or from a file of mode 0600.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import attrs
 from rl_core.errors import ConfigError
 
 ACCESS_VARIABLE = "RL_SERVER_TOKEN"
-"""Environment variable: what agents show to servers and router."""
+"""Environment variable: the token that agents send to servers and router."""
 CONTROL_VARIABLE = "RL_CONTROL_TOKEN"
-"""Environment variable: what a run shows to servers that it did not start."""
+"""Environment variable: the token that a run sends to servers that it did not start."""
 CONTROL_FILE_VARIABLE = "RL_CONTROL_TOKEN_FILE"
-"""Environment variable: a file with the same, in place of it."""
+"""Environment variable: path of a file with that token, instead of `CONTROL_VARIABLE`."""
 ACCESS_FILE = "agents_token"
-"""In the directory of a run with a router: what agents show, where ACCESS_VARIABLE does not say it."""
+"""File in the directory of a run with a router: the token for agents if ACCESS_VARIABLE is not set."""
 
 _NUM_BYTES = 32
 _AGENTS_PREFIX = "/v1/"
 _OPEN_PATH = "/health"
 _AGENTS_PATHS = (_OPEN_PATH, "/ping", "/version", "/load", "/metrics", "/tokenize", "/detokenize")
 _CONTROL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Of vLLM, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING: they change what others are served."""
+"""Routes of vLLM that exist with VLLM_ALLOW_RUNTIME_LORA_UPDATING and change what others are served."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +48,7 @@ class Tokens:
             lambda tokens: hmac.new(tokens.control.encode(), b"access", "sha256").hexdigest(), takes_self=True
         ),
     )
-    """Opens what agents use. By default it follows from the control token, which it does not give away: a run and its
+    """Opens the routes for agents. By default it is derived one-way from the control token, so that a run and its
     external servers agree on it."""
 
     def __attrs_post_init__(self) -> None:
@@ -61,14 +61,15 @@ class Tokens:
             )
 
     def opens(self, path: str, authorization: bytes) -> bool:
-        """Whether a request with this header may ask for `path`, which is decoded."""
+        """Whether a request with this header may access `path`, which is decoded."""
         if path.rstrip("/") == _OPEN_PATH or is_bearer(authorization, self.control):
             return True
         return is_for_agents(path) and is_bearer(authorization, self.access)
 
 
 def is_for_agents(path: str) -> bool:
-    """The route is part of the OpenAI API or only looks; all others of vLLM and of this package change a server."""
+    """Whether the route belongs to the OpenAI API or is read-only; all other routes of vLLM and this package change a
+    server."""
     path = path.rstrip("/")
     if path in _CONTROL_PATHS:
         return False
@@ -76,29 +77,29 @@ def is_for_agents(path: str) -> bool:
 
 
 def is_bearer(authorization: bytes, token: str) -> bool:
-    """Whether the header shows this token; takes equally long for any other one."""
+    """Whether the header carries this token; compares in constant time."""
     return hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """A new token that cannot be guessed."""
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
 def tokens_of_run() -> Tokens:
-    """Of the servers that a run starts: a control token that only the run knows."""
+    """Tokens of the servers that a run starts; only the run knows the control token."""
     return _tokens(new_token(), os.environ)
 
 
 def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = os.environ) -> Tokens:
-    """Of servers and runs that are started by themselves, from the environment.
+    """Tokens from the environment, for external servers and the runs that use them.
 
     Args:
-        makes_file: the server's side, which writes a new control token into a file that is not there.
-        environment: of the process.
+        makes_file: on the server's side: write a new control token if the file is missing.
+        environment: the process's environment variables.
 
     Raises:
-        ConfigError: no control token is given, two are, or its file can be read by others.
+        ConfigError: no control token is given, both variables are set, or others can read the file.
     """
     token, file = environment.get(CONTROL_VARIABLE), environment.get(CONTROL_FILE_VARIABLE)
     if token and file:
@@ -116,8 +117,8 @@ def _tokens(control: str, environment: Mapping[str, str]) -> Tokens:
 
 
 def tell_agents(directory: Path, tokens: Tokens) -> str:
-    """Where agents find their token, in words: in the environment, or in a file that is written into the run's
-    directory, for this user alone."""
+    """Describes where agents find their token: in the environment, or in a file in the run's directory, which this
+    writes readable only by this user."""
     if tokens.access == os.environ.get(ACCESS_VARIABLE):
         return ACCESS_VARIABLE
     path = directory / ACCESS_FILE
@@ -150,7 +151,7 @@ def _token_in(path: Path, *, makes_file: bool) -> str:
 
 
 def _write_new(path: Path) -> None:
-    """Writes a new token; of servers that start at the same time, only the first one writes."""
+    """Writes a new token; of several servers that start at the same time, only the first one does."""
     unfinished = _written(new_token(), path)
     try:
         with contextlib.suppress(FileExistsError):
@@ -160,7 +161,7 @@ def _write_new(path: Path) -> None:
 
 
 def _written(token: str, path: Path) -> Path:
-    """A file beside `path`, readable by this user alone from its first moment."""
+    """Writes the token to a file next to `path` that only this user can read from its creation on."""
     descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     with os.fdopen(descriptor, "w") as file:
         file.write(token + "\n")

@@ -1,7 +1,7 @@
-"""What crosses between client and servers: MessagePack, with token ids, log-probs and routed experts as raw bytes.
+"""The format between client and servers: MessagePack, with token ids, log-probs and routed experts as raw bytes.
 
-A number in JSON is 4 to 20 bytes of text and a Python object on both sides; here a token id is 4 bytes, a log-prob 4
-and a chosen expert 1 or 2. All arrays are little-endian.
+A number in JSON takes 4 to 20 bytes of text and a Python object on both sides; here a token id and a log-prob take 4
+bytes each, a routed expert 1 or 2. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rl_core.interfaces import (
 
 MEDIA_TYPE = "application/x-msgpack"
 MAX_BODY_BYTES = 64 * 2**20
-"""Of a request: the largest are lists of the tensors of an update, some 20 MiB for 100,000 tensors."""
+"""Size limit of a request; the largest requests are an update's tensor lists, about 20 MiB for 100,000 tensors."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
 
 
 def request_body(request: GenerateRequest) -> bytes:
-    """A request as bytes, which `bodies.GenerateBody` takes."""
+    """A request as bytes, to be decoded as `bodies.GenerateBody`."""
     record = attrs.asdict(request, recurse=False)
     record["prompt_tokens"] = np.asarray(request.prompt_tokens, dtype="<i4").tobytes()
     record["params"] = attrs.asdict(request.params)
@@ -52,7 +52,7 @@ def _completion_record(completion: Completion) -> dict[str, Any]:
     return {
         "tokens": np.asarray(completion.tokens, dtype="<i4").tobytes(),
         "logprobs": np.asarray(completion.logprobs, dtype="<f4").tobytes(),
-        # Runs of (version, tokens): nearly always one.
+        # Runs of (version, number of tokens); nearly always one.
         "versions": [[version, len(list(run))] for version, run in groupby(completion.policy_versions)],
         "stop_reason": completion.stop_reason,
         "routed_experts": None if routed is None else _array_record(routed),

@@ -1,2 +1,2 @@
-"""What runs beside the untrusted program: its supervisor. Run by the sandbox's interpreter, which may be another Python
-(3.8 or later), with the standard library alone."""
+"""Code that runs next to the untrusted program: its supervisor. The sandbox's interpreter runs it, which may be another
+Python (3.8 or later) with only the standard library."""

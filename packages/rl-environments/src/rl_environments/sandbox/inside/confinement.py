@@ -1,4 +1,4 @@
-"""What a process gives up before it runs a program: file descriptors, limits, its user, files, system calls.
+"""Restricts a process before it runs a program: file descriptors, limits, user, files, system calls.
 
 Constants are those of the kernel's headers; Landlock has no functions in the C library.
 """
@@ -23,14 +23,14 @@ _NICENESS = 5
 
 
 def confine(box: dict[str, Any]) -> None:
-    """Makes this process, a child of the supervisor, one that may run the program. Raises OSError."""
+    """Confines this process, a child of the supervisor, so that it may run the program. Raises OSError."""
     limit_resources(box["limits"], box["max_processes"])
     if box["mechanism"] == "landlock":
         change_user(box["uid"])
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A change of user takes it away, and with it what the supervisor reads of this process's memory.
+    # A change of user clears this flag, and without it the supervisor cannot read this process's memory use.
     _prctl(_PR_SET_DUMPABLE, 1)
-    # The supervisor looks at the clock and the memory also while all processors are taken.
+    # Lower priority, so that the supervisor can check clock and memory even if all processors are busy.
     os.nice(_NICENESS)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if box["mechanism"] == "landlock":
@@ -40,10 +40,10 @@ def confine(box: dict[str, Any]) -> None:
 
 
 def limit_resources(limits: dict[str, Any], max_processes: int | None) -> None:
-    """The limits that the kernel keeps, for this process and each of its children.
+    """Sets the limits that the kernel enforces, for this process and each of its children.
 
     Args:
-        max_processes: of this process's user, in its namespace; None: no limit.
+        max_processes: maximum number of processes of this process's user in its namespace; None: no limit.
     """
     cpu_s = limits["cpu_s"]
     for kind, soft, hard in (
@@ -63,23 +63,23 @@ def limit_resources(limits: dict[str, Any], max_processes: int | None) -> None:
 
 
 def change_user(uid: int) -> None:
-    """Becomes a user without groups, for good. Only root may."""
+    """Permanently becomes a user without groups. Needs root."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def act_as_user(uid: int, own_uid: int) -> None:
-    """May signal the processes of `uid`, none of which may signal this one: to the kernel, who is signalled is the user
-    that it really is. Only root may."""
+    """Lets this process signal the processes of `uid`, but not the reverse: the kernel compares the sender's user with
+    the target's real user, which is `own_uid` here. Needs root."""
     os.setgroups([])
     os.setresgid(own_uid, own_uid, own_uid)
     os.setresuid(own_uid, uid, own_uid)
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
-    """Landlock: nothing can be opened but what lies below `readable`, and nothing be changed but below `writable`;
-    where the kernel knows them, TCP, abstract sockets and signals to processes outside are refused too."""
+    """Landlock: only files below `readable` can be opened, and only files below `writable` changed; if the kernel
+    supports it, TCP, abstract sockets and signals to processes outside are refused too."""
     version = landlock_version()
     every_access = (1 << 13) - 1
     every_access |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
@@ -108,12 +108,12 @@ def _allow_below(ruleset: int, path: str, access: int, truncate: int) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock. Raises OSError where it has none, or where it was not switched on."""
+    """Version of the kernel's Landlock. Raises OSError if the kernel has none, or it is not enabled."""
     return _call(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def filter_calls(instructions: bytes) -> None:
-    """From now on the kernel refuses what the filter refuses, to this process and all of its children."""
+    """Installs the filter in the kernel, for this process and all of its children."""
 
     class Program(ctypes.Structure):
         _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
@@ -124,31 +124,31 @@ def filter_calls(instructions: bytes) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent ends become children of this one."""
+    """Makes descendants whose parent ends children of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def hide_memory() -> None:
-    """Processes of the same user cannot open this one's memory, files or environment in /proc."""
+    """Prevents processes of the same user from opening this one's memory, files or environment in /proc."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def leave_mounts() -> None:
-    """What this process mounts from now on is seen by itself and its children alone. Raises OSError."""
+    """Makes later mounts visible only to this process and its children. Raises OSError."""
     if _LIBC.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare")
     _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
 
 
 def mount_memory(path: str, uid: int, num_bytes: int, files: int) -> None:
-    """Mounts an empty directory that holds so much, and belongs to `uid`. Raises OSError."""
-    # The directory itself is a file too.
+    """Mounts an empty in-memory directory of limited size that belongs to `uid`. Raises OSError."""
+    # The directory itself counts as a file.
     options = f"size={num_bytes},nr_inodes={files + 1},mode=0700,uid={uid},gid={uid}"
     _mount(b"tmpfs", path.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
 
 
 def unmount(path: str) -> None:
-    """Takes away what was mounted last; its files are gone. Raises OSError."""
+    """Unmounts the latest mount at `path` and so drops its files. Raises OSError."""
     if _LIBC.umount2(path.encode(), 2):  # MNT_DETACH
         raise OSError(ctypes.get_errno(), "umount2", path)
 

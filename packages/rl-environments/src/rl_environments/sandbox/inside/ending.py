@@ -1,4 +1,4 @@
-"""Ends what a test has started, all of it, before the next one begins."""
+"""Ends all processes that a test has started before the next test begins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _RETRY_S = 0.0005
 
 
 def end_all(box: dict[str, Any], pid: int = -1) -> tuple[int, float] | None:
-    """Ends and reaps everything that the supervisor's tests started; the status and CPU time of `pid`, if it was there.
+    """Ends and reaps all processes that the supervisor's tests started; returns status and CPU time of `pid` if it was
+    one of them.
 
-    Raises TimeoutError for processes that SIGKILL does not end, such as those that wait for a broken disk.
+    Raises TimeoutError if SIGKILL does not end a process, for example one that waits for a broken disk.
     """
     found = None
     deadline = time.monotonic() + _KILL_S
@@ -38,7 +39,7 @@ def end_all(box: dict[str, Any], pid: int = -1) -> tuple[int, float] | None:
 
 
 def _kill_all(box: dict[str, Any]) -> None:
-    """SIGKILL to everything that may have come from a test, at one stroke where the kernel can."""
+    """Sends SIGKILL to all processes that a test may have started, atomically if the mechanism allows it."""
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -51,7 +52,7 @@ def _kill_all(box: dict[str, Any]) -> None:
 
 
 def _kill_user(uid: int, ending_uid: int) -> None:
-    """SIGKILL to all processes of a user: the kernel sends it to all at once, so none can fork away."""
+    """Sends SIGKILL to all processes of a user; the kernel does so atomically, so none can escape by forking."""
     pid = os.fork()
     if pid == 0:
         try:

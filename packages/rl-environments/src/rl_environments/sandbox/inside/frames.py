@@ -1,4 +1,4 @@
-"""Messages between the sandbox's user and its supervisor: four bytes of length, then JSON."""
+"""Messages between the sandbox's caller and its supervisor: four bytes of length, then JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def packed(message: dict[str, Any]) -> bytes:
 
 
 def send(fd: int, message: dict[str, Any]) -> None:
-    """Writes all of it. Raises BrokenPipeError where nobody reads."""
+    """Writes the whole message. Raises BrokenPipeError if nobody reads."""
     left = memoryview(packed(message))
     while left:
         left = left[os.write(fd, left) :]

@@ -1,4 +1,4 @@
-"""Which processes stand below one, and how much memory they take, read from /proc."""
+"""Finds a process's descendants and their memory use, from /proc."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def children_below(pid: int) -> list[int]:
-    """All processes that descend from one, itself left out. Orphans among them need a parent that adopts them."""
+    """All descendants of a process, without itself. Orphans are found only if a descendant or the process adopts
+    them."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if pid == 1:
         return [number for number in numbers if number != 1]
     parents = {number: parent for number in numbers if (parent := _parent(number)) is not None}
     below = {pid}
-    # A child may have a lower number than its parent, so one pass is not enough.
+    # A child may have a lower pid than its parent, so one pass is not enough.
     while found := {number for number, parent in parents.items() if parent in below} - below:
         below |= found
     return sorted(below - {pid})
 
 
 def memory_of(pids: list[int], bound: int) -> int:
-    """Bytes in memory of these processes. Pages that they share are counted once where the sum of all, which costs
-    far less to read, is above `bound`."""
+    """Resident bytes of these processes. Shared pages are counted once only if the plain sum, which is much cheaper to
+    read, is above `bound`."""
     resident = {pid: _resident(pid) for pid in pids}
     total = sum(resident.values())
     if total <= bound:
@@ -32,7 +33,7 @@ def memory_of(pids: list[int], bound: int) -> int:
 
 def _parent(pid: int) -> int | None:
     stat = _read(f"/proc/{pid}/stat")
-    # The name, in brackets, may have brackets and blanks itself.
+    # The name, in brackets, may itself contain brackets and spaces.
     return int(stat[stat.rindex(b")") + 1 :].split()[1]) if stat else None
 
 
@@ -42,7 +43,7 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int, resident: int) -> int:
-    """Its part of the pages that it shares, and all of its own; `resident` where it may not be read."""
+    """Its private pages plus its proportional share of shared pages; `resident` if that may not be read."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
@@ -53,5 +54,5 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return b""

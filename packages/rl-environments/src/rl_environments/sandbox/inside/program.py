@@ -1,7 +1,7 @@
-"""Runs the untrusted program, as a script or as a module whose function is called or which is checked.
+"""Runs the untrusted program: as a script, or as a module of which a function is called or which a check examines.
 
-It shares the process with the program, so the program can lie about its own results, and a check that runs here can be
-deceived; what is expected of scripts and functions is therefore never in this process.
+This code shares the process with the program, so the program can lie about its own results, and can deceive a check
+that runs here. Therefore the expected results of scripts and functions never enter this process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAME = "program.py"
 
 
 def run(program: str, test: dict[str, Any], record_fd: int, token: str) -> int:
-    """Runs one test; the exit code.
+    """Runs one test; returns the exit code.
 
     Args:
-        record_fd: where the function's result is written, or that the check passed.
-        token: shows that a record was not written by the program itself.
+        record_fd: descriptor to which the function's result, or that the check passed, is written.
+        token: proves that a record was not written by the program itself.
     """
     _open_standard_streams()
 
@@ -57,7 +57,7 @@ def _exit_code(program: str, test: dict[str, Any], record: Any) -> int:
         elif test["check"] is not None:
             exec(compile(test["check"], "check.py", "exec", dont_inherit=True), module.__dict__)
             record()
-        # Non-daemon threads go on when the script has ended, as they do in any Python.
+        # Waits for non-daemon threads after the script has ended, as any Python does.
         getattr(threading, "_shutdown", lambda: None)()
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
@@ -65,7 +65,7 @@ def _exit_code(program: str, test: dict[str, Any], record: Any) -> int:
         print(error.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        # Without this function's own frame.
+        # Omits this function's own frame.
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, frames)
         return 1
@@ -89,7 +89,7 @@ def _open_standard_streams() -> None:
 
 
 def _end_quietly() -> None:
-    """What an interpreter does at its end, and a process that leaves by `_exit` does not."""
+    """Flushes as an interpreter does at its end, but a process that leaves by `_exit` does not."""
     run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
     for finish in (run_exit_functions, sys.stdout.flush, sys.stderr.flush):
         try:

@@ -1,12 +1,12 @@
-"""Runs a program's tests, one after another, each in a process of its own that gave up its rights, and ends all that a
-test started before it answers.
+"""Runs a program's tests, one after another, each in its own confined process, and ends all processes that a test
+started before it answers.
 
 consumes     a message about the program, then one per test (stdin)
 produces     one message per outcome (stdout)
-waits for    the test's process, at most `wall_s`; the next test, without a deadline
-unblocked by the end of stdin, also when whoever wrote there was killed
+waits for    the test's process, at most `wall_s`; the next test (no deadline)
+unblocked by the end of stdin, which also comes if the writer is killed
 
-In bubblewrap it is process 1 of its namespace: nobody in there can end it. With Landlock it stays root.
+With bubblewrap it is process 1 of its namespace, so no process inside can end it. With Landlock it stays root.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rl_environments.sandbox.inside.work import empty_work, prepare_work
 
 _TICK_S = 0.02
 _WATCHED_SHARE = 10
-"""Looking takes at most a tenth of the time, however many processes the machine has."""
+"""Checks take at most a tenth of the time, however many processes the machine has."""
 _PIECE = 1 << 16
 _CONFINEMENT_FAILED = 70
 _RECORD_FD = 3
 _MOST_FILES = 1 << 20
-"""Above the number of any file that the supervisor has open; one system call closes them all."""
+"""Above any file descriptor that the supervisor has open; one system call closes them all."""
 
 
 def main() -> None:
@@ -55,14 +55,16 @@ def main() -> None:
 
 
 def _prepare(box: dict[str, Any]) -> None:
-    """Takes its place above all that will run, and ends what an earlier supervisor of this slot may have left."""
-    # Process 1 gets from its namespace the signals that it handles, and no others. Python handles this one.
+    """Becomes the adopter of all later processes, and ends those that an earlier supervisor of this slot may have
+    left."""
+    # Process 1 receives from its namespace only signals that it handles. Python handles this one by default, so ignore
+    # it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     confinement.adopt_orphans()
     confinement.hide_memory()
     end_all(box)
     prepare_work(box)
-    # What exists now is not looked at again, so children share its pages.
+    # The garbage collector ignores objects that exist now, so children share their pages.
     gc.collect()
     gc.freeze()
 
@@ -71,7 +73,7 @@ def _outcome(box: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
     try:
         empty_work(box)
     except (OSError, RecursionError) as error:
-        # Too deep to be removed, say: the program's doing, and its loss.
+        # For example too deep to be removed; the program caused it, so the program fails.
         blame = {"stdout": "", "stderr": f"files of an earlier test cannot be removed: {error!r:.200}", "record": ""}
         return {"end": "disk_limit", "status": None, "cpu_s": 0.0, "wall_s": 0.0, **blame}
     return _TestRun(box, test).played()
@@ -96,13 +98,13 @@ class _TestRun:
             self._selector.register(fd, selectors.EVENT_READ, name)
         os.set_blocking(self._stdin_fd, False)
         self._selector.register(self._stdin_fd, selectors.EVENT_WRITE, "stdin")
-        with contextlib.suppress(AttributeError, OSError):  # older than Python 3.9 or Linux 5.3: seen at the next look
+        with contextlib.suppress(AttributeError, OSError):  # before Python 3.9 or Linux 5.3: seen at the next check
             self._selector.register(os.pidfd_open(self._pid), selectors.EVENT_READ, "process")
-        # Nothing is sent while a test runs, so what there is to read is the end.
+        # Nothing is sent while a test runs, so if this is readable, it is the end of stdin.
         self._selector.register(0, selectors.EVENT_READ, "user")
 
     def played(self) -> dict[str, Any]:
-        """Waits for the test's end and says what came of it."""
+        """Waits for the test's end and returns its outcome."""
         try:
             self._watch()
         finally:
@@ -130,7 +132,7 @@ class _TestRun:
             self._note(_reaped(self._pid))
 
     def _look(self, now: float) -> None:
-        """Whether a limit is reached that the kernel does not keep."""
+        """Checks the limits that the kernel does not enforce."""
         if now - self._started > self._limits["wall_s"]:
             self._end = "wall_limit"
         elif memory_of(children_below(os.getpid()), self._limits["memory_bytes"]) > self._limits["memory_bytes"]:
@@ -161,7 +163,7 @@ class _TestRun:
             self._close(fd)
 
     def _take(self, fd: int, name: str) -> bool:
-        """Reads once; whether there was anything."""
+        """Reads once; returns whether there was anything."""
         try:
             piece = os.read(fd, _PIECE)
         except BlockingIOError:
@@ -175,7 +177,7 @@ class _TestRun:
         return bool(piece)
 
     def _drain(self) -> None:
-        """Reads what lies in the pipes: all who wrote there have ended."""
+        """Reads the rest of the pipes; all writers have ended."""
         for key in list(self._selector.get_map().values()):
             while key.data in self._seen and self._take(key.fd, key.data):
                 pass
@@ -198,7 +200,7 @@ class _TestRun:
 
 
 def _started(box: dict[str, Any], test: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """A process that runs the test: its number, and the supervisor's ends of its pipes."""
+    """Starts a process that runs the test; returns its pid, and the supervisor's ends of its pipes."""
     stdin, stdout, stderr, record = (os.pipe() for _ in range(4))
     pid = os.fork()
     if pid == 0:
@@ -209,10 +211,10 @@ def _started(box: dict[str, Any], test: dict[str, Any]) -> tuple[int, dict[str, 
 
 
 def _become_test(box: dict[str, Any], test: dict[str, Any], ends: tuple[int, ...]) -> None:
-    """The child's side of the fork, which does not return."""
+    """The child's side of the fork; does not return."""
     code = _CONFINEMENT_FAILED
     try:
-        # Above the numbers that they are to get, so that none is overwritten before it is moved.
+        # Duplicated above their final numbers, so that none is overwritten before it is moved.
         moved = [os.dup(fd) for fd in ends]
         for number, fd in enumerate(moved):
             os.dup2(fd, number)

@@ -1,4 +1,4 @@
-"""The only directory that a test may write in, empty for each."""
+"""The only directory that a test may write to, emptied for each test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl_environments.sandbox.inside import confinement
 
 
 def prepare_work(box: dict[str, Any]) -> None:
-    """With Landlock the directory is mounted, so that its size has a limit. Who may not mount has none: `box["work"]`
-    becomes None."""
+    """With Landlock the directory is mounted, so that its size is limited. If mounting is not permitted there is no
+    directory: `box["work"]` becomes None."""
     box["is_mounted"] = False
     if box["mechanism"] == "landlock":
         try:
@@ -22,7 +22,7 @@ def prepare_work(box: dict[str, Any]) -> None:
 
 
 def empty_work(box: dict[str, Any]) -> None:
-    """Gives the next test an empty directory. Raises OSError where what is there cannot be removed."""
+    """Gives the next test an empty directory. Raises OSError if the old content cannot be removed."""
     if box["is_mounted"]:
         with contextlib.suppress(OSError):  # the first test's is not mounted yet
             confinement.unmount(box["work"])
@@ -32,9 +32,10 @@ def empty_work(box: dict[str, Any]) -> None:
 
 
 def _remove_below(directory: str) -> None:
-    """All that lies in a directory, also what the program locked; links are removed, not followed."""
+    """Removes all content of a directory, including entries that the program made inaccessible; links are removed, not
+    followed."""
     directories = [directory]
-    # Each directory comes before those in it. Only who is there grows the list: all tests have ended.
+    # Each directory comes before its subdirectories. All tests have ended, so nothing is added meanwhile.
     for path in directories:
         os.chmod(path, 0o700)
         with os.scandir(path) as entries:

@@ -1,1 +1,2 @@
-"""Weights inside a vLLM worker: `worker_extension` receives them, and loads a model or, by `adapters`, an adapter."""
+"""Weights inside a vLLM worker: `worker_extension` receives them and loads a model or, through `adapters`, an
+adapter."""

@@ -1,8 +1,10 @@
-"""The policy's low-rank adapter in a vLLM worker: it takes the place of the one before, and the model stays what it is.
+"""The policy's low-rank adapter in a vLLM worker: a new adapter replaces the previous one, and the model stays
+unchanged.
 
-vLLM keeps an adapter twice: as it came, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
-buffers that a batch computes with (`active`, `max_loras` slots). The policy's is pinned in memory, since no file has
-it; its slot may go to other adapters for a batch without it, and is filled again from memory.
+vLLM keeps an adapter twice: as received, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
+buffers that a batch computes with (`active`, `max_loras` slots). The policy's adapter is pinned in memory, because it
+is in no file; other adapters may take its slot for a batch that does not need it, and it is then loaded again from
+memory.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from rl_core.errors import WeightSyncError
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
 POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
-"""What requests of the policy carry. The path is never read: the adapter is always registered."""
+"""The LoRA request of the policy's requests. Its path is never read, because the adapter is always registered."""
 
 
 def has_adapters(worker: Any) -> bool:
-    """The engine was started for adapters (`enable_lora`)."""
+    """Whether the engine was started for adapters (`enable_lora`)."""
     return worker.vllm_config.lora_config is not None
 
 
 def start_with_zeros(worker: Any) -> None:
-    """The policy has an adapter that adds nothing, until the first one comes."""
+    """Gives the policy an adapter of zeros until the first one arrives."""
     loras = worker.model_runner.lora_manager
     loras.add_dummy_lora(POLICY_ADAPTER, rank=loras.get_dummy_lora_warmup_rank(1))
     _activate(loras._adapter_manager)
 
 
 def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoRAModel:
-    """The adapter as vLLM holds it; nothing changes yet.
+    """Builds the adapter in vLLM's format; changes nothing yet.
 
     Args:
-        worker: of an engine with adapters.
-        tensors: by peft's names; they are the adapter's from now on.
+        worker: a worker of an engine with adapters.
+        tensors: by peft's names; the adapter takes ownership.
         config: as in peft's `adapter_config.json`.
 
     Raises:
@@ -74,10 +76,10 @@ def _require_both_matrices(adapter: LoRAModel) -> None:
 
 
 def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, StoredTensor]) -> None:
-    """The adapter at `path`, in peft's format, can be served under any name. Nothing changes.
+    """Checks that the adapter at `path`, in peft's format, can be served; changes nothing.
 
     Raises:
-        Exception: of vLLM, or a WeightSyncError for a matrix that does not fit its layer.
+        Exception: an error of vLLM, or a WeightSyncError for a matrix that does not fit its layer.
     """
     adapter = worker.model_runner.lora_manager._load_adapter(LoRARequest(name, POLICY_ADAPTER.lora_int_id + 1, path))
     _require_both_matrices(adapter)
@@ -88,14 +90,14 @@ def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, Sto
 
 
 def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:
-    """Which of these this worker's part of the model has as layers with adapters; vLLM passes over the others."""
+    """For each name, whether this worker's part of the model has it as a layer with adapters; vLLM skips the others."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     known = {*adapters.modules, *(part for parts in adapters.packed_modules.values() for part in parts)}
     return [name in known for name in names]
 
 
 def replace(worker: Any, adapter: LoRAModel) -> None:
-    """From the next batch on the policy's requests are computed with `adapter`."""
+    """Makes the policy's requests use `adapter` from the next batch on."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     adapters.remove_adapter(POLICY_ADAPTER.lora_int_id)
     adapters.add_adapter(adapter)

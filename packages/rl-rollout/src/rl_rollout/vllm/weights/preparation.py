@@ -1,4 +1,4 @@
-"""A version that a worker receives while its model samples with the one before."""
+"""Receives a version in a worker while its model samples with the previous one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rl_core.interfaces import Rendezvous, WeightBucket
 
 
 class Preparation:
-    """Receives on a thread of its own. Nothing of it is served until the worker takes the buckets and loads them."""
+    """Receives a version on its own thread. Nothing of it is served until the worker takes the buckets and loads
+    them."""
 
     def __init__(
         self,
@@ -22,10 +23,10 @@ class Preparation:
     ) -> None:
         """
         Args:
-            rendezvous: of the sync.
-            version: that must arrive.
-            receive: all of it, checked.
-            before: of an earlier sync, which ends first: both use what the worker holds.
+            rendezvous: the sync's.
+            version: expected version.
+            receive: returns all buckets, checked.
+            before: preparation of an earlier sync, which must end first, because both use what the worker holds.
         """
         self._sync = (rendezvous, version)
         self._received: Future[list[WeightBucket]] = Future()
@@ -40,11 +41,11 @@ class Preparation:
             self._received.set_exception(error)
 
     def is_of(self, rendezvous: Rendezvous, version: int) -> bool:
-        """It receives this sync's version."""
+        """Whether it receives this version in this sync."""
         return self._sync == (rendezvous, version)
 
     def wait(self) -> None:
-        """Returns when it has ended, with all or with an error: after the transport's deadlines at the latest."""
+        """Returns when it has ended, with success or an error, at the latest after the transport's deadlines."""
         wait([self._received])
 
     def state(self) -> dict[str, bool | str | None]:
@@ -54,7 +55,7 @@ class Preparation:
         return {"has_ended": has_ended, "error": None if error is None else described(error)}
 
     def buckets(self) -> list[WeightBucket]:
-        """What arrived. Raises what went wrong."""
+        """The received buckets. Raises the error if it failed."""
         return self._received.result()
 
 

@@ -1,7 +1,7 @@
-"""What an engine's model is made of, by the names that weights travel under: those of the files it was loaded from.
+"""The tensors of an engine's model, under the names of its checkpoint files, which are also used to send weights.
 
-vLLM's loaders copy into fused and padded tensors, and some take what does not fit: twice the rows of a `gate_proj` went
-into the place of its `up_proj`. Of an adapter's matrix with too few rows it fills a part of the slot.
+vLLM's loaders copy into fused and padded tensors, and some accept tensors that do not fit: a `gate_proj` with twice the
+rows overwrote its `up_proj`, and an adapter's matrix with too few rows fills only a part of its slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|down)_proj\.weight")
 _FUSED = {"gate": "gate_up_proj", "down": "down_proj"}
 _LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names of torch, by those of the file format; of floating-point numbers that nothing is quantized to."""
+"""torch's dtype names by those of the file format, for floating-point dtypes that are not quantized."""
 
 
 @attrs.frozen
@@ -34,11 +34,12 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it, or as the file does where that is a quantized one."""
+    """torch's name of the dtype, or the file's name if it is a quantized dtype."""
 
 
 def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:
-    """By name: what is in the safetensors files of vLLM's `ModelConfig`; empty where it was not loaded from such."""
+    """The tensors in the safetensors files of vLLM's `ModelConfig`, by name; empty if the model was not loaded from
+    such files."""
     directory = Path(model_config.model)
     if not directory.is_dir():
         try:
@@ -53,7 +54,7 @@ def stored_tensors(model_config: Any) -> dict[str, StoredTensor]:
 
 
 def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, by name; only its header is read."""
+    """The tensors of a safetensors file, by name; reads only its header."""
     tensors: dict[str, StoredTensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - an open file has keys and cannot be iterated
@@ -64,7 +65,8 @@ def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same experts as transformers holds them in memory: all of a layer in two tensors, which vLLM takes too."""
+    """The experts in transformers' in-memory layout, two tensors with all experts of a layer, which vLLM also
+    accepts."""
     fused: dict[str, StoredTensor] = {}
     num_experts: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -78,15 +80,15 @@ def _fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], dtype: str) -> Iterator[WeightBucket]:
-    """The buckets, each once all its tensors are known to fit.
+    """Yields each bucket after checking that all its tensors fit.
 
     Args:
-        buckets: that arrive.
-        stored: the engine's; empty: nothing is known, and nothing checked.
-        dtype: that the engine computes in, as torch names it.
+        buckets: the arriving buckets.
+        stored: the engine's tensors; empty: they are unknown, and nothing is checked.
+        dtype: torch's name of the engine's compute dtype.
 
     Raises:
-        WeightSyncError: names, shape or dtype of a tensor that the engine has no place for.
+        WeightSyncError: the engine has no tensor of this name, shape or dtype.
     """
     for bucket in buckets:
         for name, shape, given in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
@@ -98,7 +100,7 @@ def fitting(buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor],
 def fitting_adapter(
     buckets: Iterator[WeightBucket], stored: Mapping[str, StoredTensor], rank: int
 ) -> Iterator[WeightBucket]:
-    """The buckets of an adapter of this rank, each once all its tensors are known to fit; see `require_matrix`."""
+    """Yields each bucket of an adapter of this rank after checking that all its tensors fit; see `require_matrix`."""
     for bucket in buckets:
         for name, shape, given in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
             require_matrix(name, StoredTensor(tuple(shape), given), stored, rank)
@@ -106,16 +108,16 @@ def fitting_adapter(
 
 
 def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTensor], rank: int) -> None:
-    """A matrix of an adapter has the size of the layer that it is for.
+    """Checks that an adapter's matrix fits its layer.
 
     Args:
-        name: as peft calls it.
+        name: peft's name of the matrix.
         given: the matrix.
-        stored: the engine's; of a layer that is not in it, or is packed there, nothing is known, and nothing checked.
-        rank: of the adapter.
+        stored: the engine's tensors; a layer that is missing or packed there is not checked.
+        rank: the adapter's rank.
 
     Raises:
-        WeightSyncError: it has another shape, or is of no floating-point numbers.
+        WeightSyncError: it has a wrong shape, or is not of a floating-point dtype.
     """
     if given.dtype not in _DTYPES.values():
         raise WeightSyncError(f"{name} has the dtype {given.dtype}; an adapter's is one of {[*_DTYPES.values()]}")

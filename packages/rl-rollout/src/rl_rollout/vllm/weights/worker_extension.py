@@ -1,8 +1,8 @@
-"""What a vLLM worker gets on top (`worker_extension_cls`): it receives a weight version and loads it.
+"""Extension of vLLM's worker (`worker_extension_cls`): receives a weight version and loads it.
 
 Whole weights are loaded layer by layer as on the first load, then copied into the tensors that the engine computes
-with: a linear layer's weight is packed on the CPU and empty under its name, so nothing can be copied into it directly.
-An adapter that comes alone replaces the policy's adapter (`adapters`).
+with: on the CPU a linear layer's weight is packed, and the parameter of that name is empty, so nothing can be copied
+into it directly. An adapter that is sent without the model replaces the policy's adapter (`adapters`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from rl_rollout.vllm.wire import manifest_record
 fixes.apply()
 _AGREE_S = 600.0
 _IS_INTACT = "rl_is_intact"
-"""Attribute of a worker: its model is one version as a whole. Missing before the first update."""
+"""Attribute of a worker: whether its model is one complete version. Missing before the first update."""
 _STORED = "rl_stored"
-"""Attribute of a worker: `stored_tensors` of its model. Missing before they are needed."""
+"""Attribute of a worker: `stored_tensors` of its model. Missing until first needed."""
 _HELD = "rl_held"
-"""Attribute of a worker: of the last version that it held as a whole the adapter's configuration (None: whole weights)
-and the names of its tensors. Missing before the first update."""
+"""Attribute of a worker: adapter configuration (None: whole weights) and tensor names of the last version that it held
+completely. Missing before the first update."""
 
 _BASE = "rl_base"
-"""Attribute of a worker: what it received last, the base of a sync that sends what changed. Missing before the first
+"""Attribute of a worker: what it received last, the base of a sync that sends only changes. Missing before the first
 update."""
 
 _PREPARATION = "rl_preparation"
-"""Attribute of a worker: the `Preparation` of the sync that comes next. Missing where none was begun."""
+"""Attribute of a worker: the `Preparation` of the next sync. Missing if none was begun."""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,18 +55,19 @@ class Outcome:
     """How a worker's update ended; plain data on the wire."""
 
     manifest: dict[str, Any] | None = None
-    """What arrived, as `wire.manifest_record`; None where the update failed."""
+    """What arrived, as `wire.manifest_record`; None if the update failed."""
     error: str | None = None
     """Why it failed."""
     is_intact: bool = True
-    """The worker holds one version as a whole: the new one, or after a failure the one before."""
+    """Whether the worker holds one complete version: the new one or, after a failure, the previous one."""
 
 
 class WeightReceiverExtension:
-    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`: vLLM refuses conflicts."""
+    """Mixed into vLLM's worker class, whose attributes it uses. All names begin with `rl_`, because vLLM refuses
+    conflicts."""
 
     def rl_start_adapter(self) -> None:
-        """Once, before the first request, of an engine with adapters."""
+        """Call once, before the first request, in an engine with adapters."""
         adapters.start_with_zeros(self)
 
     def rl_check_adapter(self, name: str, path: str) -> str | None:
@@ -85,14 +86,15 @@ class WeightReceiverExtension:
         adapter: Mapping[str, Any] | None,
         delta: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to receive `version` of a staged transport, beside the model; parameters as `rl_receive_weights`."""
+        """Begins to receive `version` of a staged transport without changing the model; parameters as in
+        `rl_receive_weights`."""
         rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
         before = getattr(self, _PREPARATION, None)
         prepared = Preparation(rendezvous, version, lambda: list(_arriving(self, rendezvous, version)), before)
         setattr(self, _PREPARATION, prepared)
 
     def rl_preparation_state(self) -> dict[str, Any]:
-        """See `Preparation.state`, of the last one."""
+        """`Preparation.state` of the last preparation."""
         return getattr(self, _PREPARATION).state()
 
     def rl_receive_weights(
@@ -103,19 +105,19 @@ class WeightReceiverExtension:
         adapter: Mapping[str, Any] | None,
         delta: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Receives `version`, unless that is prepared, and loads it; called on every worker of the engine, through
+        """Receives `version`, unless it is prepared, and loads it; called on every worker of the engine through
         `collective_rpc`.
 
-        A staged transport's version, and an adapter by any transport, is loaded when all workers have it whole and
-        checked. Other weights are loaded as they come; if that breaks off, this worker has no version that could be
-        served until an update succeeds.
+        Versions of a staged transport, and adapters by any transport, are loaded after all workers have received and
+        checked everything. Other weights are loaded as they arrive; if that fails midway, this worker cannot serve
+        until an update succeeds.
 
         Args:
-            version: that must arrive.
-            receiver, data, adapter, delta: of the `Rendezvous`.
+            version: expected version.
+            receiver, data, adapter, delta: fields of the `Rendezvous`.
 
         Returns:
-            The fields of `Outcome`. Nothing is raised: an exception would not say what the worker holds.
+            The fields of `Outcome`. Raises nothing, because an exception would not say what the worker holds.
         """
         try:
             rendezvous = Rendezvous(transport="", receiver=receiver, data=data, adapter=adapter, delta=delta)
@@ -132,7 +134,7 @@ class WeightReceiverExtension:
 
 
 def _arriving(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[WeightBucket, None, None]:
-    """The version's buckets, as far as they fit the model."""
+    """Yields the version's buckets; raises if one does not fit the model."""
     _require_fitting(worker, rendezvous)
     receiver: WeightReceiver = plugins.load_receiver(rendezvous.receiver)(rendezvous)
     with closing(received(receiver, version, rendezvous.delta, _held_weights(worker))) as arriving:
@@ -143,7 +145,7 @@ def _arriving(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
 
 
 def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[WeightBucket, None, None]:
-    """As `_arriving`; what was prepared is there already."""
+    """Like `_arriving`, but yields the buckets of a preparation if there is one."""
     preparation: Preparation | None = worker.__dict__.pop(_PREPARATION, None)
     if preparation is not None and preparation.is_of(rendezvous, version):
         yield from preparation.buckets()
@@ -154,7 +156,7 @@ def _received(worker: Any, rendezvous: Rendezvous, version: int) -> Generator[We
 
 
 def _stored(worker: Any) -> Mapping[str, StoredTensor]:
-    """Read once."""
+    """The model's `stored_tensors`, read only once."""
     if not hasattr(worker, _STORED):
         setattr(worker, _STORED, stored_tensors(worker.model_config))
     return getattr(worker, _STORED)
@@ -181,7 +183,7 @@ def _require_fitting(worker: Any, rendezvous: Rendezvous) -> None:
 def _agreed(
     worker: Any, arriving: Iterable[WeightBucket], adapter: Mapping[str, Any] | None = None
 ) -> list[WeightBucket]:
-    """All buckets, once every worker of the engine has all of its own; an error on all of them if one has not."""
+    """All buckets, after every worker of the engine has all of its own; raises on all workers if one has not."""
     buckets, failure = [], None
     try:
         buckets = list(arriving)
@@ -207,7 +209,7 @@ def _sums_over_workers(values: Sequence[int]) -> list[int]:
 
 
 def _unpacked(bucket: WeightBucket, records: dict[str, TensorRecord]) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors; what they are is added to `records`."""
+    """Yields the bucket's tensors, and adds their descriptions to `records`."""
     for name, record in bucket_records(bucket).items():
         if name in records:
             raise WeightSyncError(f"{name} was sent twice")
@@ -217,13 +219,14 @@ def _unpacked(bucket: WeightBucket, records: dict[str, TensorRecord]) -> Iterato
 
 @torch.no_grad()
 def _load_adapter(worker: Any, buckets: Iterable[WeightBucket], config: Mapping[str, Any]) -> dict[str, TensorRecord]:
-    """Puts the adapter in the place of the one before; what the buckets held. What is wrong with it is found first."""
+    """Replaces the policy's adapter; returns records of the buckets' tensors. Everything is checked before anything
+    changes."""
     records: dict[str, TensorRecord] = {}
-    # vLLM keeps these: the buckets, which may be mapped from a rank, are let go.
+    # vLLM keeps these, so they are copies: the buckets may be mapped from a rank and must be released.
     tensors = {name: tensor.clone() for bucket in buckets for name, tensor in _unpacked(bucket, records)}
     adapter = adapters.built(worker, tensors, config)
     names = sorted(adapter.loras)
-    # A layer may be another pipeline rank's.
+    # A layer may belong to another pipeline rank.
     holders = _sums_over_workers(adapters.known_layers(worker, names))
     if unknown := [name for name, count in zip(names, holders, strict=True) if count == 0]:
         raise WeightSyncError(
@@ -239,7 +242,7 @@ def _load_adapter(worker: Any, buckets: Iterable[WeightBucket], config: Mapping[
 
 @torch.no_grad()
 def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecord]:
-    """Loads all buckets into the worker's model; what they held."""
+    """Loads all buckets into the worker's model; returns records of their tensors."""
     model, records = worker.model_runner.get_model(), {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -252,10 +255,10 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
         try:
             model.load_weights(tensors())
         finally:
-            # Also after a failure: layers without anything new get their tensors back, for a later update.
+            # Also after a failure: layers that got nothing new get their tensors back, so that a later update works.
             finalize_layerwise_reload(model, worker.model_config)
             fixes.repack_tied_heads_on_cpu(model)
-    # Caches of encoders are the old weights'.
+    # Encoder caches were computed with the old weights.
     worker.model_runner.reset_encoder_cache()
     worker.model_runner.reset_mm_cache()
     _require_complete(worker, records.keys(), None)
@@ -265,10 +268,10 @@ def _load(worker: Any, buckets: Iterable[WeightBucket]) -> dict[str, TensorRecor
 
 
 def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str, Any] | None) -> None:
-    """A version has the tensors of the one before: vLLM leaves one that does not come as it was, or unset, silently.
-    An adapter of another configuration, which another run may send, begins anew.
+    """Checks that a version has the same tensors as the previous one: vLLM silently leaves a missing tensor as it was,
+    or unset. An adapter whose configuration differs from the previous one's, as another run may send, is not compared.
 
-    What the first one lacks shows in its log-probs: see `rl_core.trainer.verification`.
+    Tensors missing in the first version show in its log-probs: see `rl_core.trainer.verification`.
     """
     held_adapter, before = getattr(worker, _HELD, (adapter, names))
     if held_adapter == adapter and names != before:
