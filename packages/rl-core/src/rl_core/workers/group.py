@@ -238,7 +238,7 @@ class WorkerGroup:
             await self._ranks.call(BackgroundSaver.start_saving, directory)
 
     async def has_saved(self) -> bool:
-        """Whether the save begun by `start_saving` is complete on all ranks. Raises its error once it is over on all."""
+        """Whether the save that `start_saving` began is complete. Raises its error once it is over on all ranks."""
         outcomes = await self._ranks.call(RankHost.save_outcome)
         if not all(outcome.is_over for outcome in outcomes):
             return False
