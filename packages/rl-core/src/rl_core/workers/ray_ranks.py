@@ -277,7 +277,6 @@ class RayRanks:
         """Whether every rank raised a user's mistake. Then no rank waits for another, and the ranks remain usable."""
         return len(failures) == len(self._actors) and _are_user_errors(failures)
 
-
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
         """One error for all failures. A rank that died takes precedence over one that raised, which may only have lost
         its peer; else the first rank's."""
