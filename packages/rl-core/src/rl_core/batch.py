@@ -1,8 +1,8 @@
-"""The token stream: N sequences laid end to end in one flat stream of T tokens.
+"""The token stream: N sequences concatenated into one flat stream of T tokens.
 
-There is no padding and no prompt/response split in storage. Every per-token column speaks of token t at index t:
-`rollout_logprobs[t]` is log p(token t | tokens before it in its sequence), 0.0 at each sequence's first token, which
-has nothing before it and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
+Storage has no padding and no prompt/response split. Index t of every per-token column is about token t:
+`rollout_logprobs[t]` is log p(token t | previous tokens of its sequence), 0.0 at each sequence's first token, which has
+no previous tokens and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
 concatenates, saves or sends a batch is generic over that table, so a new column is one row.
 """
 
@@ -29,17 +29,17 @@ class Batch:
     offsets: Tensor
     """int64 [N+1]: sequence i is the slice offsets[i]:offsets[i+1], never empty; offsets[0] is 0, offsets[N] is T."""
     columns: Mapping[str, Tensor]
-    """Columns by name. `tokens` is always present; a loss's own (from `prepare`) are named `x_…`, with axis T."""
+    """Columns by name. `tokens` is always present. Columns from a loss's `prepare` are named `x_…`, with axis T."""
 
     def __attrs_post_init__(self) -> None:
         _validate(self.offsets, self.columns)
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Mapping[str, Any]]) -> Batch:
-        """Lays sequences end to end. Each maps a column's name to its values: a list of T, or one number.
+        """Concatenates sequences. Each maps a column's name to its values: a list of T, or one number.
 
         Raises:
-            ShapeError: columns or lengths that do not fit together, or an integer that the column cannot hold.
+            ShapeError: columns or lengths do not fit together, or an integer is out of the column's range.
         """
         if not sequences:
             raise ShapeError("Batch.from_sequences: got no sequences")
@@ -65,12 +65,12 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """N"""
+        """N, number of sequences."""
         return self.offsets.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """T"""
+        """T, number of tokens."""
         return int(self.offsets[-1])
 
     @property
@@ -85,7 +85,7 @@ class Batch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """int64 [N], tokens before the first sampled one (the whole sequence where none was sampled)."""
+        """int64 [N], number of tokens before the first sampled one; the whole sequence if none was sampled."""
         position_T = torch.arange(self.num_tokens) - self.offsets[:-1][self.sequence_index]
         first_T = torch.where(self["sampled"], position_T, self.lengths[self.sequence_index])
         return torch.full_like(self.lengths, torch.iinfo(torch.int64).max).scatter_reduce(
@@ -110,12 +110,12 @@ class Batch:
         return Batch(self.offsets, {**self.columns, **columns})
 
     def without_columns(self, *names: str) -> Batch:
-        """A batch without these columns; a name that is not there is ignored."""
+        """A batch without these columns. Missing names are ignored."""
         return Batch(self.offsets, {name: values for name, values in self.columns.items() if name not in names})
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
-        """The given sequences (indices, any order, repeats allowed) as a batch of their own; a view where they are
-        neighbours in their order."""
+        """A batch of the given sequences (indices in any order, repeats allowed). It is a view if they are consecutive
+        and in order."""
         index = torch.as_tensor(sequences, dtype=torch.int64)
         first, end = (int(index[0]), int(index[0]) + len(index)) if len(index) else (-1, -1)
         if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
@@ -141,7 +141,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Batches with the same columns, one after the other."""
+        """Concatenates batches with the same columns."""
         if not batches:
             raise ShapeError("Batch.concat: got no batches")
         names = set(batches[0].columns)
@@ -160,10 +160,10 @@ class Batch:
         return [self.select(part) for part in torch.arange(self.num_sequences).split(list(sizes))]
 
     def to_padded(self, *, pad_token_id: int) -> PaddedBatch:
-        """The rectangle that models without packing and other frameworks take: padded on the left, every row ends at W.
+        """The left-padded rectangle that models without packing and other frameworks take; every row ends at W.
 
-        W is the longest sequence (max over i of prompt_i + response_i), so responses lie in the last columns. Padding
-        holds `pad_token_id` in `tokens`, -1 in `policy_version` and 0 (False) in all other columns.
+        W is the longest sequence (max over i of prompt_i + response_i), so responses are in the last columns. Padding
+        is `pad_token_id` in `tokens`, -1 in `policy_version` and 0 (False) in all other columns.
         """
         width = int(self.lengths.max())
         attention_mask = torch.arange(width) >= width - self.lengths[:, None]
@@ -179,10 +179,10 @@ class Batch:
 
     @classmethod
     def from_padded(cls, padded: PaddedBatch) -> Batch:
-        """The stream of a rectangle whose padding stands left, right, or on both sides: the inverse of `to_padded`.
+        """The stream of a rectangle with padding on the left, the right or both sides: the inverse of `to_padded`.
 
         Raises:
-            ShapeError: a row without tokens or with padding between its tokens, or a column that does not fit the mask.
+            ShapeError: a row has no tokens or has padding between tokens, or a column does not fit the mask.
         """
         mask = padded.attention_mask
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -206,10 +206,10 @@ class Batch:
         return cls(offsets_of(mask.sum(1)), columns)
 
     def to_arrays(self, sequences_M: np.ndarray) -> dict[str, np.ndarray]:
-        """Offsets and columns of `select(sequences_M)` as numpy arrays, the form in which a batch crosses processes.
+        """Offsets and columns of `select(sequences_M)` as numpy arrays, for sending a batch to another process.
 
-        numpy arrays lie in shared memory and are read there without a copy; torch tensors would be pickled. Whole
-        sequences are copied one after the other, which is several times faster than an index over their tokens.
+        numpy arrays are put into shared memory and read there without a copy; torch tensors would be pickled. Sequences
+        are copied one by one, which is several times faster than indexing their tokens.
         """
         offsets = self.offsets.numpy()
         starts_M, ends_M = offsets[sequences_M], offsets[sequences_M + 1]
@@ -223,7 +223,7 @@ class Batch:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
-        """The batch that `to_arrays` was given, as views of the arrays. Raises ShapeError."""
+        """The batch that `to_arrays` selected, as views of the arrays. Raises ShapeError."""
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return cls(tensors.pop("offsets"), tensors)
 
@@ -249,12 +249,12 @@ class Batch:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PaddedBatch:
-    """N sequences as rows of width W, padding included."""
+    """N sequences as rows of width W, including padding."""
 
     attention_mask: Tensor
-    """bool [N, W]: a token, not padding."""
+    """bool [N, W]: True for tokens, False for padding."""
     columns: Mapping[str, Tensor]
-    """A batch's columns; where its axis is T, these are [N, W, …]."""
+    """A batch's columns; those with axis T are [N, W, …]."""
 
 
 def field_of(name: str) -> Field:
@@ -274,7 +274,7 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def read_of_tokens(batch: Batch) -> list[np.ndarray]:
-    """What a model reads of a token besides its place, [T, …] each: equal for tokens that it treats alike."""
+    """The columns that a model reads per token besides its position, each [T, …]. Equal values mean equal input."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
 
 

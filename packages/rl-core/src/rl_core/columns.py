@@ -1,5 +1,5 @@
-"""The columns of a batch, each declared once. Imports no other library, so that `algorithms`, which needs torch alone,
-can read it too."""
+"""The columns of a batch, each declared once. Imports no other library, so that `algorithms`, which needs only torch,
+can import it too."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "made by a loss's
 """A loss's own column, named `x_…`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS)
-"""What a model reads of a batch; the rest is the loss's."""
+"""Columns that a model reads; the others are for the loss."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
-"""Which sequences are the steps of one trajectory."""
+"""Columns that say which sequences are the steps of one trajectory."""

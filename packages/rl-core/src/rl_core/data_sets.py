@@ -17,7 +17,8 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def is_data_set(path: str) -> bool:
-    """A directory, or a name that is no file's: `org/name`, `org/name:configuration`, `@split` behind either."""
+    """Whether the path is a data set: a directory, or a name that is not a file's (`org/name`,
+    `org/name:configuration`), either optionally followed by `@split`."""
     place = _without_split(path)
     if Path(path).exists() or Path(place).exists():
         return Path(place).is_dir()
@@ -26,7 +27,7 @@ def is_data_set(path: str) -> bool:
 
 
 def require_data_sets(path: str, *, key: str) -> None:
-    """The library is there. Raises ConfigError."""
+    """Raises ConfigError if the library is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
             f"{key}: {path} is no file here (seen from {Path.cwd()}); as a Hugging Face data set it needs the library "
@@ -35,11 +36,11 @@ def require_data_sets(path: str, *, key: str) -> None:
 
 
 def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
-    """Its rows, of one split.
+    """The rows of one split of a data set.
 
     Raises:
-        ConfigError: the library is missing, there is no such data set, or the hub is not in reach.
-        DataError: it has several splits and none is named.
+        ConfigError: the library is missing, the data set does not exist, or the hub cannot be reached.
+        DataError: the data set has several splits and none is named.
     """
     require_data_sets(path, key=key)
     import datasets
@@ -54,7 +55,7 @@ def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
             found = datasets.load_dataset(place)
     except (ConfigError, MemoryError):
         raise
-    except Exception as error:  # whatever a broken file or an unknown name leads to
+    except Exception as error:  # broken files and unknown names may raise anything
         raise ConfigError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
     yield from _split_of(found, split, path, key)
 
@@ -70,7 +71,7 @@ def _of_the_hub(place: str, path: str, key: str) -> Any:
     before = settings.HF_HUB_OFFLINE
     settings.HF_HUB_OFFLINE = True
     try:
-        return datasets.load_dataset(name, configuration or None)  # what an earlier run left in the cache
+        return datasets.load_dataset(name, configuration or None)  # from the cache, if an earlier run downloaded it
     except Exception as error:
         raise ConfigError(
             f"{key}: {path}: there is no such file or directory (seen from {Path.cwd()}), no data set of that name in "

@@ -1,6 +1,7 @@
-"""Errors a user can act on. Each message says where the mistake is, what it got, what it expected, and what to do.
+"""Errors that a user can act on. Each message says where the mistake is, what was given, what was expected, and what to
+do.
 
-Each concrete error is also the matching stdlib type, so callers that do not know this package catch what they expect.
+Each concrete error is also the matching stdlib type, so that callers who do not know this package can catch it.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class DeadlineError(RLError, TimeoutError):
 
 
 class ForeignCodeError(RLError, RuntimeError):
-    """A plug-in or other code that the run calls raised what is no Exception, as `sys.exit()` does; the message says
-    whose code it was."""
+    """A plug-in or other code that the run calls raised a BaseException that is no Exception, as `sys.exit()` does. The
+    message says whose code it was."""
 
 
 class NonFiniteError(RLError, ArithmeticError):

@@ -1,5 +1,5 @@
-"""What a loss or an estimator reads and how it is set, as its signature says: positional parameters are columns,
-keyword-only ones settings."""
+"""The inputs and settings of a loss or an estimator, from its signature: positional parameters are columns,
+keyword-only parameters are settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parame
 
 
 def positional_parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of what a function takes by position, in its order: the columns it reads."""
+    """The names of a function's positional parameters, in order: the columns that it reads."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
 
@@ -25,12 +25,12 @@ def positional_parameters(function: Callable[..., Any]) -> list[str]:
 def require_settings(
     function: Callable[..., Any], settings: Mapping[str, Any], name: str, *, where: str = "", remedy: str = ""
 ) -> None:
-    """Raises ConfigError for a setting that the function does not have, or needs and did not get.
+    """Raises ConfigError for an unknown setting or a missing required one.
 
     Args:
-        name: what the function is called, for the message.
-        where: opens the message.
-        remedy: ends it where a setting is missing; `{setting}` in it is that setting.
+        name: the function's name, for the message.
+        where: the beginning of the message.
+        remedy: the end of the message if a setting is missing; `{setting}` is replaced by that setting.
     """
     known = keyword_parameters(function)
     for setting in settings:

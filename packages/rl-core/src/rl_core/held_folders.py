@@ -1,10 +1,11 @@
 """Temporary folders, in memory or on disk, named by purpose, run and process, and reclaimed once that process is gone.
 
-A folder's name has the run and the process's id, for people. Whether its process lives is asked of a lock that the
-kernel lifts with it (flock(2) on a file inside), which also serves where containers share a folder and no process ids.
-Making a folder first removes those that no process holds any more: beside it, among temporary files, and in memory. So
-what a killed run left goes at the next start, whichever transport that one uses. While a process makes a folder, it
-shares a lock of the place itself: if nobody holds that, a folder without a lock is not one that is just being made.
+The run and the process id in a folder's name are only for people. A lock shows whether the process is alive (flock(2)
+on a file inside), because the kernel releases it with the process. This also works if containers share the parent
+directory but not process ids. Creating a folder first removes those that no process holds any more: in the same parent,
+in the temporary directory, and in memory. So the folders of a killed run are removed at the next start, whichever
+transport that one uses. A process that creates a folder meanwhile holds a shared lock on the parent: if no process
+holds that, a folder without a lock is not just being created.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ _KINDS = ("weights", "proof")
 _MEMORY = Path("/dev/shm")
 _HELD = ".held"
 _YOUNG_S = 60.0
-"""A folder without a lock file is younger than this while its maker is still making it, where places have no locks."""
+"""A folder without a lock that is older than this many seconds is not just being created."""
 _LOCK_S = 5.0
-"""A place's lock is shared by all who make folders there, and held for moments by those who look."""
+"""Seconds to wait for the parent's lock. All creators of folders share it; a process that reclaims holds it briefly."""
 _held: dict[str, int] = {}
-"""This process's folders, each with the descriptor of its lock. A child that is forked gives them up."""
+"""This process's folders → file descriptor of the lock. A forked child closes the descriptors."""
 
 
 def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "proof"] = "weights") -> str:
-    """A new folder that this user alone can read, held until `remove_folder` or the end of this process.
+    """Creates a folder that only this user can read, held until `remove_folder` or the end of this process.
 
     Args:
-        parent: where; None: the temporary folder.
-        run: whose it is, for its name.
-        kind: what it is for, for its name.
+        parent: the parent directory; None: the temporary directory.
+        run: name of the run, part of the folder's name.
+        kind: purpose, part of the folder's name.
     """
     place = Path(parent or tempfile.gettempdir())
     for other in {place, Path(tempfile.gettempdir()), _MEMORY}:
@@ -57,7 +58,7 @@ def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "p
 
 
 def remove_folder(folder: str) -> None:
-    """A second call does nothing."""
+    """Removes the folder; a second call does nothing."""
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _held.pop(folder, None)
     if descriptor is not None:
@@ -66,7 +67,7 @@ def remove_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
-    """One among temporary files, for the length of a block."""
+    """A folder in the temporary directory, for the duration of a block."""
     folder = make_folder(None, run, kind)
     try:
         yield Path(folder)
@@ -75,9 +76,9 @@ def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
 
 
 def reclaim_folders(place: Path) -> None:
-    """Removes this user's folders there that nobody holds."""
+    """Removes this user's folders in `place` that no process holds."""
     for folder in (found for kind in _KINDS for found in place.glob(f"rl-{kind}-*")):
-        with contextlib.suppress(OSError):  # another one removes it just now, or it is another user's
+        with contextlib.suppress(OSError):  # another process is just removing it, or it belongs to another user
             if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                 shutil.rmtree(folder)
                 logger.warning("%s was left by a run that was killed; it is removed", folder)
@@ -98,18 +99,18 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _is_unmade(folder: Path) -> bool:
-    """Nobody is making this folder, which is not locked yet, or not any more."""
+    """Whether no process is creating this folder, which has no lock."""
     if time.time() - folder.stat().st_mtime > _YOUNG_S:
         return True
     with _locked(folder.parent, fcntl.LOCK_EX, timeout_s=0.0) as nobody_makes_any:
-        # Asked again: its maker may have been done just before.
+        # Checked again, because its creator may just have finished.
         held = folder / _HELD
         return nobody_makes_any and not (held.exists() and held.stat().st_size > 0)
 
 
 @contextlib.contextmanager
 def _locked(place: Path, kind: int, *, timeout_s: float) -> Iterator[bool]:
-    """Whether the place's own lock was to be had in time, which is held as long."""
+    """Context that holds the lock of `place` itself; its value is whether the lock was acquired in time."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, kind, time.monotonic() + timeout_s)

@@ -1,6 +1,6 @@
-"""The Hugging Face hub: whether it answers, models from it with a line of progress, and models to it.
+"""The Hugging Face hub: checks whether it answers, downloads models with progress lines, and uploads models.
 
-It is asked once and briefly before its library is, which asks again and again, for minutes.
+One short request checks whether the hub answers before its library is used, which would retry for minutes.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken
 
 
 def endpoint() -> str:
-    """The hub's address, as its library knows it. Raises ConfigError where that is not installed."""
+    """The hub's address according to its library. Raises ConfigError if the library is not installed."""
     return os.environ.get("HF_ENDPOINT") or _library().constants.ENDPOINT
 
 
 def is_offline() -> bool:
-    """The user says not to ask it."""
+    """Whether the user has disabled requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def is_name(path: str) -> bool:
-    """No directory here, and a name that a model of the hub could have."""
+    """Whether the path is not a local directory and could be the name of a model on the hub."""
     has_form = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
     return has_form and not Path(path).exists()
 
 
 def obstacle(kind: str, name: str) -> str | None:
-    """Why the hub cannot be asked for what it has under a name; None: it answers, whatever it says.
+    """Why the hub cannot be asked about a name; None if it answers, whatever the answer is.
 
     Args:
         kind: `models` or `datasets`.
@@ -56,27 +56,27 @@ def obstacle(kind: str, name: str) -> str | None:
     answered: list[Exception | None] = []
     asking = threading.Thread(target=lambda: answered.append(_failure(url)), name="rl-hub", daemon=True)
     asking.start()
-    # The time of urlopen is that of a connection; to look the host's name up may take minutes before it.
+    # The timeout of urlopen is for the connection. Resolving the host name before that may take minutes.
     asking.join(TIMEOUT_S + LOOK_UP_S)
     error = answered[0] if answered else TimeoutError(f"no answer within {TIMEOUT_S + LOOK_UP_S:g} s")
     return None if error is None else f"{endpoint()} cannot be reached ({error})"
 
 
 def _failure(url: str) -> Exception | None:
-    """Why there was no answer."""
+    """Why there was no answer; None if there was one."""
     try:
         urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        return None  # what it says is said to whoever loads it, with the user's token
+        return None  # loading the model with the user's token will report this error
     except (OSError, ValueError) as error:
         return error
     return None
 
 
 def require_model(name: str, *, key: str) -> bool:
-    """Whether the hub can be asked for a model; where it cannot, what is in its cache will do.
+    """Whether the hub can be asked for a model. False if it cannot be reached but the model is in its cache.
 
-    Raises ConfigError for what is neither a directory nor in the cache, where the hub is not in reach.
+    Raises ConfigError if the hub cannot be reached and the model is not in its cache.
     """
     reason = obstacle("models", name)
     if reason is None:
@@ -91,21 +91,21 @@ def require_model(name: str, *, key: str) -> bool:
 
 
 def is_cached(name: str) -> bool:
-    """Something of the model is in the hub's cache."""
+    """Whether any file of the model is in the hub's cache."""
     return isinstance(_library().try_to_load_from_cache(name, "config.json"), str)
 
 
 def fetch_model(name: str, *, key: str) -> None:
-    """Has the hub's cache hold a model, saying every few seconds how far it is.
+    """Downloads a model into the hub's cache, and prints progress every few seconds.
 
-    Where the hub cannot be asked, what is in the cache will do.
+    If the hub cannot be reached, uses the model in the cache.
 
     Args:
-        name: of the model.
+        name: the model's name.
         key: the configuration key that names it, for messages.
 
     Raises:
-        ConfigError: it is nowhere, or the hub refuses it.
+        ConfigError: the model cannot be found, or the hub refuses access.
     """
     library = _library()
     if not require_model(name, key=key):
@@ -124,9 +124,9 @@ def fetch_model(name: str, *, key: str) -> None:
 
 
 def push_model(directory: Path, name: str, *, is_private: bool) -> str:
-    """Uploads a model's directory under a name, which is made where there is none; its address.
+    """Uploads a model's directory to the repository `name`, which is created if it does not exist. Returns its address.
 
-    Raises ConfigError: nobody is logged in, the hub cannot be reached, or it refuses.
+    Raises ConfigError if the user is not logged in, the hub cannot be reached, or it refuses.
     """
     library = _library()
     if library.get_token() is None:
@@ -155,7 +155,7 @@ def _library() -> Any:
 
 @contextmanager
 def _refusals(where: str) -> Iterator[None]:
-    """What the hub, or the way to it, says in place of an answer."""
+    """Converts errors of the hub or of the network into ConfigError."""
     try:
         yield
     except Exception as error:
@@ -171,7 +171,7 @@ def _refusals(where: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(name: str, cache: Path, num_bytes: int) -> Iterator[None]:
-    """Inside, says what has arrived, at the beginning, every few seconds and at the end."""
+    """Context that prints how much has been downloaded, at the beginning, every few seconds and at the end."""
     before, started, done = _size_of(cache), time.monotonic(), threading.Event()
 
     def line() -> str:

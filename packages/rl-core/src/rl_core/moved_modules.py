@@ -1,7 +1,7 @@
-"""Modules under the names that they had before: plug-ins built against an earlier version import them there.
+"""Old names of modules, for plug-ins built against an earlier version.
 
-An import of an old name works and logs the new one. It is no DeprecationWarning: plug-ins whose tests take warnings for
-errors go on unchanged. An entry goes when the contracts that it belongs to are no longer accepted (`CONTRACTS`).
+Importing an old name works and logs the new one. It does not raise a DeprecationWarning, so that plug-ins whose tests
+treat warnings as errors still work. Remove an entry when its contract versions are no longer accepted (`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOVED = {
 
 
 class _OldNames(MetaPathFinder):
-    """Asked after all other finders: only for modules that are not there."""
+    """A finder that comes after all others, so it is only asked for modules that do not exist."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,8 +1,8 @@
-"""Plug-ins by entry point: listed without importing them; imported, checked and brought to the current contract when
-chosen.
+"""Plug-ins by entry point. They are listed without importing them. A chosen one is imported, checked and, if needed,
+adapted to the current contract.
 
-Whatever an entry point names may also be named as `package.module:object`, so a user's own loss or environment needs no
-package. Either way it is checked here: what it is (`rl_core.seams`), and the version it was written for (`CONTRACTS`).
+Any plug-in may also be named as `package.module:object`, so a user's own loss or environment needs no package. Either
+way, this module checks the kind of object (`rl_core.seams`) and the contract version it was written for (`CONTRACTS`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PACKAGES = {
 
 
 _FITTED: dict[tuple[str, str], tuple[Any, Any]] = {}
-"""Group and name → what was found there last, and what `fitted` made of it: environments are loaded for every row."""
+"""(group, name) → (object found last, result of `fitted`). A cache, because environments are loaded for every row."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +87,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def load(group: str, name: str, *, key: str | None = None) -> Any:
-    """What stands behind an entry point, or behind `package.module:object`, as one of the current contract.
+    """The object of an entry point or of `package.module:object`, adapted to the current contract.
 
     Args:
         group: one of `GROUPS`.
@@ -95,8 +95,8 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
         key: the configuration key that chose it, for the message.
 
     Raises:
-        PluginError: nothing of that name is installed, its import failed (the import's own error is the cause), it is
-            not what stands at this seam, or it was written for a version of the contract that is not accepted.
+        PluginError: no plug-in of that name is installed, its import failed (the import error is the cause), it is not
+            the right kind of object, or its contract version is not accepted.
     """
     where = f"{key}: " if key else ""
     found = import_object(name, where) if ":" in name else _entry_point_object(group, name, where)
@@ -109,7 +109,8 @@ def load(group: str, name: str, *, key: str | None = None) -> Any:
 
 
 def _is_receiver(found: Any) -> bool:
-    """An engine's end of a sync: engines of contract version 1 load it by `load`, later ones by `load_receiver`."""
+    """Whether the object is a weight receiver, which engines of contract version 1 load with `load`, later ones with
+    `load_receiver`."""
     return inspect.isclass(found) and RECEIVER.problem(found, None) is None
 
 
@@ -130,14 +131,14 @@ def _entry_point_object(group: str, name: str, where: str) -> Any:
 
 
 def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
-    """The plug-in itself, or what an adapter makes of one that was written for an earlier version of the contract.
+    """The plug-in itself, or an adapted one if it was written for an earlier version of the contract.
 
     Args:
         name: an entry point's name or an import path, for messages.
-        where: opens the message.
+        where: the beginning of the message.
 
     Raises:
-        PluginError: it is not what stands at this seam, or its version is not accepted.
+        PluginError: it is not the right kind of object, or its version is not accepted.
     """
     seam, contract = SEAMS[group], CONTRACTS.get(group)
     if contract is None:
@@ -157,7 +158,7 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
 
 
 def _version_problem(contract: Contract, stated: Any) -> str | None:
-    """Why a version is not accepted, and what to do; None where it is."""
+    """Why a version is not accepted, and what to do; None if it is accepted."""
     number, remedy = f"was written for version {stated} of its contract", "Set it to the one that it was written for"
     if stated is None:
         number = "states no contract_version"
@@ -189,7 +190,8 @@ def _adapted(seam: Seam, contract: Contract, stated: int, plugin: Any, name: str
 
 
 def _origin(group: str, name: str) -> str:
-    """` of my-package 1.0`, or the module of something that no package installed; nothing of an unknown name."""
+    """The plug-in's origin, for messages: ` of my-package 1.0`, or its module if no package installed it. Empty for an
+    unknown name."""
     entry = _installed(group).get(name)
     if entry is not None and entry.dist is not None:
         return f" of {entry.dist.name} {entry.dist.version}"
@@ -208,10 +210,10 @@ def _with_version(package: str) -> str:
 
 
 def load_receiver(path: str) -> Any:
-    """What builds an engine's end of a sync: the class or function that `Rendezvous.receiver` names.
+    """The class or function that `Rendezvous.receiver` names, which builds an engine's end of a sync.
 
     Raises:
-        PluginError: there is none, or it cannot be called with a rendezvous.
+        PluginError: it does not exist, or cannot be called with a rendezvous.
     """
     found = import_object(path)
     _require(RECEIVER, found, path, "")
@@ -222,7 +224,7 @@ def load_preparation(path: str) -> Callable[[Any], object]:
     """The function that a recipe's `prepare` names.
 
     Raises:
-        PluginError: there is none, or it cannot be called with a configuration.
+        PluginError: it does not exist, or cannot be called with a configuration.
     """
     where = "the recipe's `prepare`: "
     found = import_object(path, where)
@@ -240,8 +242,8 @@ def _how_to_get(package: str) -> str:
 def load_function(
     group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
 ) -> Callable[..., Any]:
-    """A function plug-in with its keyword parameters checked: an unknown or missing one is a ConfigError, which ends
-    with `remedy` as `require_settings` says."""
+    """A function plug-in whose keyword parameters have been checked. An unknown or missing one raises ConfigError; for
+    `remedy` see `require_settings`."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     require_settings(function, params, repr(name), where=where, remedy=remedy)
@@ -249,7 +251,8 @@ def load_function(
 
 
 def import_object(path: str, where: str = "") -> Any:
-    """The object at `package.module:object`; `where` opens the message of the PluginError when it is not there."""
+    """The object at `package.module:object`. If it does not exist, raises PluginError with a message that begins with
+    `where`."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

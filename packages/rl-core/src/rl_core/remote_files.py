@@ -1,4 +1,4 @@
-"""Files elsewhere: addresses that fsspec knows, such as `s3://bucket/train.parquet`."""
+"""Remote files at addresses that fsspec supports, such as `s3://bucket/train.parquet`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_core.errors import ConfigError, DataError, install
 
 
 def is_remote(path: str | Path) -> bool:
-    """It has a protocol, so it is no path of this machine."""
+    """Whether the path has a protocol, so that it is not a local path."""
     return "://" in str(path)
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to read, from wherever it is. Raises OSError, and ConfigError where its store cannot be asked."""
+    """Opens a local or remote file for reading. Raises OSError, or ConfigError if the store cannot be accessed."""
     if not is_remote(path):
         with Path(path).open("rb") as file:
             yield file
@@ -29,17 +29,17 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def exists(path: str) -> bool:
-    """Whether there is something at an address. Raises ConfigError where its store cannot be asked."""
+    """Whether a file or directory exists at an address. Raises ConfigError if the store cannot be accessed."""
     system, place = _found(path)
     with _asked(path):
         return bool(system.exists(place))
 
 
 def names_in(directory: str) -> list[str]:
-    """Names of what lies in a remote directory; none where it is not there. Raises ConfigError."""
+    """Names of the entries of a remote directory; empty if it does not exist. Raises ConfigError."""
     system, place = _found(directory)
     with _asked(directory):
-        # A store may remember what it once listed.
+        # A store may cache earlier listings.
         system.invalidate_cache()
         if not system.exists(place):
             return []
@@ -47,7 +47,7 @@ def names_in(directory: str) -> list[str]:
 
 
 def upload(directory: Path, target: str, *, last: str | None = None) -> None:
-    """Copies a directory's files to a remote one, and the file `last` when all others are there.
+    """Copies a directory's files to a remote directory; copies the file `last` after all others.
 
     Raises ConfigError, OSError.
     """
@@ -62,7 +62,7 @@ def upload(directory: Path, target: str, *, last: str | None = None) -> None:
 
 
 def download(source: str, directory: Path) -> None:
-    """Copies a remote directory's files into a new one here. Raises ConfigError, OSError."""
+    """Copies a remote directory's files into a local one. Raises ConfigError, OSError."""
     system, place = _found(source)
     with _asked(source):
         for there in system.find(place):
@@ -93,7 +93,7 @@ def _found(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def _asked(path: str) -> Iterator[None]:
-    """Stores raise whatever their library does: without a network, a right or a bucket."""
+    """Converts the errors of stores, whose libraries may raise anything if network, permission or bucket is missing."""
     try:
         yield
     except (OSError, ConfigError, DataError):

@@ -1,7 +1,8 @@
-"""What may stand at each seam: the kind of object, its members, and the calls that they must take.
+"""Checks of plug-ins at each extension point (seam): the kind of object, its members, and the calls they must accept.
 
-Read from the contracts themselves: a Protocol's methods are looked up and bound with its parameters, without a call. So
-a lookalike that has only the names is found before a run; what a plug-in must DO is proved by `rl_core.testing`.
+The checks are derived from the contracts: a Protocol's methods are looked up and bound with its parameters, without
+calling them. So an object that has only the right names is detected before a run. The suites of `rl_core.testing` check
+what a plug-in DOES.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from rl_core.interfaces import (
 )
 
 _MOST_NAMED = 4
-"""Missing members that a message names."""
+"""Largest number of missing members that a message names."""
 
 
 @attrs.frozen(kw_only=True)
 class Seam:
-    """A place where a run chooses an object by name."""
+    """An extension point, at which a run chooses an object by name."""
 
     plural: str = ""
     """Plural for lists; empty if no list shows it."""
     singular: str
     """Singular with its article."""
     expected: str
-    """What stands there, for messages."""
+    """Description of a valid object, for messages."""
     problem: Callable[[Any, int | None], str | None]
-    """(object, version of the contract that it was written for) → why it cannot stand there; None where it can."""
+    """(object, contract version that it was written for) → why it is not valid; None if it is."""
 
 
 def _of_object(group: str, contract: type, found: Any, version: int | None) -> str | None:
@@ -63,7 +64,7 @@ def _of_object(group: str, contract: type, found: Any, version: int | None) -> s
 
 
 def _of_factory(group: str, call: type, made: type, found: Any, version: int | None) -> str | None:
-    """Of a seam at which a callable stands that makes objects of the contract `made`."""
+    """The problem of a callable that must create objects of the contract `made`; None if there is none."""
     if not callable(found):
         return f"it is {_described(found)}, which cannot be called"
     if inspect.isclass(found) and (inspect.isabstract(found) or vars(found).get("_is_protocol", False)):
@@ -145,7 +146,7 @@ def _of_preparation(found: Any, version: int | None) -> str | None:
 
 
 def _prepare(self: None, config: Any) -> None:
-    """How a run calls a recipe's `prepare`; `self` as methods have it."""
+    """The signature with which a run calls a recipe's `prepare`, with `self` like a method."""
 
 
 def _of_receiver(found: Any, version: int | None) -> str | None:
@@ -158,7 +159,7 @@ def _of_receiver(found: Any, version: int | None) -> str | None:
 
 
 def _build_receiver(self: None, rendezvous: Any) -> None:
-    """How an engine builds its end of a sync; `self` as methods have it."""
+    """The signature with which an engine builds its end of a sync, with `self` like a method."""
 
 
 SEAMS: Mapping[str, Seam] = {
@@ -246,9 +247,9 @@ RECEIVER = Seam(
 
 
 def members(contract: type) -> dict[str, Any]:
-    """The methods and properties of a Protocol (or base class) by name, those of the contracts it extends first.
+    """The methods and properties of a Protocol (or base class) by name, with those of its base contracts first.
 
-    `contract_version` is left out: whoever chooses a plug-in looks at it before everything else.
+    `contract_version` is left out, because it is checked before everything else.
     """
     bases = [base for base in reversed(contract.__mro__) if base.__module__ not in ("builtins", "typing")]
     found = {name: member for base in bases for name, member in vars(base).items() if not name.startswith("_")}
@@ -257,15 +258,15 @@ def members(contract: type) -> dict[str, Any]:
 
 
 def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_optional: bool = True) -> str | None:
-    """Why `actual` cannot be called with the parameters of the contract's method `expected`; None where it can, or
-    where its parameters cannot be read.
+    """Why `actual` cannot be called with the parameters of the contract's method `expected`. None if it can, or if its
+    parameters cannot be inspected.
 
-    Positional parameters are passed by position, so their names are free; keyword-only ones by name.
+    Positional parameters are passed by position, so their names may differ; keyword-only ones are passed by name.
 
     Args:
         expected: its first parameter is `self`.
-        actual: bound, or a class.
-        with_optional: also with the parameters that have a default in the contract.
+        actual: a bound method, or a class.
+        with_optional: also require the parameters that have a default in the contract.
     """
     parameters = list(inspect.signature(expected).parameters.values())[1:]
     passed = [p for p in parameters if with_optional or p.default is p.empty]
@@ -286,17 +287,17 @@ def call_problem(name: str, expected: Callable[..., Any], actual: Any, *, with_o
 
 
 def _takes_nothing(found: Any) -> bool:
-    """It can be called without arguments, as far as its parameters can be read."""
+    """Whether it can be called without arguments; True if its parameters cannot be inspected."""
     try:
         inspect.signature(found).bind()
-    except (TypeError, ValueError):  # TypeError: no callable, or it needs one; ValueError: written in C, without names
+    except (TypeError, ValueError):  # TypeError: not callable, or needs arguments; ValueError: written in C
         return False
     return True
 
 
 def _expected(group: str, contract: type, version: int | None) -> tuple[dict[str, Any], bool]:
-    """The members that a plug-in of a version must have, and whether they must take optional parameters too: those
-    that a contract got later are none of an earlier version."""
+    """The members that a plug-in of this version must have, and whether they must accept optional parameters too.
+    Leaves out members that were added to the contract in a later version."""
     versions = CONTRACTS[group]
     later = {name for name, since in versions.added.items() if version is not None and version < since}
     expected = {name: member for name, member in members(contract).items() if name not in later}
@@ -315,7 +316,8 @@ def _member_problem(found: Any, name: str, expected: Any, *, with_optional: bool
 
 
 def _class_problem(found: type, expected: Mapping[str, Any], *, with_optional: bool) -> str | None:
-    """Of a class whose objects are to have these members: of its methods alone, since `__init__` may set the rest."""
+    """The problem of a class whose objects must have these members. Checks only methods, because `__init__` may set the
+    others."""
     methods = {name: member for name, member in expected.items() if inspect.isfunction(member)}
     return _lacks(found, methods) or _first(
         _class_method_problem(found, name, method, with_optional=with_optional) for name, method in methods.items()
@@ -330,7 +332,7 @@ def _class_method_problem(found: type, name: str, expected: Callable[..., Any], 
 
 
 def _product_class(factory: Any) -> type | None:
-    """The class of what a factory makes, where that can be read: a class itself, or a function's return annotation."""
+    """The class of a factory's products, if known: the factory itself if it is a class, or its return annotation."""
     if inspect.isclass(factory):
         return factory
     made = getattr(factory, "__annotations__", {}).get("return")
@@ -347,15 +349,15 @@ def _lacks(found: Any, expected: Iterable[str]) -> str | None:
 
 
 def _is_of(value: Any, expected: property) -> bool:
-    """The value is of the type that the property declares, or no check can say so."""
+    """Whether the value has the type that the property declares; True if the type cannot be checked."""
     try:
         return isinstance(value, typing.get_type_hints(expected.fget)["return"])
-    except (NameError, TypeError):  # imported for the type checker alone; a generic type
+    except (NameError, TypeError):  # imported only for the type checker; a generic type
         return True
 
 
 def _can_be_read(found: Any) -> bool:
-    """Its parameters are known."""
+    """Whether its parameters can be inspected."""
     try:
         inspect.signature(found)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Where every random number of a run comes from: seeds that follow from the run's seed and what they are for.
+"""The source of all random numbers of a run: seeds derived from the run's seed and their purpose.
 
-A seed depends on its parts alone, in every process and on every machine, so a resumed run draws what the uninterrupted
-one would have drawn. Python's `hash` is not used: it differs between processes for text, and collides for small
+A seed depends only on its parts, in every process and on every machine, so a resumed run draws the same numbers as an
+uninterrupted one. Python's `hash` is not used, because it differs between processes for text, and collides for small
 numbers.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed in [0, 2^63) for what `parts` name, e.g. the run's seed, a group and a sample; unrelated for other parts.
+    """A seed in [0, 2^63) from `parts`, e.g. the run's seed, a group and a sample. Other parts give unrelated seeds.
 
     The first 63 bits of the BLAKE2b hash of the parts, written with `/` between them.
     """
@@ -22,5 +22,5 @@ def seed_of(*parts: int | str) -> int:
 
 
 def generator_of(*numbers: int) -> np.random.Generator:
-    """numpy's generator for what `numbers` (0 or more) name; NumPy's SeedSequence mixes them."""
+    """A NumPy generator from `numbers` (each at least 0), which NumPy's SeedSequence mixes."""
     return np.random.default_rng(numbers)

@@ -1,4 +1,4 @@
-"""Files that a crash of the machine leaves whole, that are known to be what was written, and a disk that is full."""
+"""Crash-safe files, checks that files have not changed, and detection of a full disk."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _THREADS = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded")
 _LEAST_FREE_BYTES = 1 << 20
-"""With less than this free, a write that failed for no stated reason failed for want of room."""
+"""If less than this is free, a write that failed without a stated reason counts as failed for a full disk."""
 
 
 @attrs.frozen
 class FileRecord:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written."""
 
     num_bytes: int
     crc32: int | None
-    """CRC-32 of its bytes, as of weights under way: it finds every change of up to 32 bits in a row, at 4 GiB/s of a
-    core. None: the list was written by a version that knew sizes alone."""
+    """CRC-32 of its bytes, as for weights in a sync. It detects every change of up to 32 consecutive bits, at 4 GiB/s
+    per core. None: the list was written by a version that recorded only sizes."""
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
@@ -43,7 +43,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, entry: Any) -> FileRecord:
-        """Of a list of files. Raises TypeError or KeyError for what is no entry of one."""
+        """From an entry in a list of files. Raises TypeError or KeyError if it is not one."""
         return cls(entry, None) if isinstance(entry, int) else cls(int(entry["bytes"]), int(entry["crc32"]))
 
     def as_json(self) -> dict[str, int | None]:
@@ -52,14 +52,14 @@ class FileRecord:
 
 
 def recorded(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """The files as they are now, several read at a time."""
+    """The records of the files in their current state. Reads several files at a time."""
     wanted = sorted(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(wanted, pool.map(lambda name: FileRecord.of(directory / name), wanted), strict=True))
 
 
 def missized(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """What is wrong with the first file that is missing or has another size than it was written with; None: nothing."""
+    """Describes the first file that is missing or whose size has changed; None if there is none."""
     for name, record in files.items():
         path = directory / name
         found = path.stat().st_size if path.is_file() else None
@@ -70,7 +70,7 @@ def missized(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 
 def changed(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """What is wrong with the first file whose bytes are not those that were written; None: nothing. Reads them all."""
+    """Describes the first file whose content has changed; None if there is none. Reads all files."""
     listed = {name: record for name, record in files.items() if record.crc32 is not None}
     for name, found in recorded(directory, listed).items():
         if found.crc32 != files[name].crc32:
@@ -79,7 +79,7 @@ def changed(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file: a crash leaves the old one or the new one, on disk when this returns."""
+    """Replaces a file atomically: a crash leaves the old or the new one. The new one is on disk when this returns."""
     unfinished = path.with_name(f"{path.name}.writing")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -98,7 +98,7 @@ def make_directory(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or a directory's entries, to disk."""
+    """Flushes a file, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,16 +107,16 @@ def sync(path: Path) -> None:
 
 
 def sync_all(directory: Path) -> None:
-    """Brings everything below a directory to disk, and its entries."""
+    """Flushes everything below a directory to disk, including directory entries."""
     for path in (*directory.rglob("*"), directory):
         sync(path)
 
 
 def is_disk_full(error: BaseException, directory: Path | None = None) -> bool:
-    """The error, or what caused it, was that there is no room (left, or within a quota).
+    """Whether the error or its cause is a full disk or an exceeded quota.
 
     Args:
-        directory: that was written to, where the writer may not have said why it failed: then its disk is asked.
+        directory: the directory that was written to. If given, free space decides if the error states no reason.
     """
     if any(isinstance(one, DiskFullError) or _says_full(one) for one in _chain(error)):
         return True

@@ -1,5 +1,5 @@
-"""Coroutines that run together: all end before their caller goes on; the time in which none does; and what is made of
-errors of others that would end them without a word."""
+"""Running coroutines concurrently so that all end before the caller continues; measuring idle time; and converting
+errors of foreign code that would end a task silently."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order. The first error ends the others and is raised as itself.
+    """Runs coroutines concurrently and returns their results in order. The first error cancels the others and is raised
+    unchanged.
 
-    `asyncio.gather` would return at the first error or cancellation, while the others are still at work.
+    `asyncio.gather` would return at the first error or cancellation while the others are still running.
     """
     try:
         async with asyncio.TaskGroup() as together:
@@ -32,14 +33,14 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The first leaf of a task group's errors: the one that ended the others."""
+    """The first leaf of a task group's errors, which cancelled the other tasks."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 class OwnThread(Generic[T]):
-    """A function in a thread of its own, which may never return: unlike an executor's, the thread does not keep the
-    process from ending."""
+    """Runs a function in a daemon thread. The function may never return: unlike an executor's thread, this one does not
+    prevent the process from exiting."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._future: Future[T] = Future()
@@ -54,11 +55,11 @@ class OwnThread(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """It returned or raised."""
+        """Whether the function has returned or raised."""
         return self._future.done()
 
     async def within(self, timeout_s: float) -> T:
-        """What it returns. Raises TimeoutError where it has not returned in time; it goes on."""
+        """The function's result. Raises TimeoutError if it has not returned in time; it keeps running."""
         waiting = asyncio.wrap_future(self._future)
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         if not done:
@@ -68,8 +69,8 @@ class OwnThread(Generic[T]):
 
 @contextmanager
 def code_of(whose: str) -> Iterator[None]:
-    """Around code of others. What it raises that is no Exception would end a task, or the run, as if that was meant: it
-    becomes a ForeignCodeError. KeyboardInterrupt and the cancellation of this task stay what they are."""
+    """Context for calling foreign code. A BaseException that is no Exception would end a task or the run as if
+    intended, so it becomes a ForeignCodeError. KeyboardInterrupt and cancellation of this task are not converted."""
     task = current_task()
     try:
         yield
@@ -84,17 +85,17 @@ def code_of(whose: str) -> Iterator[None]:
 
 
 def is_foreign(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """What was raised in the task, or outside of any, is neither an Exception nor asked for from outside."""
+    """Whether an error raised in the task (or outside any) is neither an Exception nor requested from outside."""
     if isinstance(error, asyncio.CancelledError):
         return task is None or not task.cancelling()
-    # A coroutine that is thrown away gets a GeneratorExit too, while no task or another one runs.
+    # A discarded coroutine also gets a GeneratorExit, while no task or another task is running.
     if isinstance(error, GeneratorExit):
         return task is not None and current_task() is task
     return not isinstance(error, (Exception, KeyboardInterrupt))
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """None also where no event loop runs."""
+    """The current task; None outside a task or without a running event loop."""
     try:
         return asyncio.current_task()
     except RuntimeError:
@@ -102,7 +103,7 @@ def current_task() -> asyncio.Task[Any] | None:
 
 
 class IdleTime:
-    """Seconds in which nothing of a kind was under way."""
+    """Measures the seconds in which no block of `busy` was running."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -112,7 +113,7 @@ class IdleTime:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """The block is under way; blocks may overlap."""
+        """Context that counts as busy; blocks may overlap."""
         if self._num_busy == 0:
             self._seconds += self._clock() - self._idle_since
         self._num_busy += 1

@@ -1,6 +1,6 @@
-"""When the steps of trajectories are complete.
+"""Checks that the steps of trajectories are complete.
 
-Pure Python, so that `layout`, which needs numpy alone, and `algorithms`, which needs torch alone, follow one rule.
+Pure Python, so that `layout`, which needs only numpy, and `algorithms`, which needs only torch, share one rule.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import zip_longest
 def why_incomplete(
     trajectory_N: Sequence[int], is_last_step_N: Sequence[bool], step_index_N: Sequence[int] | None = None
 ) -> str | None:
-    """What is wrong with the first trajectory that lost a step, or has one twice; None where all are whole.
+    """Describes the first trajectory with a missing or repeated step; None if all are complete.
 
-    Each trajectory has exactly one last step. Where step indices are known, they run from 0 without a gap, and the
-    last step has the largest. Rows may come in any order; 100,000 take 0.2 s.
+    Each trajectory must have exactly one last step. If step indices are known, they must run from 0 without a gap, and
+    the last step must have the largest. Rows may be in any order; 100,000 rows take 0.2 s.
 
     Args:
         trajectory_N: equal for the steps of one trajectory.
-        is_last_step_N: as long.
-        step_index_N: as long: position among the trajectory's steps, if known.
+        is_last_step_N: whether the row is its trajectory's last step.
+        step_index_N: position among the trajectory's steps; None: not known.
     """
     if step_index_N is None:
         return _why_not_one_last_step(trajectory_N, is_last_step_N)
