@@ -1,10 +1,8 @@
 """Two-digit addition: `37+45=` → `280` (the sum's three digits, lowest first), then the end of text.
 
-All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from warm start and RL alike. The
-digits are
-reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute, and the
-plain
-one hardly at all.
+All 10,000 problems, in an order fixed by one seed; the first 1,000 are held out from both warm start and RL. The
+digits are reversed because a sum is computed from its lowest digit: a two-layer model learns this form within a minute,
+and the usual digit order hardly at all.
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ DATA_SEED = 0
 
 
 class ArithmeticEnvironment:
-    """Reward 1 for exactly the answer, ended by the model itself; else 0. Metric `accuracy` is the same number."""
+    """Reward 1 if the response is exactly the answer and the model ended it itself, else 0. Metric `accuracy` equals
+    the reward."""
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: str = row["prompt"]
@@ -62,14 +61,14 @@ def problems() -> list[dict[str, str]]:
 
 
 def write_data(train: Path, held_out: Path) -> None:
-    """Writes both parts as parquet files."""
+    """Writes the training and held-out parts as Parquet files."""
     rows = problems()
     write_rows(train, rows[NUM_HELD_OUT:])
     write_rows(held_out, rows[:NUM_HELD_OUT])
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Writes a parquet file, whole or not at all."""
+    """Writes a Parquet file atomically."""
     import pyarrow
     import pyarrow.parquet
 
@@ -84,10 +83,10 @@ def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARA
     """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character.
 
     Args:
-        directory: is made.
-        seed: of the weights.
-        characters: all that it can read and say besides the end; `?` is among them and stands for what is unknown.
-            Marks such as `<search>` are one token each.
+        directory: created by this.
+        seed: seed of the weights.
+        characters: its vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
+            as `<search>` are one token each.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -96,7 +95,7 @@ def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARA
 
 
 def write_small_model(directory: Path, *, seed: int) -> None:
-    """Writes a freshly initialised Qwen3 of 52,128 parameters and its tokenizer: as `write_model`, but narrower."""
+    """Writes a freshly initialised Qwen3 of 52,128 parameters and its tokenizer: like `write_model`, but narrower."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = _tokenizer()
@@ -105,8 +104,8 @@ def write_small_model(directory: Path, *, seed: int) -> None:
 
 
 def write_moe_model(directory: Path, *, seed: int) -> None:
-    """Writes a freshly initialised Qwen3-MoE of 248,256 parameters and its tokenizer: as `write_model`, but with four
-    experts of half the width, of which a token takes two."""
+    """Writes a freshly initialised Qwen3-MoE of 248,256 parameters and its tokenizer: like `write_model`, but with four
+    experts of half the width, two of them per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = _tokenizer()

@@ -1,11 +1,11 @@
 """Asynchronous training of a Mixture of Experts with router replay, on two-digit addition and two CPU cores.
 
-What it does: the quick start's task with a Qwen3-MoE of 250k parameters. Answers are sampled while training goes on, by
-weights of up to two versions ago, so the policy's gradient is corrected by truncated importance sampling. The engine
-reports which experts each token took, and the trainer computes along these routes (R3, Ma et al. 2025,
-arXiv 2510.11370): an engine's rounding, or weights of another version, cannot send a token to other experts than those
-that made its log-prob. `rollout/staleness_mean` tells how far sampling lags behind, `correction/…` what it costs.
-Deliberately omitted: a GPU's rounding, which is what makes routes differ much (here engine and trainer are float32).
+What it does: the quick start's task with a Qwen3-MoE of 250k parameters. Answers are sampled while training continues,
+by weights that are up to two versions old, so truncated importance sampling corrects the policy's gradient. The engine
+reports the experts of each token, and the trainer follows these routes (R3, Ma et al. 2025, arXiv 2510.11370): neither
+different rounding nor another weight version can send a token to other experts than those that produced its log-prob.
+`rollout/staleness_mean` shows how far sampling lags behind, `correction/…` how strongly that is corrected.
+Deliberately omitted: a GPU's rounding, the main reason why routes differ (here engine and trainer use float32).
 
 Run:      rl train async_r3
 Control:  rl train async_r3 trainer.policy.fsdp_config.moe_enable_routing_replay=false \\

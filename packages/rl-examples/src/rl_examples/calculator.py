@@ -1,9 +1,10 @@
 """GRPO with a tool: a small model that cannot multiply learns to use a calculator, on two CPU cores, in minutes.
 
-Asked `37*45=`, the model answers `1665$`, or calls `<37*45>$`, is told `1665=`, and answers `1665$`. By itself it is
-right one time in thirty, with the calculator nearly always; warm-started on demonstrations of which a fifth call, it
-calls a fifth of the time. Only the right answer is rewarded, nothing says that calling is good: it finds that out.
-Deliberately omitted: a reference model and a KL term, a reward or a cost of calling.
+Asked `37*45=`, the model either answers `1665$` directly, or calls `<37*45>$`, receives `1665=`, and answers `1665$`.
+Without the calculator it is right one time in thirty, with it nearly always. It is warm-started on demonstrations of
+which a fifth call, so it initially calls a fifth of the time. Only the right answer is rewarded; the model has to
+discover that calling pays off.
+Deliberately omitted: a reference model and a KL term, a reward or cost for calling.
 
 Run:      rl train calculator      (see what it plays: rl generate calculator --output episodes.jsonl)
 Control:  rl train calculator environment.env_class=broken_pocket_calculator        (the tool answers nonsense)
@@ -59,7 +60,7 @@ recipe = Recipe(
         "generator.max_input_length": 40,
         "generator.n_samples_per_prompt": 8,
         "generator.sampling_params.max_generate_length": 9,
-        # Sampled, so that the start shows how often it calls; its likeliest answer hardly ever does.
+        # Sampled, so that the first evaluation shows how often it calls; its greedy response hardly ever does.
         "generator.eval_sampling_params.temperature": 1.0,
     },
     prepare="rl_examples.calculator:prepare",
@@ -70,7 +71,8 @@ START_ACCURACY = 0.15
 
 
 class AngleCalls:
-    """`<37*45>`: all that a model of a few characters has room for. What else begins with `<` is a broken call."""
+    """Parses calls like `<37*45>`, short enough for a model with a few characters. Other text that begins with `<` is a
+    broken call."""
 
     name = "angles"
 
@@ -85,10 +87,10 @@ class AngleCalls:
 
 
 class PocketCalculator(ToolEnvironment):
-    """Reward 1 for exactly the row's `answer`, ended by the model itself, after at most one call. Metrics: `accuracy`,
-    the same, `calls` and `wrong_calls`."""
+    """Reward 1 if the response is exactly the row's `answer`, the model ended it itself, and it made at most one call.
+    Metrics: `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
     call_format: ClassVar[CallFormat | None] = AngleCalls()
 
     @staticmethod
@@ -104,7 +106,7 @@ class PocketCalculator(ToolEnvironment):
         return f"{left * right:04d}"
 
     def observation(self, answers: Sequence[Answer]) -> Prompt:
-        """See `ToolEnvironment.observation`. The result stands where the model answers next."""
+        """See `ToolEnvironment.observation`. The result comes directly before the model's next answer."""
         return "".join("?=" if answer.is_wrong else f"{answer.text}=" for answer in answers)
 
     async def step(self, action: Action) -> StepResult:
@@ -119,7 +121,7 @@ class PocketCalculator(ToolEnvironment):
 
 
 class BrokenPocketCalculator(PocketCalculator):
-    """The control: its calculator answers with four digits that have nothing to do with the question."""
+    """The negative control: its calculator returns four digits unrelated to the question."""
 
     @tool
     async def multiply(self, left: int, right: int) -> str:
@@ -128,7 +130,7 @@ class BrokenPocketCalculator(PocketCalculator):
 
 
 def problems() -> list[dict[str, str]]:
-    """All products of two numbers below 100, in an order fixed by one seed; the first are held out."""
+    """All products of two numbers below 100, in an order fixed by one seed; the first ones are held out."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
     return [
@@ -137,7 +139,7 @@ def problems() -> list[dict[str, str]]:
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.whole_models import is_to_be_made
 
@@ -151,7 +153,7 @@ def prepare(config: Config) -> None:
 
 
 def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
-    """Learns both ways to answer from demonstrations, until its samples are right often enough to begin with."""
+    """Warm-starts the model on demonstrations of both ways to answer, until enough of its samples are right."""
     from rl_core.trainer.data import DataRow
     from rl_examples.arithmetic import write_model
     from rl_examples.warm_start import WarmStart, warm_start
@@ -168,7 +170,7 @@ def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed:
 
 
 def demonstrated(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One turn of the policy: four conversations of five answer directly, the fifth calls and answers then."""
+    """One turn of the policy: four of five conversations answer directly, the fifth calls first and then answers."""
     asked, answer = problem["prompt"], problem["answer"]
     call = f"<{asked[:-1]}>"
     turns = 4 * [problem] + [{**problem, "answer": call}, {**problem, "prompt": f"{asked}{call}${answer}="}]

@@ -9,8 +9,8 @@ from rl_core.algorithms.advantages import grpo_advantages
 
 
 def permuted_grpo_advantages(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """GRPO advantages from the rewards of another prompt: the k-th sample of each group gets those of the next
-    group's k-th.
+    """GRPO advantages from the rewards of another prompt: the k-th sample of each group gets the advantage of the next
+    group's k-th sample.
 
     Args:
         scores_N: outcome reward of each sample; all groups of the same size.

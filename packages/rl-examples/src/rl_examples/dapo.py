@@ -1,10 +1,10 @@
 """DAPO on two-digit addition: GRPO with the four changes of Yu et al. 2025 (arXiv 2503.14476), on two CPU cores.
 
 What it does: the quick start's problems and model, trained with clip-higher (a ratio may rise by 0.28 and fall by 0.2),
-a loss that weighs every token alike, dynamic sampling (problems whose samples all have one reward teach nothing: others
-are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the last tokens before the
-limit, so that not ending is worse than being wrong). `rollout/dropped_zero_variance` counts the problems left out,
-`environment/penalty` is the shaping.
+a loss that weights all tokens equally, dynamic sampling (problems whose samples all have the same reward teach nothing,
+so others are sampled until the batch is full) and overlong shaping (a penalty that grows to 1 over the last tokens
+before the limit, so that not ending is worse than being wrong). `rollout/dropped_zero_variance` counts the dropped
+problems, `environment/penalty` is the shaping penalty.
 Deliberately omitted: a reference model and a KL term, as in the paper.
 
 Run:      rl train dapo
@@ -50,7 +50,8 @@ recipe = Recipe(
 
 
 class ShapedArithmetic(ArithmeticEnvironment):
-    """Reward 1 for exactly the answer, plus DAPO's penalty of length; metrics `accuracy`, without it, and `penalty`."""
+    """Reward 1 for exactly the answer, plus DAPO's length penalty; metrics: `accuracy` (without the penalty) and
+    `penalty`."""
 
     async def step(self, action: Action) -> StepResult:
         import torch
@@ -65,7 +66,8 @@ class ShapedArithmetic(ArithmeticEnvironment):
 
 
 def prepare(config: Config) -> None:
-    """Makes the quick start's model and its problems, judged by length too, as far as they are named and missing."""
+    """Creates the quick start's model, and its problems for this environment, if the configuration uses them and they
+    are missing."""
     from rl_examples import quickstart
     from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
 

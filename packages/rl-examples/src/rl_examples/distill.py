@@ -1,10 +1,10 @@
 """On-policy distillation on two-digit addition: a student of 52k parameters learns from a teacher of 150k.
 
-What it does: makes both by supervised fine-tuning (`rl_examples.sft`), the teacher until it solves nearly all problems,
-the student until it solves about a tenth; then the student answers problems, and the teacher's log-prob of each token
-that the student sampled, less the student's own, is that token's advantage. No reward is trained on: the held-out
-accuracy says what was learned.
-Advantages are clipped at three nats, because a teacher that is sure finds a mistake tens of nats unlikely.
+What it does: makes both models by supervised fine-tuning (`rl_examples.sft`), the teacher until it solves nearly all
+problems, the student until it solves about a tenth. Then the student answers problems, and each sampled token's
+advantage is the teacher's log-prob minus the student's. No reward is used for training; the held-out accuracy shows
+what was learned. Advantages are clipped at three nats, because a confident teacher assigns a mistake a log-prob tens of
+nats lower.
 Deliberately omitted: a reward in addition to the teacher.
 
 Run:    rl train distill
@@ -46,7 +46,7 @@ TEACHER_STEPS, STUDENT_STEPS = 600, 170
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and both models, as far as they are named and missing."""
+    """Creates the recipe's data and both models if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_model, write_small_model
 
     write_missing_data(config)

@@ -1,10 +1,10 @@
 """Direct preference optimisation on two-digit addition: the right sum is preferred to one with a wrong digit.
 
-What it does: makes a model by a short supervised fine-tuning (`rl_examples.sft`), which is policy and reference alike,
-and pairs of answers to each problem; trains by DPO, one optimizer step per batch of 64 pairs. No engine is started.
-Held-out pairs are judged by the same loss; `eval/pair_accuracy` is how often the policy has moved towards the right
-answer.
-Left out, on purpose: pairs that people have judged, a reward model in between.
+What it does: makes a model by a short supervised fine-tuning (`rl_examples.sft`), which is the initial policy and the
+reference, and a pair of answers to each problem; trains by DPO, one optimizer step per batch of 64 pairs. No engine is
+started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction in which the policy has
+moved towards the right answer.
+Left out, on purpose: pairs judged by people, a reward model in between.
 
 Run:      rl train dpo
 IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo
@@ -52,7 +52,7 @@ START_STEPS = 150
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's pairs and the model that it begins with, as far as they are named and missing."""
+    """Creates the recipe's pairs and start model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import NUM_HELD_OUT, write_model, write_rows
 
     rows = pairs()
@@ -65,7 +65,7 @@ def prepare(config: Config) -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    """Every problem with its answer and one that has another digit somewhere."""
+    """Every problem with its right answer, and an answer with one wrong digit."""
     from rl_examples.arithmetic import problems
 
     rng, rows = random.Random(0), []

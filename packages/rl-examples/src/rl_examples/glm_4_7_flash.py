@@ -1,9 +1,9 @@
 """GRPO on GSM8K with GLM-4.7-Flash on two machines of eight 80 GB GPUs: FSDP, colocated.
 
-Through FSDP, which trains the code of transformers: Megatron-Bridge 0.3.1 does not convert this model (`glm4_moe_lite`:
-latent attention, 64 experts and a shared one in 46 of 47 layers). The prediction layer that the checkpoint has beside
-them is not loaded by transformers, so it is neither trained nor saved.
-Deliberately omitted: a KL term, an auxiliary loss for the balance of experts.
+Uses FSDP, which trains transformers' model code, because Megatron-Bridge 0.3.1 does not convert this model
+(`glm4_moe_lite`: latent attention, 64 experts and a shared one in 46 of 47 layers). transformers does not load the
+checkpoint's additional multi-token prediction layer, so it is neither trained nor saved.
+Deliberately omitted: a KL term, an auxiliary load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train glm_4_7_flash
 Plan:   rl plan glm_4_7_flash --gpu-memory 80
@@ -27,7 +27,7 @@ recipe = Recipe(
         "trainer.placement.policy_num_nodes": 2,
         "trainer.placement.policy_num_gpus_per_node": 8,
         "trainer.max_tokens_per_microbatch": 32768,
-        # 20 attention heads: four GPUs can split them, eight cannot.
+        # The model has 20 attention heads, which four GPUs can split and eight cannot.
         "generator.inference_engine.backend": "vllm",
         "generator.inference_engine.num_engines": 4,
         "generator.inference_engine.tensor_parallel_size": 4,

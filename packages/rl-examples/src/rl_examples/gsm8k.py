@@ -63,7 +63,7 @@ class Gsm8kEnvironment:
     """Reward 1 if the number after the response's last `####` equals the row's, else 0; metrics `accuracy` and
     `has_answer`."""
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
@@ -100,7 +100,7 @@ def ground_truth(row: Row) -> Decimal:
 
 
 def prepare(config: Config) -> None:
-    """Makes the tiny run's data and model, as far as they are named and missing."""
+    """Creates the tiny run's data and model if the configuration uses them and they are missing."""
     from rl_examples.tiny_model import write_tiny_chat_model
     from rl_examples.whole_models import is_to_be_made, make_whole
 

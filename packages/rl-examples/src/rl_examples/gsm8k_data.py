@@ -1,4 +1,4 @@
-"""Converts the public GSM8K files (`question`, `answer` as JSON lines or parquet) into rows that the recipe trains on.
+"""Converts the public GSM8K files (`question` and `answer`, as JSON lines or Parquet) to the rows of the recipe.
 
 python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 """
@@ -20,7 +20,7 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 
 def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> dict[str, Any]:
-    """One row in the form the field uses: chat prompt, `env_class`, `reward_spec`, `extra_info`."""
+    """One row in the usual format: chat prompt, `env_class`, `reward_spec`, `extra_info`."""
     missing = {"question", "answer"} - row.keys()
     if missing:
         raise DataError(f"{place}: expected the columns 'question' and 'answer', got {', '.join(row) or 'none'}")
@@ -37,7 +37,7 @@ def converted(row: Mapping[str, Any], *, place: str, split: str, index: int) -> 
 
 
 def convert(source: Path, target: Path, *, split: str) -> int:
-    """Converts one file; the number of rows."""
+    """Converts one file; returns the number of rows."""
     rows = [
         converted(row, place=f"{source}:{index + 1}", split=split, index=index)
         for index, row in enumerate(_read(source))
@@ -47,13 +47,13 @@ def convert(source: Path, target: Path, *, split: str) -> int:
 
 
 def write_tiny_data(target: Path, *, split: str) -> None:
-    """A handful of handwritten problems: the `train` or the `validation` part."""
+    """Writes a few handwritten problems: the `train` or the `validation` part."""
     problems = _PROBLEMS[:8] if split == "train" else _PROBLEMS[8:]
     _write(target, [converted(row, place=split, split=split, index=index) for index, row in enumerate(problems)])
 
 
 def final_answer(text: str) -> Decimal | None:
-    """The number after the last `####`, thousands separators aside; None where there is none."""
+    """The number after the last `####`, without thousands separators; None if there is none."""
     found = _FINAL_ANSWER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "")) if found else None

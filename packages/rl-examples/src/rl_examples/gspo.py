@@ -1,9 +1,9 @@
 """GSPO on two-digit addition: the ratio of whole answers is clipped, not that of tokens, on two CPU cores.
 
 What it does: the quick start's problems and model with the loss of Zheng et al. 2025 (arXiv 2507.18071): a sequence's
-ratio is the geometric mean of its tokens', it is clipped as one, and every sequence weighs the same.
-Deliberately omitted: a reference model and a KL term, as in the paper; a Mixture of Experts, for which it was made
-(`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).
+ratio is the geometric mean of its tokens' ratios, it is clipped as a whole, and all sequences have the same weight.
+Deliberately omitted: a reference model and a KL term, as in the paper; a Mixture of Experts, for which GSPO was
+designed (`trainer.policy.model.path=runs/arithmetic/start_moe_model_seed0` is one).
 
 Run:      rl train gspo
 Tokens:   rl train gspo trainer.algorithm.policy_loss_type=gspo_token      (the gradient by each token's own ratio)
@@ -21,7 +21,8 @@ recipe = Recipe(
         "trainer.run_name": "gspo",
         "trainer.algorithm.policy_loss_type": "gspo",
         "trainer.algorithm.loss_reduction": "sequence_mean",
-        # The paper's 3e-4 and 4e-4 are for answers of thousands of tokens; the mean of four moves a hundred times more.
+        # The paper's 3e-4 and 4e-4 are for answers of thousands of tokens; a mean over four tokens varies a hundred
+        # times more.
         "trainer.algorithm.eps_clip_low": 0.1,
         "trainer.algorithm.eps_clip_high": 0.15,
         "trainer.max_training_steps": 80,

@@ -1,8 +1,8 @@
-"""GRPO on a game of several turns: find a number from 0 to 9 in four guesses, told `<` or `>` after each.
+"""GRPO on a game of several turns: find a number from 0 to 9 in four guesses, with the hint `<` or `>` after each.
 
-A conversation is `?=5$<=2$>=3$`: the game asks `?`, the model guesses 5, the number is smaller, it guesses 2, larger,
-3: found. What the game says is never trained on. The model is warm-started on random guesses, which find one number in
-three; whoever halves what is left finds each of them.
+A conversation is `?=5$<=2$>=3$`: the game asks `?`; the model guesses 5; the number is smaller; it guesses 2; the
+number is larger; it guesses 3, which is right. The game's text is never trained on. The model is warm-started on random
+guesses, which find one number in three; bisection finds all of them.
 Deliberately omitted: a reference model and a KL term, a reward for finding the number sooner.
 
 Run:      rl train guess      (2 cores; see what it plays: rl generate guess --output guesses.jsonl)
@@ -22,7 +22,7 @@ from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 
 MAX_GUESSES = 4
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '$' if m.role == 'assistant' else '=' }}{% endfor %}"
-"""What the game says ends with `=`, which opens the model's turn; a guess ends with `$`."""
+"""The game's text ends with `=`, which opens the model's turn; a guess ends with `$`."""
 
 _NUMBERS = "runs/guess_data/numbers.parquet"
 _START_MODEL = "runs/guess_data/start_model_seed${trainer.seed}"
@@ -66,12 +66,12 @@ recipe = Recipe(
 
 
 class GuessEnvironment:
-    """Reward 1 for finding the row's `number` in four guesses. Metrics `accuracy`, the same, and `guesses`.
+    """Reward 1 for finding the row's `number` in four guesses. Metrics: `accuracy` (equal to the reward) and `guesses`.
 
-    A response that is not one digit, ended by the model itself, loses the game.
+    The game is lost if a response is not exactly one digit, or the model does not end it itself.
     """
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._number: int = row["number"]
@@ -90,7 +90,7 @@ class GuessEnvironment:
         self._guesses += 1
         is_guess = action.text in tuple("0123456789") and action.stop_reason == "stop"
         is_found = is_guess and int(action.text) == self._number
-        # Told in every turn, so that games that a limit ends count as well.
+        # Reported in every turn, so that games ended by a limit count too.
         metrics = {"accuracy": float(is_found), "guesses": float(self._guesses)}
         if is_found or not is_guess or self._guesses == MAX_GUESSES:
             return StepResult(reward=float(is_found), done=True, metrics=metrics)
@@ -102,7 +102,7 @@ class GuessEnvironment:
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.whole_models import is_to_be_made
 
@@ -115,7 +115,7 @@ def prepare(config: Config) -> None:
 
 
 def numbers() -> list[dict[str, Any]]:
-    """A row per number: all that there is to play."""
+    """One row per number, which are all possible games."""
     return [{"prompt": "?", "number": number, "env_class": "guess"} for number in range(10)]
 
 
@@ -128,7 +128,7 @@ def write_model(directory: Path, *, seed: int) -> None:
 
 
 def write_moe_model(directory: Path, *, seed: int) -> None:
-    """As `write_model`, with four experts in every layer, of which a token takes two."""
+    """Like `write_model`, with four experts in every layer, two of them per token."""
     from rl_examples import arithmetic
 
     arithmetic.write_moe_model(directory, seed=seed)
@@ -144,7 +144,7 @@ def _add_chat_template(directory: Path) -> None:
 
 
 def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int) -> None:
-    """Learns the form of the game from random guesses, until its greedy games find a number now and then."""
+    """Warm-starts the model on random guesses, until its greedy games sometimes find the number."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole
@@ -154,13 +154,13 @@ def _write_start_model(directory: Path, write: Callable[..., None], *, seed: int
     config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
     rng = random.Random(seed)
     rows = [DataRow(_random_turn(rng), f"game {number}") for number in range(4000)]
-    # A well-formed game of one guess over and over finds one number in ten.
+    # A model that always makes the same valid guess finds one number in ten.
     settings = WarmStart(target_accuracy=0.1, updates_per_check=40)
     make_whole(directory, lambda partial: warm_start(config, rows, partial, settings))
 
 
 def _random_turn(rng: random.Random) -> dict[str, Any]:
-    """A game of random guesses up to one of its turns, and the guess that follows."""
+    """A random game up to one of its turns, and the next guess."""
     number, said = rng.randrange(10), "?="
     for _ in range(rng.randrange(MAX_GUESSES)):
         guess = rng.choice([digit for digit in range(10) if digit != number])

@@ -1,10 +1,11 @@
 """GRPO with a search engine: a small model learns to look things up, on two CPU cores, in a few minutes.
 
-Asked for somebody's number, `kro?`, it says `<answer>417</answer>`, or searches `<search>kro</search>`, is shown
-`<information>kro 417</information>`, and answers then; a mark such as `<search>` is one token. The numbers are in
-documents that the environment `search` finds by BM25, as it does for a model that writes sentences. Held-out names have
-documents, but are in no demonstration and no problem trained on: only who searches finds their numbers. The start is
-warmed up on demonstrations; one in four of their searches is for somebody else, and half of their answers guess.
+Asked for a person's number, `kro?`, it either says `<answer>417</answer>` directly, or searches `<search>kro</search>`,
+is shown `<information>kro 417</information>`, and then answers; a tag such as `<search>` is one token. The numbers are
+in documents that the environment `search` finds by BM25, as for a model that writes sentences. Held-out names have
+documents, but occur in no demonstration or training problem, so their numbers can only be found by searching. The model
+is warm-started on demonstrations; one in four of their searches is for another person, and half of their answers are
+guesses.
 Deliberately omitted: a reference model and a KL term, a reward for searching.
 
 Run:      rl train look_up       (see what it plays: rl generate look_up --output episodes.jsonl)
@@ -85,7 +86,7 @@ END = "$"
 
 
 class LookUp(SearchEnvironment):
-    """`search`, whose documents a model of a few characters can read."""
+    """The environment `search`, with observations that a model with a few characters can read."""
 
     placement = "in_process"  # a search of this corpus takes a tenth of a millisecond
 
@@ -99,7 +100,7 @@ class LookUp(SearchEnvironment):
 
 
 class MixedUpLookUp(LookUp):
-    """The control: whoever is searched for, the number shown is somebody else's."""
+    """The negative control: whichever name is searched for, the number shown is another person's."""
 
     def information(self, documents: Sequence[Document]) -> str:
         """See `SearchEnvironment.information`."""
@@ -108,15 +109,15 @@ class MixedUpLookUp(LookUp):
 
 
 def entries() -> list[tuple[str, str]]:
-    """Names of three letters and their numbers, in an order fixed by one seed; the first are held out."""
+    """Three-letter names and their numbers, in an order fixed by one seed; the first ones are held out."""
     rng = random.Random(0)
     names = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "aeiouy", CHARACTERS[:26])]
-    findable = [name for name in names if name not in ("but", "for", "not")]  # English words that BM25 leaves out
+    findable = [name for name in names if name not in ("but", "for", "not")]  # stop words of BM25
     return [(name, _number(rng)) for name in rng.sample(findable, NUM_NAMES)]
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.whole_models import is_to_be_made
 
@@ -133,7 +134,7 @@ def prepare(config: Config) -> None:
 
 
 def write_corpus(path: Path, known: Sequence[tuple[str, str]]) -> None:
-    """Writes a document per name, whole or not at all."""
+    """Writes one document per name, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.writing")
     unfinished.write_text("".join(json.dumps({"text": f"{name} {number}"}) + "\n" for name, number in known))
@@ -141,14 +142,14 @@ def write_corpus(path: Path, known: Sequence[tuple[str, str]]) -> None:
 
 
 def write_model(directory: Path, *, seed: int) -> None:
-    """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of characters and marks."""
+    """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of characters and tags."""
     from rl_examples.arithmetic import write_model as write_character_model
 
     write_character_model(directory, seed=seed, characters=[*CHARACTERS, *MARKS])
 
 
 def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
-    """Learns the form of an episode from demonstrations, until its samples are right often enough to begin with."""
+    """Warm-starts the model on demonstrations, until enough of its samples are right."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole
@@ -165,7 +166,8 @@ def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed:
 
 
 def demonstrated(rows: Sequence[dict[str, str]], rng: random.Random) -> dict[str, Any]:
-    """One turn of the policy: a guess, a search, or the answer after one. A quarter searches for somebody else."""
+    """One turn of the policy: a guess, a search, or the answer after a search. A quarter of searches is for another
+    person."""
     row, other = rng.choice(rows), rng.choice(rows)
     found = other if rng.random() < 0.25 else row
     search = f"<search>{found['prompt'][:-1]}</search>"

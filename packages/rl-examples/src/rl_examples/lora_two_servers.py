@@ -1,9 +1,9 @@
-"""LoRA over two vLLM servers: the policy is an adapter, and the adapter alone is sent, on two-digit addition.
+"""LoRA with two vLLM servers on two-digit addition: the policy is an adapter, and only the adapter is sent.
 
 What it does: the quick start's problems and model, frozen, with adapters of rank 16 in its linear layers. Two vLLM
-servers hold the same frozen weights and share the sampling; after every step each gets the adapter's tensors, a part of
-the whole weights, and computes all requests of the policy with it. Every sync is verified.
-Deliberately omitted: adapters of others beside the policy's (docs/serving.md), a reference model and a KL term.
+servers hold the same frozen weights and share the sampling; after every step each gets the adapter's tensors, much less
+than the whole weights, and uses the adapter for all of the policy's requests. Every sync is verified.
+Deliberately omitted: other adapters besides the policy's (docs/serving.md), a reference model and a KL term.
 
 Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install "rl-rollout[vllm]")
 Merged:   rl train lora_two_servers trainer.policy.model.lora.merge_lora=true         (whole weights are sent instead)
@@ -22,7 +22,8 @@ recipe = Recipe(
         "trainer.policy.model.lora.rank": 16,
         "trainer.policy.model.lora.alpha": 32,
         "trainer.policy.model.lora.merge_lora": False,
-        # An adapter's factors start small: four times the rate of whole weights moves the product about as far.
+        # An adapter's factors start small, so it takes four times the learning rate of whole weights to move their
+        # product as far.
         "trainer.policy.optimizer_config.lr": 4e-3,
         "trainer.max_training_steps": 80,
         "generator.inference_engine.backend": "vllm",

@@ -1,9 +1,9 @@
 """GRPO on GSM8K with Moonlight-16B-A3B: Megatron on one machine of eight 80 GB GPUs, engines on another, asynchronous.
 
-The policy's eight GPUs are tensor 2 × context 2 × pipeline 2, experts 4 in each stage. Of its 27 layers the first
-stage has 13, beside the embedding. Generation runs up to two policy versions ahead; per-token importance weights are
-truncated at 2 (TIS), and tokens go to the experts that the engine sent them to (router replay, R3).
-Deliberately omitted: a KL term. The model's own tokenizer is code of its repository, which is not run here: give a copy
+The policy's eight GPUs are tensor 2 × context 2 × pipeline 2, with expert parallelism 4 in each stage. The first stage
+has 13 of the 27 layers, and the embedding. Generation runs up to two policy versions ahead; per-token importance
+weights are truncated at 2 (TIS), and tokens are routed to the experts that the engine chose (router replay, R3).
+Deliberately omitted: a KL term. The model's own tokenizer is code in its repository, which is not run here: use a copy
 whose tokenizer was saved as tokenizer.json (trainer.policy.model.path=DIRECTORY).
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train moonlight_16b_a3b
@@ -48,7 +48,7 @@ recipe = Recipe(
         **TINY,
         "trainer.run_name": "moonlight_16b_a3b_tiny",
         "trainer.policy.model.path": tiny_copy(_MODEL),
-        # Two ranks in place of eight, the two stages; three layers, the dense one on the first stage.
+        # Two ranks instead of eight, one per stage; three layers, with the dense one on the first stage.
         "trainer.placement.policy_num_gpus_per_node": 2,
         "trainer.placement.colocate_all": False,
         "trainer.policy.megatron_config.tensor_model_parallel_size": 1,

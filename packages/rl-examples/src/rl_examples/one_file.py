@@ -1,10 +1,10 @@
-"""GRPO in one file, from the public parts alone: the quick start's model learns to add, with the loop written out.
+"""GRPO in one file, using only public parts: the quick start's model learns to add, with the loop written out.
 
 What it does: a step samples 16 answers to each of 64 problems, rewards those that are right, compares each with the
 others of its problem, takes two optimizer steps on the batch, and sends the new weights to the engine. Every ten steps
-it measures the greedy accuracy on held-out problems. Task, start and settings are those of `rl train quickstart`.
-Deliberately omitted, because the quick start's loop has it: checkpoints, samples that fail, engines that die, prompts
-played while others are trained on, mini-batches, several ranks, conversations, metrics and reports.
+it measures the greedy accuracy on held-out problems. Task, start model and settings are those of `rl train quickstart`.
+Deliberately omitted, because the quick start's loop has it: checkpoints, failing samples, dying engines, sampling while
+other prompts are trained on, mini-batches, several ranks, conversations, metrics and reports.
 
 Run:  python -m rl_examples.one_file      (two cores, a few minutes; the first time a minute more, for the start model)
 """
@@ -41,7 +41,8 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 
 
 async def train(model: str, training: Rows, held_out: Rows, *, steps: int = 130, seed: int = 0) -> list[float]:
-    """Trains the model in the directory `model`; the held-out accuracy before, every ten steps, and after."""
+    """Trains the model in the directory `model`; returns the held-out accuracy before training, every ten steps, and
+    after."""
     rng, accuracies = random.Random(seed), []
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = await WorkerGroup.launch(fsdp, policy_spec(model, optimizer_steps=2 * steps, seed=seed))
@@ -61,7 +62,7 @@ async def train(model: str, training: Rows, held_out: Rows, *, steps: int = 130,
             batch = batch.with_columns(
                 old_logprobs=scores["logprobs"],
                 advantages=torch.where(batch["sampled"], advantages_N[batch.sequence_index], 0.0),
-                # What is minimised is the sum of loss_weights · loss: here the mean over the sampled tokens.
+                # The sum of loss_weights · loss is minimised, here the mean over the sampled tokens.
                 loss_weights=token_mean(batch["sampled"]),
             )
             for _ in range(2):
@@ -75,7 +76,7 @@ async def train(model: str, training: Rows, held_out: Rows, *, steps: int = 130,
 
 
 def policy_spec(model: str, *, optimizer_steps: int, seed: int) -> WorkerSpec:
-    """One rank, which trains all weights in float32."""
+    """The specification of one rank that trains all weights in float32."""
     return WorkerSpec(
         role="policy",
         model=ModelConfig(path=model),
@@ -94,7 +95,7 @@ def policy_spec(model: str, *, optimizer_steps: int, seed: int) -> WorkerSpec:
 
 
 async def start_engine(model: str, tokenizer: Any) -> LocalEngine:
-    """Samples in this process, on a thread of its own, with its own copy of the weights."""
+    """Starts an engine in this process, on its own thread and with its own copy of the weights."""
 
     def load_model() -> Any:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokenizer
@@ -105,7 +106,8 @@ async def start_engine(model: str, tokenizer: Any) -> LocalEngine:
 async def play(
     engine: LocalEngine, tokenizer: Any, rows: Rows, params: SamplingParams, *, num_samples: int = 1, seed: int = 0
 ) -> tuple[Batch, Tensor]:
-    """Answers to all rows: a sequence per sample, and its reward, 1.0 for exactly the answer and then the end."""
+    """Answers all rows; returns a sequence per sample, and its reward: 1.0 for exactly the answer followed by the end
+    token."""
     requests = [
         GenerateRequest(
             sample_id=f"row {number}",
@@ -129,7 +131,7 @@ async def play(
 
 
 async def send_weights(policy: WorkerGroup, engine: LocalEngine, *, version: int) -> None:
-    """Both ends work at the same time; each says what it sent or got: names, shapes, dtypes and checksums."""
+    """Both ends work at the same time; each reports what it sent or received: names, shapes, dtypes and checksums."""
     transport = FilesTransport()
     rendezvous = transport.open(num_ranks=1, num_engines=1)
     try:

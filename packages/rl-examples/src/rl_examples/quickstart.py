@@ -1,10 +1,9 @@
-"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in a few minutes. Sums are written
-lowest digit first, as they are computed: `37+45=280` for 082.
+"""GRPO on two-digit addition: a small model learns to add on two CPU cores, in a few minutes. Sums are written lowest
+digit first, in the order in which they are computed: `37+45=280` means 082.
 
 What it does: makes the data set and a 150k-parameter Qwen3, warm-starts it until it solves a fifth of the training
-problems,
-then trains it by GRPO: 64 prompts × 16 samples a step, exact-match reward, two optimizer steps per batch, asymmetric
-clipping.
+problems, then trains it by GRPO: 64 prompts × 16 samples per step, exact-match reward, two optimizer steps per batch,
+asymmetric clipping.
 Deliberately omitted: a reference model and a KL term (the start is too weak to stay close to), a format reward.
 
 Run:      make quickstart [SEED=1]      or      rl train quickstart
@@ -65,7 +64,7 @@ START_ACCURACY = 0.20
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_model, write_moe_model, write_rows
     from rl_examples.whole_models import is_to_be_made
 
@@ -82,7 +81,7 @@ def prepare(config: Config) -> None:
 def _write_start_model(
     directory: Path, write_untrained: Callable[..., None], problems: list[dict[str, str]], *, seed: int
 ) -> None:
-    """Depends on the seed alone: the start is the same whatever data, backend or adapters train it further."""
+    """The result depends only on the seed, whatever data, backend or adapters the run then uses."""
     from rl_core.trainer.data import DataRow
     from rl_examples.warm_start import WarmStart, warm_start
     from rl_examples.whole_models import make_whole

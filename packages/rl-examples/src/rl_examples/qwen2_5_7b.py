@@ -1,7 +1,7 @@
 """GRPO on GSM8K with Qwen2.5-7B-Instruct, colocated on one machine of eight 80 GB GPUs.
 
-What it does: 1024 prompts × 5 samples a step, four optimizer steps of 256 prompts, pure data parallelism; with
-Megatron too, where each GPU then has all weights and float32 gradients (the plan says how much that is).
+What it does: 1024 prompts × 5 samples per step, four optimizer steps of 256 prompts, pure data parallelism. This also
+holds for Megatron, where each GPU then has all weights and float32 gradients (`rl plan` shows their size).
 Deliberately omitted: a critic, a KL term, a format reward (see `gsm8k`, whose environment and data these are).
 Data:      python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:       rl train qwen2_5_7b        (on other backends: trainer.strategy=fsdp1, trainer.strategy=megatron)
@@ -25,7 +25,7 @@ recipe = Recipe(
         "trainer.policy.model.path": _MODEL,
         "trainer.placement.policy_num_gpus_per_node": 8,
         "trainer.max_tokens_per_microbatch": 16384,
-        # Engines take the GPUs in turns with training; each is small enough for one.
+        # Engines and training use the GPUs alternately; each engine fits on one.
         "generator.inference_engine.backend": "vllm",
         "generator.inference_engine.num_engines": 8,
         "generator.inference_engine.weight_sync_backend": "shared_memory",

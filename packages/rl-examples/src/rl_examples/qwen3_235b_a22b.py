@@ -1,10 +1,10 @@
 """GRPO on GSM8K with Qwen3-235B-A22B on sixteen machines of eight 80 GB GPUs: Megatron, colocated.
 
-The 128 GPUs are pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 inside.
-94 layers: 11 on the first and on the last stage, which have the embedding and the output layer, 12 on the others.
-What is tightest is the weight sync, with an eighth of the engine's weights beside a rank's: `rl plan` says how tight.
-Deliberately omitted: eight machines (66 GiB of weights, gradients and moments on each GPU, and an engine beside them),
-and an optimizer in host memory, which the Megatron backend here does not have.
+The 128 GPUs are pipeline 8 × tensor 4 × data 4 outside of the experts, and pipeline 8 × expert 16 inside. Of the 94
+layers, the first and last stages have 11 each, besides embedding and output layer; the other stages have 12. Memory is
+tightest during the weight sync, when an eighth of the engine's weights lies next to a rank's: see `rl plan`.
+Deliberately omitted: running on eight machines (66 GiB of weights, gradients and moments per GPU, besides an engine),
+and an optimizer in host memory, which the Megatron backend here does not support.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_235b_a22b
 Plan:   rl plan qwen3_235b_a22b --gpu-memory 80
@@ -35,7 +35,7 @@ recipe = Recipe(
         "trainer.policy.megatron_config.expert_model_parallel_size": 16,
         "trainer.policy.megatron_config.expert_tensor_parallel_size": 1,
         "trainer.max_tokens_per_microbatch": 16384,
-        # One engine on each machine: 55 GiB of weights on a GPU, the rest for keys and values.
+        # One engine per machine: 55 GiB of weights per GPU, the rest for the KV cache.
         "generator.inference_engine.backend": "vllm",
         "generator.inference_engine.num_engines": 16,
         "generator.inference_engine.tensor_parallel_size": 8,
@@ -46,7 +46,7 @@ recipe = Recipe(
         **TINY,
         "trainer.run_name": "qwen3_235b_a22b_tiny",
         "trainer.policy.model.path": tiny_copy(_MODEL),
-        # Two ranks in place of 128: pipeline 2, the last stage with one of three layers.
+        # Two ranks instead of 128: pipeline 2, with one of three layers on the last stage.
         "trainer.placement.policy_num_gpus_per_node": 2,
         "trainer.policy.megatron_config.tensor_model_parallel_size": 1,
         "trainer.policy.megatron_config.pipeline_model_parallel_size": 2,

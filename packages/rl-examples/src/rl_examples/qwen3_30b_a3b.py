@@ -1,9 +1,9 @@
 """GRPO on GSM8K with Qwen3-30B-A3B on four machines of eight 80 GB GPUs: Megatron, colocated.
 
-The 32 GPUs are tensor 2 × data 16 for what stands outside of the experts, and expert 8 × expert data 4 inside (128
-experts, 16 on each GPU, each set of them on four): what is often written as DP4·TP2·EP8.
-Deliberately omitted: pipeline and context parallelism (nothing has to be split further), a KL term, an auxiliary loss
-for the balance of experts.
+The 32 GPUs are tensor 2 × data 16 outside the experts, and expert 8 × expert data 4 inside (128 experts, 16 per GPU,
+each set of 16 on four GPUs), often written as DP4·TP2·EP8.
+Deliberately omitted: pipeline and context parallelism (nothing has to be split further), a KL term, an auxiliary
+load-balancing loss.
 Data:   python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k
 Run:    rl train qwen3_30b_a3b
 Plan:   rl plan qwen3_30b_a3b --gpu-memory 80
@@ -40,7 +40,7 @@ recipe = Recipe(
         **TINY,
         "trainer.run_name": "qwen3_30b_a3b_tiny",
         "trainer.policy.model.path": tiny_copy(_MODEL),
-        # Two ranks in place of 32: tensor 2, and experts 2 inside.
+        # Two ranks instead of 32: tensor 2 outside the experts, expert 2 inside.
         "trainer.placement.policy_num_gpus_per_node": 2,
         "trainer.policy.megatron_config.expert_model_parallel_size": 2,
     },

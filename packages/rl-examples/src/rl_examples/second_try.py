@@ -1,9 +1,9 @@
-"""GRPO over several tries: a small model adds, hears which digits are wrong, and corrects them, on two CPU cores.
+"""GRPO over several tries: a small model adds, is told which digits are wrong, and corrects them, on two CPU cores.
 
 Asked `37+45=`, it answers `290$` (lowest digit first, as sums are computed; right is 280), is told `+-+=`, a mark for
-each digit, and tries again: `280$`. Three tries. The start is warmed up on tries half of whose digits are random, but
-for those that were told right. Only the end is rewarded, so all tries of an episode share its advantage: what is
-learned is to add, to keep what is right, and to change what is not.
+each digit, and tries again: `280$`. It has three tries. It is warm-started on tries whose digits are random half of the
+time, except those already marked as right. Only the outcome is rewarded, so all tries of an episode share its
+advantage: the model learns to add, to keep right digits, and to change wrong ones.
 Deliberately omitted: a reference model and a KL term, a higher reward for the first try.
 
 Run:      rl train second_try       (see what it plays: rl generate second_try --output episodes.jsonl)
@@ -71,8 +71,8 @@ START_ACCURACY = 0.2
 
 
 class SecondTry(ArithmeticEnvironment):
-    """Reward 1 for exactly the row's `answer` in one of three tries; a response that is not three digits, ended by the
-    model itself, loses. Metrics: `accuracy`, the same, and `tries`."""
+    """Reward 1 for exactly the row's `answer` in one of three tries; the episode is lost if a response is not three
+    digits or the model does not end it itself. Metrics: `accuracy` (equal to the reward) and `tries`."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         super().__init__(row, options)
@@ -92,12 +92,12 @@ class SecondTry(ArithmeticEnvironment):
 
 
 def marks(said: str, answer: str) -> str:
-    """`+-+=` where the second of three digits is wrong."""
+    """The observation after a try: `+-+=` if the second of three digits is wrong."""
     return "".join("+" if mine == right else "-" for mine, right in zip(said, answer, strict=True)) + "="
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its warm-started model, as far as they are named and missing."""
+    """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import problems, write_rows
     from rl_examples.whole_models import is_to_be_made
 
@@ -111,7 +111,7 @@ def prepare(config: Config) -> None:
 
 
 def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
-    """Learns the form of an episode from demonstrations, until its samples are right often enough to begin with."""
+    """Warm-starts the model on demonstrations, until enough of its samples are right."""
     from rl_core.trainer.data import DataRow
     from rl_examples.arithmetic import write_model
     from rl_examples.warm_start import WarmStart, warm_start
@@ -128,7 +128,7 @@ def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed:
 
 
 def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One try: digits that were marked as right are kept; of the others half are right, and a few by chance."""
+    """One try: keeps digits that were marked as right; half of the others are right, plus a few by chance."""
     answer: str = problem["answer"]
     said, heard = problem["prompt"], "-" * len(answer)
     guess = _guess(heard, answer, rng)
@@ -142,7 +142,7 @@ def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, An
 
 
 def _guess(heard: str, answer: str, rng: random.Random) -> str:
-    """Of each digit that is not known: the right one or any, in equal parts."""
+    """Keeps known digits; each other digit is the right one or a random one with equal probability."""
     digits = (
         right if mark == "+" or rng.random() < 0.5 else str(rng.randrange(10))
         for mark, right in zip(heard, answer, strict=False)

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on two-digit addition: a 150k-parameter Qwen3 learns it from the answers alone, in a minute or
+"""Supervised fine-tuning on two-digit addition: a 150k-parameter Qwen3 learns it only from the answers, in a minute or
 two on two CPU cores.
 
-What it does: the quick start's problems, each with its answer, are trained on by cross-entropy; no engine is started
-and nothing is sampled. What it reached is then seen by playing the held-out problems.
+What it does: trains on the quick start's problems with their answers by cross-entropy; no engine is started and nothing
+is sampled. Playing the held-out problems afterwards shows the accuracy.
 Deliberately omitted: a chat template (rows with `messages` are masked by role), several turns.
 
 Run:    rl train sft
@@ -62,7 +62,7 @@ recipe = Recipe(
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and its untrained model, as far as they are named and missing."""
+    """Creates the recipe's data and untrained model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_model
     from rl_examples.whole_models import is_to_be_made, make_whole
 
@@ -73,7 +73,7 @@ def prepare(config: Config) -> None:
 
 
 def write_missing_data(config: Config) -> None:
-    """The problems with their answers, as far as they are named and missing."""
+    """Writes the problems with their answers if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import NUM_HELD_OUT, problems, write_rows
 
     rows = problems()
@@ -83,13 +83,13 @@ def write_missing_data(config: Config) -> None:
 
 
 def make_fine_tuned(directory: Path, write_untrained: Callable[..., None], *, steps: int, seed: int) -> None:
-    """Writes a model that this recipe has trained for so many steps, where it is missing; data and seed alone decide
-    what it becomes.
+    """Writes a model that this recipe trains for `steps` steps, if it is missing; the result depends only on data and
+    seed.
 
     Args:
-        directory: of the model; the run is kept beside it, as `<directory>.run`.
-        write_untrained: writes the model to begin with, `(directory, *, seed)`.
-        steps: of 128 problems each.
+        directory: the model's; the run is kept next to it, as `<directory>.run`.
+        write_untrained: writes the start model, `(directory, *, seed)`.
+        steps: number of steps, of 128 problems each.
     """
     from rl_core.trainer.run import run_training
     from rl_examples.whole_models import is_to_be_made, make_whole

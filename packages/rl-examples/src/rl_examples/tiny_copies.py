@@ -1,4 +1,4 @@
-"""What the recipes of large models share: their tiny forms, on a small random copy of the model itself."""
+"""Shared by the recipes of large models: their tiny variants, which run on a small random copy of the model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TINY: dict[str, Any] = {
 }
 """Two steps on one or two CPU cores, in float32, with the engine in the trainer's process."""
 MADE = gsm8k.recipe.makes
-"""The tiny data."""
+"""The files of the tiny data."""
 
 
 def tiny_copy(name: str) -> str:
-    """Where the small copy of a model is made."""
+    """Directory of a model's small copy."""
     return f"{_MODELS}/{name}"
 
 
 def prepare(config: Config) -> None:
-    """Makes the tiny run's data and model, as far as they are named and missing."""
+    """Creates the tiny run's data and model if the configuration uses them and they are missing."""
     from rl_core.rank_kit.shipped_configs import known_config
     from rl_examples.tiny_model import write_tiny_copy
     from rl_examples.whole_models import is_to_be_made, make_whole

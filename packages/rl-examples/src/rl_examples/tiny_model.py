@@ -56,12 +56,12 @@ def write_tiny_chat_model(directory: Path, *, seed: int) -> None:
 
 
 def write_tiny_copy(directory: Path, fields: Mapping[str, Any], *, seed: int) -> None:
-    """Writes a small model of the same kind with random weights, and a tokenizer of bytes.
+    """Writes a small model of the same type with random weights, and a byte tokenizer.
 
     Args:
-        directory: is made.
+        directory: created by this.
         fields: the model's `config.json`.
-        seed: of the weights.
+        seed: seed of the weights.
     """
     from transformers import AutoConfig
 

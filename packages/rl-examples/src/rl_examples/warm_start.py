@@ -1,8 +1,7 @@
 """A short supervised warm start, through the same worker and engine that reinforcement learning uses.
 
-Cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems reaches a
-target.
-Held-out problems take no part, not even in the decision to stop.
+Trains by cross-entropy on prompt and answer of the training problems, until the greedy accuracy on training problems
+reaches a target. Held-out problems are not used, not even for the decision to stop.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from rl_core.workers import MicroBatchLimits, WorkerGroup
 
 @attrs.frozen(kw_only=True)
 class WarmStart:
-    """How to warm-start."""
+    """Settings of a warm start."""
 
     target_accuracy: float
-    """Accuracy on training problems at which it ends."""
+    """Accuracy on training problems at which the warm start ends."""
     temperature: float = 0.0
     """Temperature of the answers whose accuracy is measured; 0: greedy."""
     lr: float = 3e-3
@@ -56,7 +55,7 @@ def warm_start(
     """Trains the model at `trainer.policy.model.path` on `rows` (prompt and answer) and writes it to `directory`.
 
     Args:
-        check_rows: problems that are played to find the accuracy; None: `rows`.
+        check_rows: problems that are played to measure the accuracy; None: `rows`.
 
     Raises:
         RLError: the target was not reached within `max_updates`.
@@ -73,7 +72,7 @@ async def _warm_start(
     player, generator_told = generator_spec(config)
     client = await engine.create(engine_told)
     generator = player.create(generator_told, client)
-    # One rank that trains all weights, however the run that follows trains its own.
+    # One rank that trains all weights, however the following run trains its model.
     whole = ModelConfig(path=spec.model.path)
     spec = attrs.evolve(spec, optimizer=optimizer, model=whole, options=backend.options_class())
     group = await WorkerGroup.launch(backend, spec)

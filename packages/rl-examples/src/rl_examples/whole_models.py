@@ -1,4 +1,4 @@
-"""Start models that recipes make: a directory has one whole, or it is made again."""
+"""Start models that recipes make: a directory holds a complete model, or the model is made again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rl_core.stored_files import sync, sync_all
 
 
 def is_whole(directory: Path) -> bool:
-    """A configuration, a tokenizer and weights, each file of them as long as its header says."""
+    """Whether the directory has a configuration, a tokenizer and weights, each weight file as long as its header
+    says."""
     try:
         json.loads((directory / "config.json").read_bytes())
         weights = sorted(directory.glob("*.safetensors"))
@@ -24,14 +25,15 @@ def is_whole(directory: Path) -> bool:
 
 
 def is_to_be_made(directory: Path) -> bool:
-    """Nothing is there, or a part of a model. An empty directory is somebody's own, for a check to complain of."""
+    """Whether the directory is missing or holds an incomplete model. An empty directory belongs to the user and is left
+    for a later check to report."""
     return not directory.exists() or (directory.is_dir() and any(directory.iterdir()) and not is_whole(directory))
 
 
 def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` make a model beside the directory, and puts it in its place: a kill or a crash of the machine leaves
-    what was there before, or the new one. What is there and not whole goes; a whole one, of another run that was first,
-    stays."""
+    """Lets `write` make a model in a temporary directory and moves it into place, so that a kill or a crash of the
+    machine leaves either the old state or the new model. Replaces an incomplete model; keeps a complete one, which
+    another run has made first."""
     partial = directory.with_name(f"{directory.name}.partial{os.getpid()}")
     for left in directory.parent.glob(f"{directory.name}.partial*"):
         if not _is_running(left.name.removeprefix(f"{directory.name}.partial")):
@@ -52,7 +54,8 @@ def make_whole(directory: Path, write: Callable[[Path], object]) -> None:
 
 
 def _is_whole_file(path: Path) -> bool:
-    """The safetensors format: eight bytes of the header's length, the header with each tensor's place, the tensors."""
+    """Whether a safetensors file is complete. Format: eight bytes for the header's length, the header with each
+    tensor's position, the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:

@@ -14,8 +14,7 @@ from rl_megatron.checks.megatron_fields import require_fields
 
 @attrs.frozen(kw_only=True)
 class DdpOptions:
-    """`ddp_config`: how gradients are summed. They are summed once per optimizer step, however many micro-batches it
-    has."""
+    """`ddp_config`: how gradients are summed, once per optimizer step, however many micro-batches it has."""
 
     grad_reduce_in_fp32: bool = True
     """Keep and sum gradients in float32 when `trainer.bf16` is set."""
@@ -37,8 +36,7 @@ class LoraOptions:
 
 @attrs.frozen(kw_only=True)
 class MegatronOptions:
-    """`megatron_config`. Names are Megatron's; settings without a key of their own go into the pass-through
-    sections."""
+    """`megatron_config`. Names are Megatron's; fields without a key here go into the pass-through sections."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that split each matrix and, between matrices, the tokens (this includes sequence parallelism)."""

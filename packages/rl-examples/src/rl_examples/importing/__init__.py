@@ -1,1 +1,1 @@
-"""Commands and configurations of other trainers, translated."""
+"""Translates commands and configurations of other trainers."""

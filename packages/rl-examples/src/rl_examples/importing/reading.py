@@ -1,4 +1,4 @@
-"""Key and value pairs out of a launch script or a YAML file, whoever's they are."""
+"""Reads key-value pairs from a launch script or a YAML file of any trainer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ALL_ARGUMENTS = ("$@", "$*", "${@}")
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """What a file gives."""
+    """The content of a file."""
 
     module: str | None
-    """The Python module that a script runs; None of a YAML file."""
+    """The Python module that a script runs; None for a YAML file."""
     values: Mapping[str, Any]
-    """Key path → value, as YAML reads it; of a key given twice the last one."""
+    """Key path → value, parsed as YAML; for a repeated key the last value."""
     remarks: tuple[str, ...] = ()
-    """What could not be read, each with its place."""
+    """Parts that could not be read, each with its place."""
 
 
 def read(path: Path) -> Read:
-    """The pairs of a file: of YAML where its name ends so, else of the Python command in a shell script.
+    """Reads the pairs of a file: a YAML file if its name says so, else the Python command in a shell script.
 
-    Raises ConfigError where the file cannot be read or holds none.
+    Raises ConfigError if the file cannot be read or contains no pairs.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def read(path: Path) -> Read:
 
 
 def script(text: str, name: str) -> Read:
-    """The last Python command of a script that has `key=value` words, its own variables put in."""
+    """Reads the last Python command in a script that has `key=value` words; substitutes the script's own variables."""
     variables, module, values, remarks = dict(_environment()), None, {}, []
     for line in _commands(text):
         for word in _assignments(line):
@@ -111,7 +111,7 @@ def _leaves(node: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Logical lines without comments; lines that end in a backslash belong together, also around a comment."""
+    """Yields logical lines without comments; lines that end with a backslash are joined, even around a comment."""
     whole = ""
     for line in text.splitlines():
         stripped = line.strip()
@@ -132,7 +132,7 @@ def _assignments(line: str) -> list[str]:
     if not _ASSIGNMENT.match(line):
         return []
     try:
-        # A line of several assignments, or one before a command.
+        # A line of several assignments, or an assignment before a command.
         words = shlex.split(line, posix=False)
     except ValueError:
         return [line]

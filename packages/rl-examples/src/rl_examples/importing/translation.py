@@ -56,7 +56,7 @@ def dialect_of(found: Read) -> Dialect:
 def translate(found: Read) -> Translation:
     """Translates the keys of a file. Keys that load here are kept; all others are listed."""
     dialect = dialect_of(found)
-    # The file of one section says whose it is in another order.
+    # A file of one section has these two key parts in another order.
     values = {_OF_A_MODEL.sub(r"trainer.\1.megatron_config.", key): value for key, value in found.values.items()}
     changed, left = [], []
     if dialect == "verl":
@@ -77,7 +77,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
             except (ValueError, TypeError) as error:
                 left.append(f"{key}={value}: {error}")
         elif key == _CLIP:
-            continue  # handled below: the default of both bounds
+            continue  # handled below, as the default of both bounds
         elif key in NO_EFFECT:
             changed.append(f"{key}: has no effect here: {NO_EFFECT[key]}")
         else:
@@ -86,7 +86,7 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
         for bound in ("low", "high"):
             values.setdefault(f"trainer.algorithm.eps_clip_{bound}", given[_CLIP])
     _set_engines(given, values)
-    # verl's rows have `reward_model`, and verl selects a reward function by data source.
+    # verl's rows have `reward_model`, and verl chooses the reward function by data source.
     left += [
         "reward: verl chooses a function by data_source; set environment.env_class or environment.reward_functions"
     ]

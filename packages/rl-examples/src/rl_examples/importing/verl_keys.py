@@ -1,4 +1,4 @@
-"""verl's keys and what they are here. A key that stands in neither table is one that the translation names."""
+"""verl's keys and their counterparts here. The translation reports keys that are in neither table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import attrs
 
 @attrs.frozen
 class Here:
-    """A key here."""
+    """The counterpart of a verl key."""
 
     key: str
     value: Callable[[Any], Any] = lambda value: value
-    """Its value, from the one there. Raises ValueError for one that there is no counterpart of."""
+    """Converts verl's value. Raises ValueError for a value without a counterpart."""
 
 
 def _one_of(names: Mapping[Any, Any]) -> Callable[[Any], Any]:
@@ -211,4 +211,4 @@ NO_EFFECT: dict[str, str] = {
     "trainer.validation_data_dir": "samples.jsonl has the samples",
     "trainer.rollout_data_dir": "samples.jsonl has the samples",
 }
-"""Keys that ask for what is so anyway, or does not exist here and changes no result."""
+"""Keys without effect here, and why: they ask for the default behaviour, or for something that changes no result."""
