@@ -23,11 +23,12 @@ def shipped_config(path: str | None) -> Path | None:
 
 
 def known_config(path: str | None) -> Mapping[str, Any] | None:
-    """The fields of a local model's `config.json`, or of one that is shipped; None: neither is there."""
-    local = read_config(path)
-    if local is None and (directory := shipped_config(path)) is not None:
+    """The fields of the `config.json` of a model that is in a local directory or in the hub's cache, or of one that is
+    shipped; None: none is there."""
+    written = None if path is None else written_config(path)
+    if written is None and (directory := shipped_config(path)) is not None:
         return read_config(str(directory))
-    return local
+    return written
 
 
 def here_or_shipped(path: str | None) -> str | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
-from rl_core.config.checks import gather_playing, gather_plugins
+from rl_core.config.checks import gather_playing, gather_plugins, gather_room
+from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
@@ -28,7 +29,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
-from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting_rows, require_room_for_responses
+from rl_core.trainer.prompt_lengths import fitting_rows
 from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
 from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
@@ -108,7 +109,6 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
     gather_plugins(config, mistakes, chosen=loaded.chosen_keys)
     mistakes.passes(_prepare_function, loaded)
     rows = _gather_rows(loaded, _TRAINING_DATA, mistakes)
-    _gather_room(config, mistakes)
     _gather_prompts(config, rows, mistakes, makes=loaded.makes)
     _gather_ranks(config, rows["data.train_data"], mistakes)
     if not mistakes.about(*_DIRECTORIES):
@@ -151,13 +151,15 @@ def prepare(run: Config | Loaded) -> None:
     """
     config, make = config_of(run), _prepare_function(_loaded(run))
     _fetch_models(config, list(model_shapes(config)), _loaded(run).makes)
+    mistakes = Mistakes()
     if make is None:
+        gather_room(config, mistakes)
+        mistakes.raise_found()
         return
     make(config)
-    mistakes = Mistakes()
     gather_files(config, mistakes)
     rows = _gather_rows(_loaded(run), _TRAINING_DATA, mistakes)
-    _gather_room(config, mistakes)
+    gather_room(config, mistakes)
     mistakes.passes(_planned_steps, config, rows["data.train_data"])
     mistakes.raise_found()
     _prove_models(config)
@@ -184,11 +186,13 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
     mistakes.raise_found()
     make = _prepare_function(loaded)
     _fetch_models(config, ["policy"], loaded.makes)
-    if make is not None:
+    if make is None:
+        gather_room(config, mistakes)
+    else:
         make(config)
         gather_playing(config, mistakes, reads=reads)
         _gather_rows(loaded, [reads], mistakes)
-        mistakes.raise_found()
+    mistakes.raise_found()
 
 
 def config_of(run: Config | Loaded) -> Config:
@@ -229,13 +233,6 @@ def _require_playing(config: Config) -> None:
 def _require_new(output: Path) -> None:
     if output.exists():
         raise DataError(f"{output} already exists: choose another file, or remove it first")
-
-
-def _gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes responses that are longer than what the model takes, where its files say how much that is."""
-    for sampling in (TRAINING, EVALUATION):
-        if not mistakes.about("trainer.policy.model.path", f"{sampling}.max_generate_length"):
-            mistakes.passes(require_room_for_responses, config, sampling)
 
 
 def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:

@@ -23,6 +23,7 @@ from rl_core.config import (
     needs_greedy_answers,
     needs_reference,
 )
+from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
@@ -55,7 +56,7 @@ from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
 from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
-from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
+from rl_core.trainer.prompt_lengths import fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.resumed_groups import resumed_groups
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
