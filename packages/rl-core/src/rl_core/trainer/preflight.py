@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
@@ -90,11 +91,13 @@ class NoSampler:
         raise AssertionError("nothing is sampled before a run")
 
 
-def preflight(run: Config | Loaded) -> tuple[str, ...]:
+def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
     """All checks of a training run; takes, makes and writes nothing, but for the note that a model was proved.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
+        says_changes: log what differs from the checkpoint to go on from, as far as that and the rows are here; False
+            where the run itself is going to, once they are.
 
     Returns:
         What is left for the start to prove, in sentences.
@@ -115,7 +118,9 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
         mistakes.passes(require_unused, config)
         mistakes.passes(require_own_files, config)
     if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
-        mistakes.passes(_require_resumable, config, rows["data.train_data"], rows["data.val_data"])
+        now = _fingerprint(config, rows)
+        if mistakes.passes(_require_resumable, config, now) and says_changes and now is not None:
+            say_changes(config, now)
     mistakes.raise_found()
     # Last, and only of what is right otherwise: it takes seconds.
     left = _prove_models(config)
@@ -129,17 +134,25 @@ def _is_elsewhere(path: str) -> bool:
     return shipped_config(path) is not None and written_config(path) is None
 
 
-def _require_resumable(
-    config: Config, train_rows: Sequence[DataRow] | None, held_out: Sequence[DataRow] | None
-) -> None:
+def _fingerprint(config: Config, rows: Mapping[str, list[DataRow] | None]) -> dict[str, Any] | None:
+    train_rows = rows["data.train_data"]
+    return None if train_rows is None else fingerprint(config, train_rows, rows["data.val_data"])
+
+
+def _require_resumable(config: Config, now: Mapping[str, Any] | None) -> None:
     """The checkpoint to go on from is whole as far as sizes show it, and of a run that can go on as configured."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
-        if train_rows is not None:
-            now = fingerprint(config, train_rows, held_out)
+        if now is not None:
             require_same_groups(checkpoint, now)
-            warn_of_changes(checkpoint, now)
+
+
+def say_changes(config: Config, now: Mapping[str, Any]) -> None:
+    """Logs what differs from the checkpoint to go on from, if there is one."""
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None:
+        warn_of_changes(checkpoint, now)
 
 
 def prepare(run: Config | Loaded) -> None:

@@ -55,7 +55,7 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
-from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
+from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing, say_changes
 from rl_core.trainer.prompt_lengths import fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.resumed_groups import resumed_groups
@@ -107,7 +107,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
         KeyboardInterrupt: it was ended at once.
     """
     begun = time.perf_counter() if started is None else started
-    preflight(config)
+    preflight(config, says_changes=False)
     resolved = config_of(config)
     with held_directories(resolved):
         prepare(config)
@@ -171,6 +171,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     run_is = fingerprint(config, train_rows, eval_rows)
     await fetch_checkpoint(config)
     _require_same_groups(config, run_is)
+    say_changes(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
     async with AsyncExitStack() as closing:
@@ -254,7 +255,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
 
 
 def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
-    """Again, where the recipe made the rows, or another run wrote the directory since it was looked at."""
+    """Again, where the recipe made the rows, the checkpoint was fetched, or another run wrote the directory since it
+    was looked at."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         require_same_groups(checkpoint, now)
