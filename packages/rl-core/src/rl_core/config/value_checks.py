@@ -125,16 +125,9 @@ _PLAYING_READS = (
     "trainer.seed",
 )
 """How the keys begin that prompts are played by."""
-_TRAINING = frozenset(
-    {
-        "generator.sampling_params.temperature",
-        "generator.inference_engine.weight_bucket_bytes",
-        "generator.inference_engine.weight_sync_whole_interval",
-        "generator.inference_engine.weight_verification.interval",
-        "generator.inference_engine.weight_verification.num_tokens",
-    }
-)
-"""Keys among them whose bounds are those of training."""
+_TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
+"""How the keys among them begin whose bounds are those of training: weights are sent to an engine, and verified there,
+in a training run alone."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -172,7 +165,9 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     """Notes what of `gather_values` is about playing prompts, and not about training on them."""
     gather_run_name(config, mistakes)
-    gather_out_of_bounds(config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and key not in _TRAINING)
+    gather_out_of_bounds(
+        config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
+    )
     mistakes.add(*_reward_functions(config))
     temperature = config.generator.sampling_params.temperature
     if temperature < 0:
