@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from rl_core.config import Config, from_mapping, resolve
-from rl_core.errors import ConfigError, DataError
+from rl_core.config.checks import gather_room
+from rl_core.config.context import EVALUATION, TRAINING, context_of, require_room_for_responses
+from rl_core.errors import ConfigError, DataError, Mistakes
 from rl_core.trainer.data import DataRow
-from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, context_of, fitting, require_room_for_responses
+from rl_core.trainer.prompt_lengths import fitting
 
 
 class Counts:
@@ -74,6 +76,26 @@ async def test_the_engines_own_limit_counts_where_it_is_smaller_and_a_model_that
     assert context_of(resolve(from_mapping({"trainer.policy.model.path": "org/model"}))) is None
 
 
+async def test_the_context_of_a_model_in_the_hubs_cache_is_read_there(tmp_path, monkeypatch):
+    """Of one that was fetched after the first look too, which a run does before it counts the prompts' tokens."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    keys = {"trainer.max_prompt_length": 50, "data.on_long_prompt": "drop"}
+    key = f"{TRAINING}.max_generate_length"
+    config = resolve(from_mapping({**keys, "trainer.policy.model.path": "some/model", key: 32}))
+    assert context_of(config) is None
+    snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/" + "a" * 40, "refs"))
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 40}))
+    assert context_of(config) == (40, "max_position_embeddings of some/model")
+    assert await kept(config, TRAINING) == [8]
+    mistakes = Mistakes()
+    gather_room(resolve(from_mapping({"trainer.policy.model.path": "some/model", key: 40})), mistakes)
+    with pytest.raises(ConfigError, match=rf"^{key}: got 40, and the model takes 40 tokens, .* at most 39$"):
+        mistakes.raise_found()
+
+
 @pytest.mark.parametrize("sampling", [TRAINING, EVALUATION])
 def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path, sampling):
     def check(max_generate_length: int) -> None:
@@ -84,5 +106,5 @@ def test_a_response_as_long_as_the_context_is_a_mistake_before_the_run(tmp_path,
         )
 
     check(39)
-    with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: 40 tokens leave no room for a prompt"):
+    with pytest.raises(ConfigError, match=rf"^{sampling}\.max_generate_length: got 40, and the model takes 40 tokens"):
         check(40)

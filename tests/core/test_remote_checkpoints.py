@@ -6,17 +6,23 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import NoReturn
 
 import fsspec
 import pytest
 from fsspec.spec import AbstractFileSystem
 
-from rl_core.config import from_mapping
+from rl_core.config import Config, from_mapping, resolve
 from rl_core.config.file_checks import check_files
 from rl_core.errors import CheckpointError, ConfigError, DeadlineError
-from rl_core.trainer.checkpoint import RunState, complete_checkpoints, load_state
+from rl_core.trainer import run as trainer_run
+from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint, complete_checkpoints, load_state
+from rl_core.trainer.data import read_rows
+from rl_core.trainer.fingerprint import fingerprint
+from rl_core.trainer.interrupts import Interrupts
 from rl_core.trainer.remote_checkpoints import CheckpointCopies, copies_of, fetch_checkpoint
 from rl_core.trainer.saving import CheckpointSaver
+from tests.core.stored_checkpoints import write_weights
 from tests.core.test_saving import RecordedModels
 
 
@@ -34,6 +40,14 @@ def saver(root: Path, address: str, *, keep: int = -1, timeout_s: float = 60) ->
         on_complete=lambda step, path: None,
         copies=CheckpointCopies(address),
     )
+
+
+class Reached(Exception):
+    """A run came as far as its directory."""
+
+
+def reached(config: Config) -> NoReturn:
+    raise Reached
 
 
 @pytest.fixture
@@ -60,6 +74,26 @@ async def test_another_machine_goes_on_from_the_newest_copy(tmp_path: Path, addr
     await fetch_checkpoint(config)  # it is there by now
     with pytest.raises(ConfigError, match=r"holds checkpoints \(step_000003\).*resume_mode=none does not resume"):
         await fetch_checkpoint(from_mapping({**keys, "trainer.resume_mode": "none"}))
+
+
+async def test_a_run_that_goes_on_from_a_copy_says_which_settings_and_rows_are_others(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    data = {"data.train_data": [str(tmp_path / "train.jsonl")], "data.val_data": [str(tmp_path / "few.jsonl")]}
+    keys = {"trainer.ckpt_path": address, "trainer.run_dir": str(tmp_path / "there"), **data}
+    for (path,) in data.values():
+        Path(path).write_text('{"prompt": "1+1="}\n')
+    config = resolve(from_mapping(keys))
+    rows = read_rows(config.data.train_data, key="data.train_data", prompt_key="prompt")
+    partial = begin_checkpoint(tmp_path / "here", state_of(3), fingerprint=fingerprint(config, rows, [*rows, *rows]))
+    await write_weights(partial)
+    complete_checkpoint(partial)
+    CheckpointCopies(address).send(tmp_path / "here")
+    monkeypatch.setattr(trainer_run, "open_run_directory", reached)
+    with pytest.raises(Reached):
+        await trainer_run._train(resolve(from_mapping({**keys, "trainer.train_batch_size": 8})), 0.0, Interrupts())
+    assert "those of step_000003: trainer.train_batch_size: " in caplog.text
+    assert "data.val_data: the rows are not those that step_000003 was made with" in caplog.text
 
 
 async def test_a_copy_that_was_cut_off_is_no_checkpoint_and_is_made_again(tmp_path: Path, address: str):

@@ -374,6 +374,20 @@ def test_a_sample_shows_what_was_expected_and_a_chat_without_its_template(tmp_pa
     assert "im_start" not in text
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": "I look."}, {"content": [{"text": "I look."}]}])
+def test_a_chat_with_a_call_shows_what_was_called_and_never_the_word_none(tmp_path, content: dict[str, object]):
+    run_dir = run_directory(tmp_path / "run")
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "Käse"}}}
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", **content, "tool_calls": [call]}]
+    answer = {"role": "tool", "content": "two", "tool_calls": None}  # a Parquet file has all keys in all messages
+    write_lines(run_dir / "samples.jsonl", [sample_row(1, messages=[*chat, answer])])
+    text = Page(html_of(run_dir)).text
+    assert json.dumps([call], ensure_ascii=False) in text
+    assert "tool: two" in text
+    assert ("I look." in text) == bool(content.get("content"))
+    assert "None" not in text
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

@@ -9,10 +9,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rl_core.config import Config, from_mapping, load
+from rl_core.config import Config, dump_yaml, from_mapping, load
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.trainer.checkpoint import RunState, delete_old_checkpoints, list_checkpoints
-from rl_core.trainer.run_directory import newest_config, open_run_directory, set_aside_later_steps
+from rl_core.trainer.run_directory import MARK, newest_config, open_run_directory, set_aside_later_steps
 from tests.core.stored_checkpoints import save_checkpoint
 
 
@@ -24,6 +24,7 @@ def config_of(run_dir: Path, **trainer: object) -> Config:
 async def write_run(run_dir: Path, *, rows: range, checkpoints: list[int]) -> None:
     """What a run leaves that logged `rows` and saved `checkpoints`."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / MARK).touch()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (run_dir / name).write_text("".join(json.dumps({"step": step, "of": str(run_dir)}) + "\n" for step in rows))
     for step in checkpoints:
@@ -92,8 +93,9 @@ async def test_a_run_moves_nothing_that_no_run_wrote(tmp_path: Path, caplog: pyt
     (project / "notes.txt").write_text("mine")
     (project / "start" / "model").mkdir(parents=True)
     open_run_directory(config_of(project, resume_mode="none"))
-    assert sorted(path.name for path in project.iterdir()) == ["config.yaml", "notes.txt", "src", "start"]
+    assert sorted(path.name for path in project.iterdir()) == [MARK, "config.yaml", "notes.txt", "src", "start"]
     assert sorted(path.name for path in (tmp_path / "project.1").iterdir()) == [
+        MARK,
         "checkpoints",
         "metrics.jsonl",
         "samples.jsonl",
@@ -126,6 +128,63 @@ async def test_a_directory_with_files_of_such_names_that_no_run_wrote_is_refused
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["metrics.jsonl"]
 
 
+FOREIGN = {
+    "metrics.jsonl": '{"step": 1, "loss": 0.1}\n',
+    "samples.jsonl": "",
+    "config.yaml": "trainer:\n  max_training_steps: 3\n",
+    "config.resumed-1.yaml": "mine",
+    "summary.json": "{}",
+    "report.html": "mine",
+    "wandb_run_id.txt": "mine",
+    "logs/mine.log": "mine",
+    "model/config.json": "{}",
+    "tensorboard/mine": "mine",
+    "wandb/mine": "mine",
+    "checkpoints/step_1/weights.bin": "mine",
+    "replaced_1/mine": "mine",
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in FOREIGN), tuple(FOREIGN)], ids=lambda names: names[-1])
+@pytest.mark.parametrize("mode", ["none", "latest"])
+async def test_nothing_is_moved_or_written_in_a_directory_that_is_no_run(tmp_path: Path, names: tuple[str], mode: str):
+    other = tmp_path / "other"
+    for name in names:
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).write_text(FOREIGN[name])
+    listed = ", ".join(sorted({name.partition("/")[0] for name in names} - {"metrics.jsonl"}))
+    with pytest.raises(ConfigError, match=rf"^trainer\.run_dir: .*other is not a run directory: it holds {listed}"):
+        open_run_directory(config_of(other, resume_mode=mode))
+    assert {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()} == set(names)
+    assert all((other / name).read_text() == FOREIGN[name] for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    # As the message says.
+    (other / MARK).touch()
+    open_run_directory(config_of(other, resume_mode=mode))
+
+
+async def test_a_run_is_known_from_its_first_moment_and_one_that_made_no_mark_by_its_files(tmp_path: Path):
+    new, old, fetched = (tmp_path / name for name in ("new", "old", "fetched"))
+    open_run_directory(config_of(new))
+    open_run_directory(config_of(new, seed=2))
+    for run_dir, rows, checkpoints in ((old, range(3), []), (fetched, range(0), [2])):
+        await write_run(run_dir, rows=rows, checkpoints=checkpoints)
+        (run_dir / MARK).unlink()
+    (old / "config.yaml").write_text(dump_yaml(config_of(old)))
+    for path in (fetched / "metrics.jsonl", fetched / "samples.jsonl"):
+        path.unlink()
+    assert open_run_directory(config_of(fetched, resume_mode="latest")).state.step == 2
+    open_run_directory(config_of(old))
+    assert (tmp_path / "old.1" / "metrics.jsonl").exists()
+    assert all((run_dir / MARK).exists() for run_dir in (new, old, fetched))
+
+
+async def test_a_checkpoint_that_was_being_fetched_is_no_strangers(tmp_path: Path):
+    (tmp_path / "run" / "checkpoints" / "step_000004.partial").mkdir(parents=True)
+    (tmp_path / "run" / "logs").mkdir()
+    open_run_directory(config_of(tmp_path / "run", resume_mode="latest"))
+
+
 async def test_directories_that_are_named_like_checkpoints_are_left_alone(tmp_path: Path):
     for name in ("step_1", "step_2"):
         (tmp_path / "models" / name).mkdir(parents=True)
@@ -156,7 +215,7 @@ async def test_resuming_from_another_run_moves_the_one_that_is_there_aside(tmp_p
     path = tmp_path / "first" / "checkpoints" / "step_000004"
     start = open_run_directory(config_of(tmp_path / "second", resume_mode="from_path", resume_path=str(path)))
     assert start.checkpoint == path
-    assert sorted(file.name for file in (tmp_path / "second").iterdir()) == ["config.yaml"]
+    assert sorted(file.name for file in (tmp_path / "second").iterdir()) == [MARK, "config.yaml"]
     assert saved(tmp_path / "second.1" / "checkpoints") == ["step_000002", "step_000006"]
     assert saved(tmp_path / "first" / "checkpoints") == ["step_000004"]
 

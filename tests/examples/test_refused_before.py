@@ -124,6 +124,9 @@ def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
         "trainer.algorithm.eps_clip_low=7",
         "generator.sampling_params.temperature=0",
         "generator.inference_engine.weight_verification.num_tokens=1",
+        "generator.inference_engine.weight_verification.num_tokens=2000000",
+        "generator.inference_engine.weight_verification.limit=0",
+        "generator.inference_engine.weight_verification.limit=1",
     ],
 )
 def test_playing_asks_for_what_playing_needs(override: str, small_run: BuildConfig, tmp_path: Path, start: Path):

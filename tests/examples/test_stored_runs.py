@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow.parquet
 import pytest
@@ -20,6 +21,7 @@ from rl_core.config import Config
 from rl_core.errors import CheckpointError, ConfigError, ConfigErrors, DiskFullError, WeightSyncError
 from rl_core.rank_kit.weight_buckets import pack_buckets
 from rl_core.stored_files import is_disk_full
+from rl_core.trainer import run as trainer_run
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.checkpoint import list_checkpoints
 from rl_core.trainer.preflight import preflight
@@ -145,6 +147,18 @@ def test_other_changes_are_named_and_the_same_rows_elsewhere_are_none(
         "resuming with settings that differ from those of step_000004: trainer.train_batch_size: 8 → 16; "
         "generator.n_samples_per_prompt: 4 → 2"
     )
+
+
+def test_a_run_names_what_changed_once(
+    stopped: Path, small_run: BuildConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def begun(config: Config) -> NoReturn:
+        raise InterruptedError("the run begins")
+
+    monkeypatch.setattr(trainer_run, "open_run_directory", begun)
+    with pytest.raises(InterruptedError, match="the run begins"):
+        run_training(small_run(stopped, generator__n_samples_per_prompt=2))
+    assert caplog.text.count("those of step_000004: generator.n_samples_per_prompt: 4 → 2") == 1
 
 
 def test_held_out_rows_with_other_content_are_warned_of(

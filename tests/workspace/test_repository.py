@@ -86,3 +86,13 @@ def test_the_examples_of_rl_core_run():
     assert len(examples) >= 3
     for example in examples:
         exec(compile(example, "packages/rl-core/README.md", "exec"), {})
+
+
+def test_hints_say_where_packages_of_the_project_are_installed_from():
+    """They are on no index: from a clone, or from a folder of wheels."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "packages").rglob("*.md")]
+    files += (ROOT / "packages").rglob("src/**/*.py")
+    lines = [line for file in files if file.name != "releasing.md" for line in file.read_text().splitlines()]
+    wanted = [line for line in lines if re.search(r"pip install [^#(]*[\"' ]rl-\w+", line)]
+    assert not [line for line in wanted if "--find-links" not in line and "./packages/" not in line]
+    assert any("./packages/" in line for line in lines)

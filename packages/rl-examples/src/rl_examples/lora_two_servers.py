@@ -5,7 +5,7 @@ servers hold the same frozen weights and share the sampling; after every step ea
 than the whole weights, and uses the adapter for all of the policy's requests. Every sync is verified.
 Deliberately omitted: other adapters besides the policy's (docs/serving.md), a reference model and a KL term.
 
-Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install "rl-rollout[vllm]")
+Run:      rl train lora_two_servers          (needs vLLM: make setup, or pip install './packages/rl-rollout[vllm]')
 Merged:   rl train lora_two_servers trainer.policy.model.lora.merge_lora=true         (whole weights are sent instead)
 """
 

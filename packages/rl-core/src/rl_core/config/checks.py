@@ -7,12 +7,11 @@ import torch.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Container, Iterable
-from pathlib import Path
 
 from rl_core import plugins
+from rl_core.config.context import EVALUATION, TRAINING, require_room_for_responses
 from rl_core.config.file_checks import gather_data, gather_policy_model
 from rl_core.config.function_params import (
     advantage_params,
@@ -45,8 +44,6 @@ _GENERATOR_READS = (
 )
 _CONTEXT_READS = (
     "trainer.policy.model.path",
-    "generator.sampling_params",
-    "generator.eval_sampling_params",
     "generator.inference_engine.engine_init_kwargs",
 )
 _ENGINE_READS = (
@@ -154,8 +151,7 @@ def _gather_refusals(config: Config, mistakes: Mistakes) -> None:
     """Notes what the generator and the engine refuse in their specs."""
     if not mistakes.about(*_GENERATOR_READS):
         mistakes.passes(_validate_generator, config)
-    if not mistakes.about(*_CONTEXT_READS):
-        mistakes.passes(_check_context, config)
+    gather_room(config, mistakes)
     if not mistakes.about(*_ENGINE_READS) and _has_engine(config, mistakes):
         mistakes.passes(_validate_engine, config)
 
@@ -175,31 +171,15 @@ def _validate_engine(config: Config) -> None:
     engine.validate(told)
 
 
-def _check_context(config: Config) -> None:
-    """Requires that a one-token prompt and a response of full length fit into the context of model and engine."""
-    limit = context_of(config)
-    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
-        length = value_at(config, f"{key}.max_generate_length")
-        if limit is not None and length is not None and length >= limit:
-            raise ConfigError(
-                f"{key}.max_generate_length: got {length}, and {config.policy_model_path} takes {limit} tokens, "
-                f"the prompt included; set it to at most {limit - 1}"
-            )
-
-
-def context_of(config: Config) -> int | None:
-    """Longest sequence in tokens: the engine's `max_model_len`, else the model's number of positions. None if no local
-    file states it."""
-    limit = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
-    if isinstance(limit, int):
-        return limit
-    try:
-        fields = json.loads(Path(config.policy_model_path, "config.json").read_text())
-        fields = fields.get("text_config") or fields
-        positions = fields.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return positions if isinstance(positions, int) else None
+def gather_room(config: Config, mistakes: Mistakes) -> None:
+    """Notes if the longest response does not fit into the model's context, if the model's files state it."""
+    lengths: list[int | None] = []
+    for sampling in (TRAINING, EVALUATION):
+        key = f"{sampling}.max_generate_length"
+        # By default an evaluation's is that of training.
+        if value_at(config, key) not in lengths and not mistakes.about(*_CONTEXT_READS, key):
+            mistakes.passes(require_room_for_responses, config, sampling)
+        lengths.append(value_at(config, key))
 
 
 def check_function_params(config: Config) -> None:

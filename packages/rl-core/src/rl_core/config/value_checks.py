@@ -125,16 +125,8 @@ _PLAYING_READS = (
     "trainer.seed",
 )
 """Prefixes of the keys that playing prompts reads."""
-_TRAINING = frozenset(
-    {
-        "generator.sampling_params.temperature",
-        "generator.inference_engine.weight_bucket_bytes",
-        "generator.inference_engine.weight_sync_whole_interval",
-        "generator.inference_engine.weight_verification.interval",
-        "generator.inference_engine.weight_verification.num_tokens",
-    }
-)
-"""Keys with these prefixes whose bounds matter only in training."""
+_TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
+"""Those keys among them whose bounds matter only in training: weights are sent and verified only there."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -172,7 +164,9 @@ def gather_values(config: Config, mistakes: Mistakes) -> None:
 def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
     """Notes those mistakes of `gather_values` that concern playing prompts instead of training on them."""
     gather_run_name(config, mistakes)
-    gather_out_of_bounds(config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and key not in _TRAINING)
+    gather_out_of_bounds(
+        config, mistakes, is_read=lambda key: key.startswith(_PLAYING_READS) and not key.startswith(_TRAINING)
+    )
     mistakes.add(*_reward_functions(config))
     temperature = config.generator.sampling_params.temperature
     if temperature < 0:

@@ -89,8 +89,10 @@ def written_config(path: str) -> Mapping[str, Any] | None:
     """`config.json` of a local directory or of a downloaded hub model; None if there is none on this machine."""
     if (local := read_config(path)) is not None:
         return local
-    from transformers import PretrainedConfig
-
+    try:
+        from transformers import PretrainedConfig
+    except ImportError:  # nor can anything here have fetched a model
+        return None
     try:
         with _quiet():
             found, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)

@@ -143,9 +143,12 @@ def read_config(path: str | None) -> dict[str, Any] | None:
     if path is None or not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as a model's configuration ({error})") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file}: cannot be read as a model's configuration (it holds {fields!r:.80}, no object)")
+    return fields
 
 
 def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:

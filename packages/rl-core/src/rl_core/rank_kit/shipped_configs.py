@@ -23,11 +23,12 @@ def shipped_config(path: str | None) -> Path | None:
 
 
 def known_config(path: str | None) -> Mapping[str, Any] | None:
-    """The fields of a local model's `config.json`, else of a shipped one; None if there is neither."""
-    local = read_config(path)
-    if local is None and (directory := shipped_config(path)) is not None:
+    """The fields of the `config.json` of a local or cached model, else of a shipped one; None
+    if there is none."""
+    written = None if path is None else written_config(path)
+    if written is None and (directory := shipped_config(path)) is not None:
         return read_config(str(directory))
-    return local
+    return written
 
 
 def here_or_shipped(path: str | None) -> str | None:

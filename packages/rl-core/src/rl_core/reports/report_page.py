@@ -237,7 +237,13 @@ def _prompt_of(sample: Sample) -> str:
     """The prompt's text, without the markup of the model's chat template."""
     if not sample.messages:
         return sample.prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in sample.messages)
+    return "\n\n".join(f"{message.get('role')}: {_said(message)}" for message in sample.messages)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The text of a message, and the calls of one that calls tools, whose content is then null or left out."""
+    said = [message.get("content"), message.get("tool_calls")]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part)
 
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}

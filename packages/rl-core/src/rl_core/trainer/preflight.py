@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rl_core import hub, plugins
 from rl_core.config import Config, Loaded, generator_spec, needs_engine
-from rl_core.config.checks import gather_playing, gather_plugins
+from rl_core.config.checks import gather_playing, gather_plugins, gather_room
+from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
@@ -28,7 +30,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_core.trainer.checkpoint import load_state
 from rl_core.trainer.data import DataRow, is_at_hand, read_rows
 from rl_core.trainer.fingerprint import fingerprint, require_same_groups, warn_of_changes
-from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting_rows, require_room_for_responses
+from rl_core.trainer.prompt_lengths import fitting_rows
 from rl_core.trainer.run_directory import checkpoint_to_resume, require_own_files
 from rl_core.trainer.run_lock import require_unused
 from rl_core.trainer.settings import model_shapes, num_steps, update_settings, worker_spec
@@ -89,11 +91,13 @@ class NoSampler:
         raise AssertionError("nothing is sampled before a run")
 
 
-def preflight(run: Config | Loaded) -> tuple[str, ...]:
+def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, ...]:
     """All checks of a training run. Writes nothing except the record that a model was proved.
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
+        says_changes: whether to log what differs from the checkpoint to resume from, if that and the rows are here.
+            A run logs it itself, once they are.
 
     Returns:
         Sentences about what can only be proved when the run starts.
@@ -108,14 +112,15 @@ def preflight(run: Config | Loaded) -> tuple[str, ...]:
     gather_plugins(config, mistakes, chosen=loaded.chosen_keys)
     mistakes.passes(_prepare_function, loaded)
     rows = _gather_rows(loaded, _TRAINING_DATA, mistakes)
-    _gather_room(config, mistakes)
     _gather_prompts(config, rows, mistakes, makes=loaded.makes)
     _gather_ranks(config, rows["data.train_data"], mistakes)
     if not mistakes.about(*_DIRECTORIES):
         mistakes.passes(require_unused, config)
         mistakes.passes(require_own_files, config)
     if not mistakes.about(*_DIRECTORIES, "trainer.resume_mode", "trainer.resume_path"):
-        mistakes.passes(_require_resumable, config, rows["data.train_data"], rows["data.val_data"])
+        now = _fingerprint(config, rows)
+        if mistakes.passes(_require_resumable, config, now) and says_changes and now is not None:
+            say_changes(config, now)
     mistakes.raise_found()
     # Last, and only if everything else is right, because it takes seconds.
     left = _prove_models(config)
@@ -129,18 +134,26 @@ def _is_elsewhere(path: str) -> bool:
     return shipped_config(path) is not None and written_config(path) is None
 
 
-def _require_resumable(
-    config: Config, train_rows: Sequence[DataRow] | None, held_out: Sequence[DataRow] | None
-) -> None:
+def _fingerprint(config: Config, rows: Mapping[str, list[DataRow] | None]) -> dict[str, Any] | None:
+    train_rows = rows["data.train_data"]
+    return None if train_rows is None else fingerprint(config, train_rows, rows["data.val_data"])
+
+
+def _require_resumable(config: Config, now: Mapping[str, Any] | None) -> None:
     """Requires that the checkpoint to resume from is complete, as far as file sizes show, and that a run of this
     configuration can continue it."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         load_state(checkpoint)
-        if train_rows is not None:
-            now = fingerprint(config, train_rows, held_out)
+        if now is not None:
             require_same_groups(checkpoint, now)
-            warn_of_changes(checkpoint, now)
+
+
+def say_changes(config: Config, now: Mapping[str, Any]) -> None:
+    """Logs what differs from the checkpoint to go on from, if there is one."""
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None:
+        warn_of_changes(checkpoint, now)
 
 
 def prepare(run: Config | Loaded) -> None:
@@ -151,13 +164,15 @@ def prepare(run: Config | Loaded) -> None:
     """
     config, make = config_of(run), _prepare_function(_loaded(run))
     _fetch_models(config, list(model_shapes(config)), _loaded(run).makes)
+    mistakes = Mistakes()
     if make is None:
+        gather_room(config, mistakes)
+        mistakes.raise_found()
         return
     make(config)
-    mistakes = Mistakes()
     gather_files(config, mistakes)
     rows = _gather_rows(_loaded(run), _TRAINING_DATA, mistakes)
-    _gather_room(config, mistakes)
+    gather_room(config, mistakes)
     mistakes.passes(_planned_steps, config, rows["data.train_data"])
     mistakes.raise_found()
     _prove_models(config)
@@ -184,11 +199,13 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
     mistakes.raise_found()
     make = _prepare_function(loaded)
     _fetch_models(config, ["policy"], loaded.makes)
-    if make is not None:
+    if make is None:
+        gather_room(config, mistakes)
+    else:
         make(config)
         gather_playing(config, mistakes, reads=reads)
         _gather_rows(loaded, [reads], mistakes)
-        mistakes.raise_found()
+    mistakes.raise_found()
 
 
 def config_of(run: Config | Loaded) -> Config:
@@ -230,13 +247,6 @@ def _require_playing(config: Config) -> None:
 def _require_new(output: Path) -> None:
     if output.exists():
         raise DataError(f"{output} already exists: choose another file, or remove it first")
-
-
-def _gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes if the longest response does not fit into the model's context, if the model's files state it."""
-    for sampling in (TRAINING, EVALUATION):
-        if not mistakes.about("trainer.policy.model.path", f"{sampling}.max_generate_length"):
-            mistakes.passes(require_room_for_responses, config, sampling)
 
 
 def _gather_rows(loaded: Loaded, keys: Sequence[str], mistakes: Mistakes) -> dict[str, list[DataRow] | None]:

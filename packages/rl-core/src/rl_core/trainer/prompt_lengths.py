@@ -7,43 +7,15 @@ import logging
 from collections.abc import Sequence
 
 from rl_core.config import Config
+from rl_core.config.context import context_of
 from rl_core.config.resolving import value_at
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import DataError
 from rl_core.interfaces import Generator, ResponseMeasuring
-from rl_core.rank_kit.shipped_configs import known_config
 from rl_core.trainer.data import DataRow
 
-TRAINING, EVALUATION = "generator.sampling_params", "generator.eval_sampling_params"
-"""Configuration sections with the maximum response length."""
 logger = logging.getLogger(__name__)
 
 _PART = 256
-
-
-def context_of(config: Config) -> tuple[int, str] | None:
-    """The model's maximum context (prompt and response together) and the setting that limits it. None if it is unknown,
-    such as for a model on the hub or one that does not exist yet."""
-    limits: list[tuple[int, str]] = []
-    given = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
-    if isinstance(given, int) and given > 0:
-        limits.append((given, "generator.inference_engine.engine_init_kwargs.max_model_len"))
-    model = known_config(config.policy_model_path) or {}
-    for section in (model, model.get("text_config") or {}):
-        positions = section.get("max_position_embeddings")
-        if isinstance(positions, int) and positions > 0:
-            limits.append((positions, f"max_position_embeddings of {config.policy_model_path}"))
-    return min(limits, default=None)
-
-
-def require_room_for_responses(config: Config, sampling: str) -> None:
-    """Raises ConfigError if the maximum response leaves no room for a prompt."""
-    context, key = context_of(config), f"{sampling}.max_generate_length"
-    response = value_at(config, key)
-    if context is not None and response >= context[0]:
-        raise ConfigError(
-            f"{key}: {response} tokens leave no room for a prompt: the model takes {context[0]} tokens, prompt and "
-            f"response together ({context[1]}); set it below {context[0]}"
-        )
 
 
 async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
@@ -61,7 +33,7 @@ def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, 
     `data.on_long_prompt`.
 
     Args:
-        sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.
+        sampling: `TRAINING` or `EVALUATION` of `config.context`, the section with the maximum response length.
 
     Raises:
         DataError: a prompt is too long, all are, or one cannot be encoded.

@@ -23,6 +23,7 @@ from rl_core.config import (
     needs_greedy_answers,
     needs_reference,
 )
+from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
@@ -54,8 +55,8 @@ from rl_core.trainer.group_selection import Selection
 from rl_core.trainer.interrupts import CLOSE_S, Interrupts
 from rl_core.trainer.loop import TrainingLoop
 from rl_core.trainer.models import Models
-from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing
-from rl_core.trainer.prompt_lengths import EVALUATION, TRAINING, fitting
+from rl_core.trainer.preflight import NoSampler, config_of, preflight, prepare, prepare_playing, say_changes
+from rl_core.trainer.prompt_lengths import fitting
 from rl_core.trainer.remote_checkpoints import fetch_checkpoint
 from rl_core.trainer.resumed_groups import resumed_groups
 from rl_core.trainer.rollouts import Rollouts, RolloutSettings
@@ -107,7 +108,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
         KeyboardInterrupt: the run was ended at once.
     """
     begun = time.perf_counter() if started is None else started
-    preflight(config)
+    preflight(config, says_changes=False)
     resolved = config_of(config)
     with held_directories(resolved):
         prepare(config)
@@ -173,6 +174,7 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
     run_is = fingerprint(config, train_rows, eval_rows)
     await fetch_checkpoint(config)
     _require_same_groups(config, run_is)
+    say_changes(config, run_is)
     start = open_run_directory(config)
     run_dir, checkpoint, state = start.run_dir, start.checkpoint, start.state
     async with AsyncExitStack() as closing:
@@ -256,7 +258,8 @@ async def _train(config: Config, started: float, interrupts: Interrupts) -> RunS
 
 
 def _require_same_groups(config: Config, now: Mapping[str, Any]) -> None:
-    """Repeats this check of `preflight`: since then the recipe may have created rows, or another run a checkpoint."""
+    """Repeats this check of `preflight`: since then the recipe may have created rows, the checkpoint may have been
+    fetched, or another run may have written one."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         require_same_groups(checkpoint, now)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import yaml
 
 from rl_core.config import Config, dump_yaml
 from rl_core.errors import CheckpointError, ConfigError, DataError
@@ -34,9 +35,14 @@ _RESUMED = re.compile(r"config\.resumed-(\d+)\.yaml")
 _OWN_ENTRIES = re.compile(
     r"(metrics|samples)\.jsonl(\.rewriting)?|config(\.resumed-\d+)?\.yaml(\.writing)?|summary\.json(\.writing)?|"
     r"report\.html(\.writing)?|checkpoints|model|tensorboard|wandb|wandb_run_id\.txt|replaced_\d+|logs|"
-    r"\.rl-lock"
+    r"\.rl-lock|\.rl-run"
 )
 """Names of the files that a run, its trackers and its engines write into its directory."""
+MARK = ".rl-run"
+"""The first file of every run directory, and the last one to be moved: others use the remaining names too."""
+_MARK_TEXT = "A run of rl writes this directory. Files of a run's names in it may be moved, see config.yaml.\n"
+_COMPLETE = ("trainer", "generator", "data", "environment")
+"""Sections of every configuration that a run wrote."""
 
 
 @attrs.frozen(kw_only=True)
@@ -93,6 +99,8 @@ def open_run_directory(config: Config) -> RunStart:
         if not is_continued:
             checkpoint = _move_aside(config, checkpoint)
         make_directory(run_dir)
+        if not (run_dir / MARK).exists():
+            write_whole(run_dir / MARK, _MARK_TEXT)
         _write_config(config, is_continued=is_continued)
     except OSError as error:
         raise ConfigError(
@@ -205,7 +213,9 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """Requires that files in the run's directory that have the names of a run's files were written by a run.
+    """Requires that files in the run's directory that have the names of a run's files were written by a run: the
+    directory has a run's mark or, from a version without marks, a complete checkpoint, or configuration, metrics and
+    samples together.
 
     Raises ConfigError if not, because the run would otherwise append to, or move, foreign files.
     """
@@ -219,11 +229,46 @@ def require_own_files(config: Config) -> None:
                 f"trainer.run_dir: {run_dir} is not a run directory: {error}. Choose another directory, or move that "
                 "file"
             ) from error
+    if found := _foreign_entries(config):
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(
+            f"trainer.run_dir: {run_dir} is not a run directory: it holds {names}, and a run would write there or move "
+            f"that, but nothing shows that a run wrote it. Choose another directory, or move {names} elsewhere; if a "
+            f"run did write it: touch {run_dir / MARK}"
+        )
     if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
             f"trainer.export_path: {config.export_dir} is the model that the run starts from, which it would write "
             "over; choose another directory"
         )
+
+
+def _foreign_entries(config: Config) -> list[Path]:
+    """What has the name of a run's file in a directory that is no run; without what this run is going to read."""
+    run_dir = config.run_dir.absolute()
+    ckpt_dir = config.ckpt_dir.absolute()
+    has_checkpoint = run_dir in ckpt_dir.parents and bool(complete_checkpoints(ckpt_dir))
+    if not run_dir.is_dir() or has_checkpoint or _is_run(run_dir):
+        return []
+    return [path for path in _own_entries(config) if path.name != ".rl-lock" and not _is_unfinished(path)]
+
+
+def _is_run(run_dir: Path) -> bool:
+    if (run_dir / MARK).exists() or complete_checkpoints(run_dir / "checkpoints"):
+        return True
+    # Of a version that made no mark. It opened both files at once, after it had written its configuration.
+    if not all((run_dir / name).exists() for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)):
+        return False
+    try:
+        fields = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(fields, dict) and all(isinstance(fields.get(name), dict) for name in _COMPLETE)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """An empty directory, or one where a checkpoint was being fetched, or its first one saved."""
+    return path.is_dir() and set(path.iterdir()) <= set(list_unfinished(path))
 
 
 def _rows_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -260,7 +305,7 @@ def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
 
 
 def _own_entries(config: Config) -> list[Path]:
-    """The entries of the run directory that a run wrote, rows last, without those that this run will read."""
+    """The entries of the run directory that a run wrote, rows and mark last, without those that this run will read."""
     run_dir = config.run_dir.absolute()
     models = (config.trainer.policy.model.path, config.trainer.ref.model.path, config.trainer.critic.model.path)
     reads = [Path(os.path.realpath(path)) for path in (*models, *config.data.train_data, *config.data.val_data) if path]
@@ -269,7 +314,7 @@ def _own_entries(config: Config) -> list[Path]:
         for path in sorted(run_dir.iterdir())
         if _OWN_ENTRIES.fullmatch(path.name) and not any(read.is_relative_to(path.resolve()) for read in reads)
     ]
-    return sorted(found, key=lambda path: path.name == METRICS_FILE_NAME)
+    return sorted(found, key=lambda path: (path.name == MARK, path.name == METRICS_FILE_NAME))
 
 
 def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:

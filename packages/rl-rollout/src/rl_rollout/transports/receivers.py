@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set as AbstractSet
+from importlib.metadata import entry_points
+from pathlib import Path
 
 from rl_core import plugins
 from rl_core.errors import PluginError, WeightSyncError
@@ -32,11 +34,18 @@ def receiver_of(transport: WeightTransport) -> str:
 
 
 def installed_receivers() -> frozenset[str]:
-    """Receivers of all entry-point transports that declare one; a transport that cannot be imported is skipped."""
-    found = set()
-    for plugin in plugins.installed(_GROUP):
+    """Receivers of all entry-point transports that declare one; a transport that cannot be imported is skipped.
+
+    The working directory does not count as installed, although Python finds entry points there if it is on `sys.path`,
+    as with `python -m`.
+    """
+    found, here = set(), Path.cwd().resolve()
+    for entry in entry_points(group=_GROUP):
+        if entry.dist is None or Path(str(entry.dist.locate_file(""))).resolve() == here:
+            logger.warning("the weight transport %s is not installed: it lies in the working directory", entry.value)
+            continue
         try:
-            receiver = getattr(plugins.load(_GROUP, plugin.name), "receiver", None)
+            receiver = getattr(plugins.load(_GROUP, entry.value), "receiver", None)
         except PluginError as error:
             logger.warning("no server can receive weights by this transport: %s", error)
         else:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl_core.config import engine_spec, load
 from rl_core.errors import RLError
@@ -83,5 +84,13 @@ async def _serve(settings: ServerSettings) -> None:
         await server.stop()
 
 
+def _leave_working_directory_out() -> None:
+    """`python -m` looks for modules in the working directory first; what a server loads is installed."""
+    here = next((path for path in sys.path if path in ("", str(Path.cwd()))), None)
+    if here is not None and not sys.flags.safe_path:
+        sys.path.remove(here)  # the first: Ray has put folders of its own before it, and PYTHONPATH may name it again
+
+
 if __name__ == "__main__":
+    _leave_working_directory_out()
     sys.exit(main(sys.argv[1:]))
