@@ -33,12 +33,12 @@ def context_of(config: Config) -> tuple[int, str] | None:
 
 
 def require_room_for_responses(config: Config, sampling: str) -> None:
-    """A response of full length, after a prompt of one token, is within what the model, or the engine, takes.
+    """Requires that a response of full length fits into the context after a prompt of one token.
 
     Args:
         sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.
 
-    Raises ConfigError: it is not.
+    Raises ConfigError if it does not fit.
     """
     context, key = context_of(config), f"{sampling}.max_generate_length"
     response = value_at(config, key)
