@@ -19,7 +19,7 @@ from rl_core.config import Config, dump_yaml, from_mapping, load
 from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError, WorkerError
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.checkpoint import RunState, begin_checkpoint, complete_checkpoint
-from rl_core.trainer.run_directory import RunSummary
+from rl_core.trainer.run_directory import MARK, RunSummary
 from rl_core.trainer.run_lock import held_directories
 from tests.core.fake_plugins import install, install_backend
 
@@ -437,6 +437,7 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
 
     assert "nothing was written; to start again, run the same command" in interrupted()
     Path("my run").mkdir()
+    Path("my run", MARK).touch()
     Path("my run/config.yaml").touch()
     assert "no checkpoint yet; to start again:\n  rl train 'my run/config.yaml'\n" in interrupted()
     state = RunState(step=7, next_group=1, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
