@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,7 @@ from rl_core.stored_files import is_disk_full
 from rl_core.trainer import run as trainer_run
 from rl_core.trainer.callbacks import Callback
 from rl_core.trainer.checkpoint import list_checkpoints
+from rl_core.trainer.interrupts import Interrupts
 from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_rollout.transports.files import FilesTransport
@@ -183,6 +185,18 @@ def test_a_limit_that_leaves_other_prompts_is_refused(stopped: Path, small_run: 
         run_training(
             small_run(tmp_path / "new", **{**limits, "trainer__max_training_steps": 4}, trainer__max_prompt_length=30)
         )
+
+
+def test_the_start_of_any_run_removes_what_a_killed_one_left(
+    small_run: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    left = tmp_path / "temporary" / "rl-weights-x-1-old"
+    left.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    monkeypatch.setattr(tempfile, "tempdir", str(left.parent))
+    monkeypatch.setattr(Interrupts, "run", lambda self, train: None)  # an engine and its transport may do it too
+    run_training(small_run(tmp_path / "run"))
+    assert not left.exists()
 
 
 # --- full disks -----------------------------------------------------------------------------------------------------

@@ -152,7 +152,14 @@ class Model:
             for of_engine, tokens in zip(found, SEQUENCES, strict=True):
                 assert list(of_engine) == pytest.approx(self.logprobs(tokens), abs=LIMIT)
         asked = [request(f"{split}-{version}-{i}", (1, 2, 3 + i), seed=i, max_tokens=12) for i in range(8)]
-        for of, (completion,) in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
+        again = [attrs.evolve(one, sample_id=f"{one.sample_id}-again") for one in asked]
+        answers = [
+            *await asyncio.gather(*map(client.generate, asked)),
+            *await asyncio.gather(*map(client.generate, again)),
+        ]
+        for (first,), (second,) in zip(answers[: len(asked)], answers[len(asked) :], strict=True):
+            assert first.tokens == second.tokens, "a seed determines the tokens, whichever engine answers"
+        for of, (completion,) in zip([*asked, *again], answers, strict=True):
             tokens = [*of.prompt_tokens, *completion.tokens]
             assert list(completion.logprobs) == pytest.approx(self.logprobs(tokens)[len(of.prompt_tokens) :], abs=LIMIT)
             assert set(completion.policy_versions) == {version}

@@ -44,8 +44,7 @@ def make_folder(parent: str | Path | None, run: str, kind: Literal["weights", "p
         kind: purpose, part of the folder's name.
     """
     place = Path(parent or tempfile.gettempdir())
-    for other in {place, Path(tempfile.gettempdir()), _MEMORY}:
-        reclaim_folders(other)
+    reclaim_folders(place)
     name = re.sub(r"[^\w.]+", "_", run)[:40] or "run"
     with _locked(place, fcntl.LOCK_SH, timeout_s=_LOCK_S):
         folder = tempfile.mkdtemp(prefix=f"rl-{kind}-{name}-{os.getpid()}-", dir=place)
@@ -75,13 +74,14 @@ def held_folder(run: str, kind: Literal["weights", "proof"]) -> Iterator[Path]:
         remove_folder(folder)
 
 
-def reclaim_folders(place: Path) -> None:
-    """Removes this user's folders in `place` that no process holds."""
-    for folder in (found for kind in _KINDS for found in place.glob(f"rl-{kind}-*")):
-        with contextlib.suppress(OSError):  # another process is just removing it, or it belongs to another user
-            if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
-                shutil.rmtree(folder)
-                logger.warning("%s was left by a run that was killed; it is removed", folder)
+def reclaim_folders(*places: Path) -> None:
+    """Removes this user's folders that no process holds: in the temporary directory, in memory, and in `places`."""
+    for place in {Path(tempfile.gettempdir()), _MEMORY, *places}:
+        for folder in (found for kind in _KINDS for found in place.glob(f"rl-{kind}-*")):
+            with contextlib.suppress(OSError):  # another process is just removing it, or it belongs to another user
+                if str(folder) not in _held and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
+                    shutil.rmtree(folder)
+                    logger.warning("%s was left by a run that was killed; it is removed", folder)
 
 
 def _is_abandoned(folder: Path) -> bool:

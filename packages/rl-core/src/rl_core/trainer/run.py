@@ -27,6 +27,7 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.resolving import value_at
 from rl_core.config.specs import reference_engine_spec
 from rl_core.errors import ConfigError, DataError, DiskFullError, RLError, WorkerError
+from rl_core.held_folders import reclaim_folders
 from rl_core.interfaces import (
     AdapterServing,
     Callback,
@@ -110,6 +111,7 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     begun = time.perf_counter() if started is None else started
     preflight(config, says_changes=False)
     resolved = config_of(config)
+    reclaim_folders()
     with held_directories(resolved):
         prepare(config)
         interrupts = Interrupts()
