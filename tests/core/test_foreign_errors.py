@@ -152,3 +152,21 @@ def test_an_exit_in_a_task_of_its_own_reaches_who_waits_for_it_and_nobody_else()
         return await other
 
     assert Interrupts().run(work) == "done"
+
+
+def test_code_that_leaves_is_named_although_a_tracker_wraps_the_way_out(monkeypatch: pytest.MonkeyPatch):
+    leave = sys.exit
+
+    class Hooks:
+        def exit(self, code: int) -> None:
+            leave(code)
+
+    monkeypatch.setattr(sys, "exit", Hooks().exit)
+
+    def plug_in() -> None:
+        sys.exit(0)
+
+    line = plug_in.__code__.co_firstlineno + 1
+    told = rf"raised SystemExit\(0\) \(test_foreign_errors\.py:{line}\)"
+    with pytest.raises(ForeignCodeError, match=told), code_of("a plug-in"):
+        plug_in()

@@ -77,7 +77,9 @@ def code_of(whose: str) -> Iterator[None]:
     except BaseException as error:
         if not is_foreign(error, task):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        # Trackers may wrap `sys.exit` (wandb's ExitHooks); the frame to name is the one that called it.
+        frame = next((frame for frame in reversed(frames) if frame.name != "exit"), frames[-1])
         raise ForeignCodeError(
             f"{whose} raised {error!r} ({Path(frame.filename).name}:{frame.lineno}); code that fails must raise an "
             "Exception instead"
