@@ -322,9 +322,13 @@ class Left:
         every, files = frozenset(processes), set[Path]()
         for process in every:
             sockets = [Path(str(one.laddr)) for one in process.net_connections("unix")]
-            mapped = [Path(line.split()[-1]) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            maps = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            mapped = [Path(fields[-1]) for fields in maps]
+            inodes = {int(fields[4]) for fields in maps}
             files |= {path for path in sockets if path.is_absolute()}
             files |= {path for path in mapped if path.parent == Path("/dev/shm")}
+            # A semaphore gets its name after it was mapped.
+            files |= {path for path in Path("/dev/shm").glob("sem.*") if _inode(path) in inodes}
         return cls(every, frozenset(files))
 
     async def require_nothing(self, *, but: Left | None = None) -> None:
@@ -334,6 +338,14 @@ class Left:
         _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
         assert not alive, f"processes are left: {[process.cmdline() for process in alive]}"
         assert not (left := [path for path in files if path.exists()]), f"files are left: {left}"
+
+
+def _inode(path: Path) -> int | None:
+    """None: it is gone."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 class Hit:

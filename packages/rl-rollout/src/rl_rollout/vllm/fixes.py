@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,18 @@ def unlink_message_queues() -> None:
 
     setattr(wait_and_unlink, _MARK, True)
     MessageQueue.wait_until_ready = wait_and_unlink
+
+
+def lock_progress_bars_by_threads() -> None:
+    """tqdm 4: an engine that dies leaves a semaphore of 32 bytes in /dev/shm for each process that showed a bar.
+
+    The first bar creates a lock for several processes, whose name in a spawned process only exit handlers remove. No
+    other process writes to an engine process's bars, so a lock for threads is enough. Shown by
+    tests/rollout/vllm/test_faults.py. Can go when that passes without.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def unlink_shared_memory_on_cpu() -> None:

@@ -31,6 +31,7 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and _MARK in os.environ:
         fixes.unlink_message_queues()
+        fixes.lock_progress_bars_by_threads()
         fixes.unlink_shared_memory_on_cpu()
         threading.Thread(target=_follow, args=(parent,), name="rl-rollout-parent", daemon=True).start()
 
