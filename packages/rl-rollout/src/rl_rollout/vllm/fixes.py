@@ -202,9 +202,7 @@ def lock_progress_bars_by_threads() -> None:
     other process writes to an engine process's bars, so a lock for threads is enough. Shown by
     tests/rollout/vllm/test_faults.py. Can go when that passes without.
     """
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())
+    import_module("tqdm").tqdm.set_lock(threading.RLock())  # vllm depends on it
 
 
 def unlink_shared_memory_on_cpu() -> None:
