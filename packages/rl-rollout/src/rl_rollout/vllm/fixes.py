@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
