@@ -129,7 +129,7 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
             raise ConfigError(f"{_SECTION}.{name}: {value}, but on CPUs vLLM 0.30 {reason}; set it to 1")
     size, path = spec.options.data_parallel_size, spec.model_path
     if size > 1 and _has_experts(path):
-        # Observed when starting one: NotImplementedError in all_gatherv of naive_dp_ep.py.
+        # vLLM 0.30's communicator for CPUs lacks `all_gatherv`, which experts of several data-parallel engines need.
         raise ConfigError(
             f"{_SECTION}.data_parallel_size: {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data "
             f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and num_engines to "
