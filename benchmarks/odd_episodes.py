@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.interfaces import Completion, GenerateRequest, GroupRequest, SamplingParams, StepResult
@@ -74,7 +74,12 @@ class Answers:
 
 
 async def play(
-    num_episodes: int, at_once: int, *, has_trouble: bool, timeout_s: float
+    num_episodes: int,
+    at_once: int,
+    *,
+    has_trouble: bool,
+    timeout_s: float,
+    on_end: Callable[[int], None] = lambda num_ended: None,
 ) -> tuple[list[float], Counter[str]]:
     """When each episode ended, in seconds; and how many did without a failure (`""`), and with each kind of it."""
     tokenizer = character_tokenizer()
@@ -105,6 +110,7 @@ async def play(
     async def ended(request: GroupRequest) -> str:
         (trajectory,) = await generator.generate(request)
         ended_s.append(time.monotonic() - started)
+        on_end(len(ended_s))
         return "" if trajectory.failure is None else trajectory.failure_kind
 
     kinds = Counter(await asyncio.gather(*map(ended, requests)))

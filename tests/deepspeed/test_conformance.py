@@ -71,4 +71,3 @@ class TestDeepSpeed(BackendConformance):
         for a, b in ((TWO[3], ONE), (ONE, TWO[1]), (TWO[2], FOUR), (FOUR, TWO[3]))
     )
     preload = ("rl_deepspeed.worker",)
-    timeout_s = 120.0

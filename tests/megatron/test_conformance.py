@@ -97,4 +97,3 @@ class TestMegatron(BackendConformance):
     )
     tolerances = Tolerances(gradient=1e-5, weight=2e-5)
     preload = ("rl_megatron.rank.worker",)
-    timeout_s = 120.0

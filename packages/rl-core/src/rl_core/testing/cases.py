@@ -133,7 +133,7 @@ class Case:
     directory: Path
     """An empty directory for the test's files."""
     variant: Variant
-    timeout_s: float = 60.0
+    timeout_s: float = 240.0
     """Longest wait for the ranks."""
     kept: KeptRanks = attrs.field(factory=KeptRanks)
     """Ranks that an earlier check left unchanged."""
@@ -167,7 +167,7 @@ def open_case(
     directory: Path,
     *,
     checkpoint: Path | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     kept: KeptRanks | None = None,
 ) -> Iterator[Case]:
     """Batch and reference of a variant; its ranks end with the block.
