@@ -73,18 +73,19 @@ def _require_whole(trajectory: Trajectory) -> None:
             f"{where}: a trajectory without steps cannot be trained on ({trajectory.failure or 'no failure recorded'})"
         )
     for index, step in enumerate(trajectory.steps):
-        lengths = {
-            name: len(getattr(step, name)) for name in ("tokens", "sampled", "rollout_logprobs", "policy_version")
-        }
-        if step.token_rewards is not None:
-            lengths["token_rewards"] = len(step.token_rewards)
-        if len(set(lengths.values())) != 1:
+        num_tokens = len(step.tokens)
+        if not (
+            len(step.sampled) == len(step.rollout_logprobs) == len(step.policy_version) == num_tokens
+            and (step.token_rewards is None or len(step.token_rewards) == num_tokens)
+        ):
+            names = ("tokens", "sampled", "rollout_logprobs", "policy_version", "token_rewards")
+            lengths = {name: len(values) for name in names if (values := getattr(step, name)) is not None}
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
         if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):
             raise GenerationError(
                 f"{where}, step {index}: routed_experts of {len(step.routed_experts)} tokens for {len(step.tokens)}"
             )
-        if not any(step.sampled):
+        if True not in step.sampled:
             raise GenerationError(f"{where}, step {index}: no token was sampled")
 
 
