@@ -18,8 +18,8 @@ from rl_core.trainer.buffer import FinishedGroup, GroupBuffer
 from rl_core.trainer.checkpoint import list_checkpoints, load_state
 from rl_core.trainer.collate import collate
 from rl_core.trainer.step_training import whole_step
+from tests.core.loop_checks import random_script, require_nothing_is_lost
 from tests.core.scripted_run import Play, RestartedEngine, Script, ScriptedRun
-from tests.core.test_training_loop import random_script, require_nothing_is_lost
 from tests.core.virtual_time import virtual_now
 
 STREAMED = Script(
