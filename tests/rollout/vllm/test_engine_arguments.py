@@ -1,0 +1,187 @@
+"""The engine's arguments and devices from the configuration, and what is refused before a server starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_rollout.local.plugin import local
+from rl_rollout.vllm.engine_arguments import MAX_LORA_RANKS, engine_arguments, known_arguments
+from rl_rollout.vllm.launch import cpu_environment
+from rl_rollout.vllm.placement import shared_gpus
+from rl_rollout.vllm.plugin import vllm
+from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix
+from tests.rollout.vllm.servers import make_spec
+
+
+def test_a_matrix_of_an_adapter_has_its_layers_size_where_that_is_known():
+    """A layer of 6 outputs and 4 inputs, and rank 2."""
+    float32 = "float32"
+    stored = {
+        "model.q.weight": StoredTensor((6, 4), float32),
+        "model.packed.weight": StoredTensor((6, 1), "U8"),
+    }
+
+    def require(name: str, *shape: int, dtype: str = "bfloat16") -> None:
+        require_matrix(f"base_model.model.{name}.weight", StoredTensor(shape, dtype), stored, 2)
+
+    require("model.q.lora_A", 2, 4)
+    require("model.q.lora_B", 6, 2)
+    require("model.packed.lora_B", 5, 2)
+    require("model.unknown.lora_A", 2, 5)
+    for name, shape in (("A", (1, 4)), ("A", (2, 3)), ("A", (4, 2)), ("B", (3, 2)), ("B", (12, 2)), ("B", (6, 1))):
+        with pytest.raises(WeightSyncError, match=rf"lora_{name}\.weight has the shape \[\d+, \d\]; with rank 2 the"):
+            require(f"model.q.lora_{name}", *shape)
+    with pytest.raises(WeightSyncError, match="has the dtype int8"):
+        require("model.unknown.lora_A", 2, 5, dtype="int8")
+
+
+def test_engine_arguments_come_from_the_configuration(tmp_path: Path):
+    spec = make_spec(tmp_path, tmp_path, tensor_parallel_size=2, max_num_seqs=7)
+    experts = make_spec(tmp_path, tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
+    on_gpus, on_cpus = (engine_arguments(spec, has_gpus=gpus) for gpus in (True, False))
+    assert on_gpus["tensor_parallel_size"] == 2
+    assert not on_gpus["enable_expert_parallel"]
+    assert engine_arguments(experts, has_gpus=True)["enable_expert_parallel"]
+    assert on_gpus["max_num_seqs"] == 7
+    assert on_gpus["logprobs_mode"] == "processed_logprobs"
+    assert on_gpus["enable_sleep_mode"]
+    assert (on_gpus["enforce_eager"], on_cpus["enforce_eager"]) == (False, True)
+    assert on_gpus.keys() <= known_arguments()
+    assert on_cpus.keys() <= known_arguments()
+
+
+def test_an_engine_has_places_for_adapters_that_are_sent_alone_and_for_them_only(tmp_path: Path):
+    def arguments(**lora: object) -> dict[str, object]:
+        chosen = engine_arguments(make_spec(tmp_path, tmp_path, lora=lora), has_gpus=False)
+        names = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras")
+        return {name: chosen[name] for name in names if name in chosen}
+
+    alone = arguments(rank=9, merge_lora=False)
+    assert alone.keys() <= known_arguments()
+    assert list(alone.values()) == [True, 16, 1, 2, False]
+    assert list(arguments(rank=1, merge_lora=False, max_loras=3, max_cpu_loras=5).values()) == [True, 1, 3, 6, False]
+    assert arguments(rank=9) == {}
+
+
+def test_the_ranks_of_adapters_are_vllms():
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == MAX_LORA_RANKS
+
+
+def test_experts_with_adapters_are_left_to_gpus(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    with pytest.raises(ConfigError, match=r"merge_lora: got false, and vLLM computes a Mixture of Experts"):
+        engine_arguments(spec, has_gpus=False)
+    assert engine_arguments(spec, has_gpus=True)["enable_lora"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "engine", "message"),
+    [
+        ({"rank": 513}, {}, "rank: got 513, and vLLM serves adapters up to rank 512"),
+        ({"rank": 4}, {"engine_init_kwargs": {"max_lora_rank": 8}}, r"set it with trainer\.policy\.model\.lora\.rank"),
+    ],
+)
+def test_adapters_that_cannot_be_served_alone_are_refused_before_anything_starts(
+    lora: dict[str, object], engine: dict[str, object], message: str, tmp_path: Path
+):
+    with pytest.raises(ConfigError, match=message):
+        vllm.validate(make_spec(tmp_path, tmp_path, lora={**lora, "merge_lora": False}, **engine))
+
+
+def test_the_local_engine_refuses_adapters_alone(tmp_path: Path):
+    spec = make_spec(tmp_path, tmp_path, lora={"rank": 4, "merge_lora": False})
+    with pytest.raises(ConfigError, match="merge_lora: got false, but the local engine accepts only whole weights"):
+        local.validate(spec)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"tensor_parallel_size": 2, "expert_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+)
+def test_what_vllms_cpu_build_cannot_do_is_refused_there(engine: dict[str, object], tmp_path: Path):
+    spec = make_spec(tmp_path, tmp_path, **engine)
+    engine_arguments(spec, has_gpus=True)
+    with pytest.raises(ConfigError, match="but on CPUs vLLM"):
+        engine_arguments(spec, has_gpus=False)
+
+
+def test_experts_are_not_split_over_data_parallel_engines_on_cpus(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    spec = make_spec(tmp_path, tmp_path, data_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, but on CPUs .* has experts: set it to 1"):
+        engine_arguments(spec, has_gpus=False)
+    assert engine_arguments(spec, has_gpus=True)["data_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "spans_nodes", "backend"),
+    [
+        ({}, False, None),
+        ({"tensor_parallel_size": 2}, False, "mp"),
+        ({"data_parallel_size": 2}, False, "mp"),
+        ({"tensor_parallel_size": 2}, True, "ray"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, False, "ray"),
+    ],
+)
+def test_the_ranks_of_an_engine_are_processes_of_its_machine_where_they_fit(
+    engine: dict[str, object], spans_nodes: bool, backend: str | None, tmp_path: Path
+):
+    arguments = engine_arguments(make_spec(tmp_path, tmp_path, **engine), has_gpus=True, spans_nodes=spans_nodes)
+    assert arguments.get("distributed_executor_backend") == backend
+
+
+def test_engines_fill_the_gpus_that_they_share_node_by_node():
+    """Of a node with 8 and one with 4, in engines of 2: each GPU has one engine."""
+    nodes = {"node:a": 8, "node:b": 4}
+    places = [shared_gpus(nodes, index, 2) for index in range(6)]
+    assert [(place.node, place.first) for place in places] == [
+        ("node:a", 0),
+        ("node:a", 2),
+        ("node:a", 4),
+        ("node:a", 6),
+        ("node:b", 0),
+        ("node:b", 2),
+    ]
+    with pytest.raises(ConfigError, match=r"engine 6 of 2 ranks has no GPUs left to share: nodes have \[8, 4\]"):
+        shared_gpus(nodes, 6, 2)
+    with pytest.raises(ConfigError, match="such an engine stands on one node"):
+        shared_gpus(nodes, 0, 12)
+
+
+def test_an_engine_computes_on_its_own_gpus_and_sees_those_where_weights_may_lie():
+    place = shared_gpus({"node:a": 4}, 1, 2)
+    assert place.visible(None) == "2,3,0,1"
+    assert place.visible("4,5,6,7") == "6,7,4,5"
+    assert place.visible("GPU-a,GPU-b,GPU-c,GPU-d") == "GPU-c,GPU-d,GPU-a,GPU-b"
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        place.visible("4,5")
+
+
+def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    assert cpu_environment(1)["OMP_NUM_THREADS"] == "8"
+    assert cpu_environment(4)["OMP_NUM_THREADS"] == "2"
+    assert cpu_environment(16)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"engine_init_kwargs": {"max_model_length": 3}}, "no such engine argument. Did you mean 'max_model_len'"),
+        ({"engine_init_kwargs": {"dtype": "float32"}}, "set it with generator.inference_engine.model_dtype"),
+        ({"expert_parallel_size": 3}, "expert_parallel_size: got 3.*set it to 1$"),
+        ({"external_server_urls": ["10.0.0.7:8000"]}, "is no URL"),
+        ({"external_server_urls": ["http://a:1", "http://b:1"]}, "num_engines: 1.*set it to 2"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_anything_starts(engine: dict[str, object], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        vllm.validate(make_spec(tmp_path, tmp_path, **engine))

@@ -1,0 +1,147 @@
+"""The pool of servers: which one gets a request, and which wait, sleep or are started again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rl_core.errors import DeadlineError
+from rl_core.tasks import IdleTime
+from rl_rollout.vllm import wire
+from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.pool import Member, Pool, Wanted
+from rl_rollout.vllm.server import ServerAddress
+from rl_rollout.vllm.supervisor import Heartbeat, Supervisor
+
+
+async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
+    pool = Pool(len(versions))
+    for member, version in zip(pool.members, versions, strict=True):
+        await pool.joined(member, object(), version, is_quarantined=False)  # pyright: ignore
+    pool.version = 0
+    return pool, pool.members
+
+
+async def test_a_session_stays_on_its_server_and_others_go_where_there_is_least_to_do():
+    pool, (first, second) = await _pool(0, 0)
+    with pool.carries(first, 3):
+        assert await pool.choose("episode", timeout_s=1) is second
+    with pool.carries(second, 3):
+        assert await pool.choose("episode", timeout_s=1) is second
+        assert await pool.choose("other", timeout_s=1) is first
+        assert await pool.choose(None, timeout_s=1) is first
+    await pool.left(second, "killed")
+    assert await pool.choose("episode", timeout_s=1) is first
+
+
+async def test_the_idle_time_of_each_server_is_the_time_without_samples():
+    """Worked by hand: the first has samples from 2 to 7, twice at a time, the second none; it is asked for tokens."""
+    now, pool = 0.0, Pool(2)
+    for member in pool.members:
+        member.idle = IdleTime(lambda: now)
+    client = RemoteInferenceClient(pool, timeout_s=1)
+    first, second = pool.members
+    now = 2.0
+    with pool.carries(first, 4), pool.carries(second, 0):
+        now = 3.0
+        assert client.idle_lap() == {"0": 2.0, "1": 3.0}
+        with pool.carries(first, 1):
+            now = 5.0
+        now = 7.0
+    now = 11.0
+    assert client.idle_lap() == {"0": 4.0, "1": 8.0}
+    assert client.idle_lap() == {"0": 0.0, "1": 0.0}
+
+
+async def test_a_server_with_other_weights_serves_nothing_until_it_has_the_current_ones():
+    pool, (old, _) = await _pool(-1, 0)
+    assert [member.index for member in pool.serving] == [1]
+    assert pool.lacks_weights
+    async with pool.updating():
+        assert not pool.lacks_weights
+        await pool.changed_version(1, [old])
+    assert pool.serving == [old]
+    assert pool.lacks_weights
+
+
+async def test_waiting_for_a_server_names_the_state_of_each():
+    pool, (first, second) = await _pool(0, -1)
+    await pool.left(first, "killed by a test")
+    second.is_quarantined = True
+    with pytest.raises(DeadlineError, match=r"server 0 is down \(killed by a test\); vLLM server 1 is quarantined"):
+        await pool.choose(None, timeout_s=0.01)
+    waiting = asyncio.ensure_future(pool.choose(None, timeout_s=5))
+    await asyncio.sleep(0)
+    await pool.changed_version(4, [second])
+    assert await waiting is second
+
+
+async def test_a_server_that_is_known_to_be_hung_is_started_again_though_it_answers():
+    pool, server = Pool(1), StartedAgain()
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    (member,) = pool.members
+    first, member.hung = member.connection, "it is hung, says a test"
+    supervisor.suspect(member)
+    async with asyncio.timeout(20):
+        await member.lost.wait()
+        assert member.why_down == "it is hung, says a test"
+    await pool.wait_for(lambda: bool(pool.up), "the server", timeout_s=20)
+    assert member.connection is not first
+    assert member.hung is None
+    await supervisor.close()
+
+
+class StartedAgain:
+    """A server that answers every route, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self._runners: list[web.AppRunner] = []
+
+    async def start(self) -> ServerAddress:
+        self.told.clear()
+        app = web.Application()
+        app.router.add_post("/rl/{name}", self._answer)
+        runner = web.AppRunner(app)
+        self._runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return ServerAddress(url=f"http://127.0.0.1:{runner.addresses[0][1]}", pid=0)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        name, arguments = request.match_info["name"], wire.decode(await request.read())
+        if name != "health":
+            self.told.append((name, arguments))
+        health = {"quarantine": None, "version": -1, "vocab_size": 8, "num_workers": 1}
+        return web.Response(body=wire.encode(health if name == "health" else {}))
+
+    def kill(self) -> None: ...
+
+    async def stop(self) -> None:
+        while self._runners:
+            await self._runners.pop().cleanup()
+
+
+async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
+    """It took its memory when it started, and training has that by then."""
+    pool, server = Pool(1), StartedAgain()
+    pool.wanted = Wanted(adapters={"judge": "/at"}, sleep_level=2)
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=100.0, hung_after_s=10.0), control_token="token")
+    await supervisor.start()
+    adapter = ("load_adapter", {"name": "judge", "path": "/at"})
+    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": []})]
+    await supervisor.close()
+
+    pool.wanted = pool.wanted.awake(["weights"])
+    await supervisor.start()
+    assert server.told == [adapter, ("sleep", {"level": 2}), ("wake", {"tags": ["weights"]})]
+    await supervisor.close()
+
+    pool.wanted = pool.wanted.awake(["kv_cache"])
+    await supervisor.start()
+    assert server.told == [adapter]
+    await supervisor.close()
