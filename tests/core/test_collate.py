@@ -58,7 +58,14 @@ def test_expert_numbers_above_255_survive_beside_routes_of_bytes():
     ("broken", "message"),
     [
         (trajectory(5), "group 5, sample 0: a trajectory without steps"),
-        (trajectory(5, attrs.evolve(step([1, 2], 1), rollout_logprobs=[0.0])), "fields differ in length"),
+        (
+            trajectory(5, attrs.evolve(step([1, 2], 1), sampled=[True])),
+            "group 5, sample 0, step 0: fields differ in length: "
+            "{'tokens': 2, 'sampled': 1, 'rollout_logprobs': 2, 'policy_version': 2}",
+        ),
+        (trajectory(5, attrs.evolve(step([1, 2], 1), rollout_logprobs=[0.0])), "'rollout_logprobs': 1"),
+        (trajectory(5, attrs.evolve(step([1, 2], 1), policy_version=[-1, 3, 3])), "'policy_version': 3"),
+        (trajectory(5, attrs.evolve(step([1, 2], 1), token_rewards=[1.0])), "'token_rewards': 1"),
         (trajectory(5, step([1, 2], 2)), "no token was sampled"),
     ],
 )
