@@ -142,8 +142,9 @@ def test_a_model_in_the_cache_of_the_hub_is_checked_too(tmp_path):
         ("critic", ["trainer.algorithm.advantage_estimator=gae", "trainer.critic_mini_batch_size=64"]),
     ],
 )
-def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path):
-    """The policy's is not made yet."""
+def test_the_other_models_of_a_run_are_checked_too(section, changes, tmp_path, monkeypatch):
+    """The policy's is not made yet in an empty folder; a quick start may have made it in this one."""
+    monkeypatch.chdir(tmp_path)
     path = make_checkpoint(tmp_path / "model", **LATENT, rope_interleave=False)
     overrides = ["trainer.strategy=megatron", *changes, f"trainer.{section}.model.path={path}"]
     result = CliRunner().invoke(rl, ["train", "quickstart", *overrides, "--dry-run"], obj={"traceback": False})
