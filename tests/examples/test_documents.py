@@ -17,6 +17,7 @@ from rl_core.config import load
 from rl_core.config.loading import hints, own_keys
 from rl_core.config.tree import AlgorithmConfig, OffPolicyCorrectionConfig, Reduction
 from rl_core.errors import ConfigError
+from tests.learn.test_learning import CASES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -65,6 +66,19 @@ def test_a_wrong_command_would_be_found():
 def test_every_page_is_in_the_index():
     index = (DOCS / "README.md").read_text()
     assert [page.name for page in DOCS.glob("*.md") if f"({page.name}" not in index and page.name != "README.md"] == []
+
+
+def test_every_test_benchmark_and_case_of_the_bounds_exists():
+    page = (DOCS / "bounds.md").read_text()
+    paths = set(re.findall(r"(?:tests|benchmarks)/[a-z_0-9/]+(?:\.py)?", page))
+    assert len(paths) > 40
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    cases = {case.name for case in CASES} | {"distill"}  # has a test of its own
+    named = [
+        case for cell in re.findall(r"\| (`make learn [^|]*)\|", page) for case in re.findall(r"[a-z]+_?\w*(?=`)", cell)
+    ]
+    assert len(named) > 10
+    assert [case for case in named if case not in cases] == []
 
 
 def test_every_algorithm_is_listed_under_the_name_that_its_key_takes():
