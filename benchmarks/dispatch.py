@@ -103,7 +103,8 @@ async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None
         parts = group._parts(batch, MicroBatchLimits(max_sequences=8))
         from ray.experimental import get_local_object_locations
 
-        refs = _put(batch, parts)
+        readers = [(number, None) for number in range(len(parts))]
+        refs = [ref for refs in _put(batch, parts, readers) for ref in refs]
         sent = sum(location["object_size"] for location in get_local_object_locations(refs).values())
         del refs
         ratio = sent / num_bytes(batch)
@@ -115,7 +116,7 @@ async def measure(batch: Batch, tensor: int, *, ranks: int, rounds: int) -> None
                 "memcpy": timed(memcpy),
                 "copy": timed(lambda: [values.clone() for values in batch.columns.values()]),
                 "gather": timed(lambda: [len(batch.to_arrays(part.sent)) for part in parts]),
-                "put": timed(lambda: _put(batch, parts)),
+                "put": timed(lambda: _put(batch, parts, readers)),
             }
             start = time.perf_counter()
             received = await group._ranks.call_on_parts(NothingWorker.receive, batch, parts)

@@ -124,7 +124,7 @@ def show_bytes(batch: Batch) -> None:
         at = MESH.coordinates(rank)
         num_layers = len(layers_in(chunks[at.pipeline], np.arange(NUM_LAYERS)))
         seen = [rows_seen(offsets, sequences, rank) for sequences in plan[at.data]]
-        arrives.append(sum(int(lengths[s].sum()) for s in plan[at.data]) * NUM_LAYERS * row_bytes)
+        arrives.append(sum(int(lengths[s].sum()) for s in plan[at.data]) * num_layers * row_bytes)
         moves.append(sum(len(index) for index in seen) * num_layers * row_bytes)
         least.append(sum(int((index >= 0).sum()) for index in seen) * num_layers * row_bytes)
     names = {"arrives with the batch": arrives, "moves to the device": moves, "the least": least}

@@ -201,8 +201,8 @@ def _layers() -> str:
     return _section(
         "Layers",
         f"{NUM_LAYERS} layers, those with experts marked `*` (the first {NUM_DENSE} are dense). Data flows through the "
-        "chunks in order and passes each stage twice. A stage replays the routes of its own layers, which are "
-        "numbered as in the whole model.",
+        "chunks in order and passes each stage twice. A stage gets and replays the routes of its own layers, "
+        "which are numbered as in the whole model.",
         _table(["chunk", "stage", "ranks", "layers", "routes of layers"], rows),
     )
 

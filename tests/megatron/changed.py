@@ -248,6 +248,15 @@ def _count_layers(layer_of) -> None:
     RoutedChunks.__init__ = miscounted
 
 
+def declare_layers_within_chunks() -> None:
+    """A rank asks for the routes of its layers as if the model began with each of its chunks."""
+    from rl_megatron.rank.worker import MegatronWorker
+
+    MegatronWorker.route_layers = lambda self: sorted(
+        {place for of in self.routing._chunks._by_chunk.values() for place in range(len(of))}
+    )
+
+
 def leave_out_latent_norm() -> None:
     from rl_megatron.model import layers
 

@@ -11,14 +11,16 @@ import torch
 
 from rl_core.config import from_mapping
 from rl_core.config.checks import check_plugins
-from rl_core.errors import ConfigError, WorkerError
+from rl_core.errors import ConfigError, ShapeError, WorkerError
 from rl_core.interfaces import LoraConfig, ModelConfig, Worker
+from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.testing.backend import LIMITS, PRELOADED, TEMPERATURE, backward, expected_scores, other_routes
 from rl_core.testing.cases import LOSS, Variant, open_case
 from rl_core.testing.forced_routes import routers
 from rl_core.testing.models import make_checkpoint
 from rl_core.testing.rank_process import SuiteHost
 from rl_core.testing.reference_worker import ReferenceWorker
+from rl_core.workers.rank import RankHost
 from rl_megatron import LoraOptions, MegatronOptions
 from tests.forced_numbers import (
     ATTENTION_ADAPTERS,
@@ -114,7 +116,9 @@ def test_forced_routes_give_the_forced_numbers_and_are_read_back(mesh, open_forc
         ("recompute_by_own_choice", "pp2 vpp2 recomputed", "gradients differ"),
         ("count_layers_within_chunks", "pp2 vpp2 recomputed", "log-probs differ"),
         ("count_layers_within_chunks", "pp2 first 1 recomputed", "log-probs differ"),
-        ("count_layers_with_experts", "pp2 first 1, which is dense", "index|out of bounds|log-probs differ"),
+        ("count_layers_with_experts", "pp2 first 1, which is dense", r"layer 0: \[255, 255\]; expected ids"),
+        ("declare_layers_within_chunks", "pp2 vpp2 recomputed", "no routes of layer 2, which this rank replays"),
+        ("declare_layers_within_chunks", "pp2 first 1, which is dense", "no routes of layer 3, which this rank repl"),
     ],
 )
 def test_ranks_that_follow_other_routes_are_found(change, mesh, complaint, tmp_path, checkpoint_of):
@@ -126,8 +130,38 @@ def test_ranks_that_follow_other_routes_are_found(change, mesh, complaint, tmp_p
     backend = ChangedBackend(change=change)
     with open_case(backend, MegatronOptions(), variant, tmp_path, checkpoint=path, timeout_s=240.0) as case:
         expected = ForcedNumbers.of(case.reference, case.batch)
-        with pytest.raises((AssertionError, WorkerError), match=complaint):
+        with pytest.raises((AssertionError, ShapeError, WorkerError), match=complaint):
             require_replayed(case.start(), case.batch, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("pp2 vpp2 recomputed", [[0, 2], [1, 3]]),
+        ("pp2 vpp2, first chunk dense, recomputed", [[2], [1, 3]]),
+        ("pp2 first 3, dense and experts, recomputed", [[1, 2], [3]]),
+        ("pp4, first stage dense", [[], [1], [2], [3]]),
+    ],
+)
+def test_a_rank_gets_the_routes_of_its_own_layers(mesh, layers, open_forced, monkeypatch):
+    world_size, sizes, spec, checkpoint = MESHES[mesh]
+    with open_forced(world_size, options_of(sizes), spec, checkpoint, forced_routes=True) as case:
+        group, expected = case.start(), ForcedNumbers.of(case.reference, case.batch)
+        assert [list(of) for of in group.call(RankHost.route_layers)] == layers
+        require_replayed(group, case.batch, expected)
+
+        # The control: routes of the next layers with experts under the names of the rank's own.
+        with_experts = sorted(layer for of_rank in layers for layer in of_rank)
+
+        def with_routes_of_next_layers(batch, layers):
+            routes_TLK = batch["routed_experts"].clone()
+            routes_TLK[:, with_experts] = routes_TLK[:, with_experts].roll(-1, 1)
+            return with_routes_of(batch.with_columns(routed_experts=routes_TLK), layers)
+
+        monkeypatch.setattr("rl_core.testing.ranks.with_routes_of", with_routes_of_next_layers)
+        with pytest.raises(AssertionError, match="log-probs differ"):
+            require_replayed(group, case.batch, expected)
 
 
 def test_a_second_model_of_the_process_chooses_by_itself(open_forced):

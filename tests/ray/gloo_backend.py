@@ -114,6 +114,7 @@ class GlooWorker:
         self.weight = torch.ones(1)
         self.gradient = torch.zeros(1)
         self.is_on_device = True
+        self.received: dict[str, Any] = {}
         if options.children:
             subprocess.Popen(["sleep", options.children])
         self._fail_in("start")
@@ -174,6 +175,10 @@ class GlooWorker:
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
         self.is_on_device = True
 
+    def route_layers(self) -> tuple[int, ...]:
+        """A stage has one layer."""
+        return (self.mesh.coordinates(self.rank.rank).pipeline,)
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -203,7 +208,12 @@ class GlooWorker:
 
     def columns_of(self, batch: Batch, plan: Plan) -> dict[str, Any]:
         """Everything that was received."""
-        return {"columns": {name: values.tolist() for name, values in batch.columns.items()}, "plan": plan}
+        self.received = {"columns": {name: values.tolist() for name, values in batch.columns.items()}, "plan": plan}
+        return self.received
+
+    def received_before(self) -> dict[str, Any]:
+        """What `columns_of` received; asked of every rank, while only some return the result of a call on parts."""
+        return self.received
 
     def _require_same_number_of(self, plan: Plan) -> None:
         total = self._total(float(len(plan)))

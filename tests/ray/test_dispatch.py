@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -12,6 +13,8 @@ from rl_core.batch import Batch
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import LossSpec, Rendezvous
 from rl_core.workers import MicroBatchLimits, WorkerGroup
+from rl_core.workers.rank import Part
+from rl_core.workers.ray_ranks import _put
 from tests.ray.gloo_backend import GlooWorker
 
 LOSS = LossSpec(name="cross_entropy")
@@ -65,6 +68,32 @@ async def test_every_rank_of_a_replica_receives_the_same_part_whole_and_without_
         assert answer["plan"] == parts[rank - 2].plan
     mappings = await ranks.call_on_parts(GlooWorker.memory_of, batch, parts)
     assert all("plasma" in mapping for mapping in mappings[2:]), mappings
+
+
+async def test_a_stage_receives_the_routes_of_its_own_layers(four_ranks):
+    batch = batch_of([3, 5, 2, 7, 4, 6])
+    routes_TLK = torch.arange(batch.num_tokens * 6, dtype=torch.uint8).reshape(-1, 2, 3)
+    routed = batch.with_columns(routed_experts=routes_TLK, routed=torch.ones(batch.num_tokens, dtype=torch.bool))
+    ranks, parts = four_ranks._ranks, four_ranks._parts(routed, LIMITS)
+    await ranks.call_on_parts(GlooWorker.columns_of, routed, parts)
+    for rank, received in enumerate(await ranks.call(GlooWorker.received_before)):
+        stage = rank // 2
+        part = routed.select(torch.from_numpy(parts[rank % 2].sequences))
+        own = {"routed_experts": part["routed_experts"][:, [stage]].tolist()}
+        named = {"route_layers": [[stage == 0, stage == 1]] * part.num_sequences}
+        assert received["columns"] == {name: values.tolist() for name, values in part.columns.items()} | own | named
+
+
+async def test_what_several_ranks_read_is_put_into_the_object_store_once():
+    batch = batch_of([3, 5, 2, 7])
+    routed = batch.with_columns(routed_experts=torch.zeros(batch.num_tokens, 2, 3, dtype=torch.uint8))
+    parts = [Part(sequences=np.array(own), sent=np.array(own), plan=((0, 1),)) for own in ([0, 1], [2, 3])]
+    stages = [(0, (0,)), (0, (0,)), (1, (0,)), (0, (1,)), (1, (1,))]
+    first, second, other_part, other_stage, last = _put(routed, parts, stages)
+    assert first == second
+    assert first[0] == other_stage[0] != other_part[0] == last[0]
+    assert len({routes for _, routes in (first, other_part, other_stage, last)}) == 4
+    assert len({*map(tuple, _put(batch, parts, stages))}) == 2, "without routes, stages do not matter"
 
 
 async def test_ranks_are_told_where_they_stand_and_work_on_one_thread(four_ranks):

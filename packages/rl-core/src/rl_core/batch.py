@@ -9,7 +9,7 @@ concatenates, saves or sends a batch is generic over that table, so a new column
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,9 @@ class Batch:
             columns[name] = values
         return cls(offsets_of(mask.sum(1)), columns)
 
-    def to_arrays(self, sequences_M: np.ndarray) -> dict[str, np.ndarray]:
-        """Offsets and columns of `select(sequences_M)` as numpy arrays, for sending a batch to another process.
+    def to_arrays(self, sequences_M: np.ndarray, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Offsets and columns of `select(sequences_M)` as numpy arrays, for sending a batch to another process. `names`
+        are the columns to take; None: all.
 
         numpy arrays are put into shared memory and read there without a copy; torch tensors would be pickled. Sequences
         are copied one by one, which is several times faster than indexing their tokens.
@@ -215,8 +216,8 @@ class Batch:
         starts_M, ends_M = offsets[sequences_M], offsets[sequences_M + 1]
         sequences = [slice(start, end) for start, end in zip(starts_M, ends_M, strict=True)]
         arrays = {"offsets": np.concatenate([[0], np.cumsum(ends_M - starts_M)])}
-        for name, values in self.columns.items():
-            column = values.detach().cpu().numpy()
+        for name in self.columns if names is None else names:
+            column = self[name].detach().cpu().numpy()
             per_token = field_of(name).axes[0] == "T"
             arrays[name] = np.concatenate([column[part] for part in sequences]) if per_token else column[sequences_M]
         return arrays

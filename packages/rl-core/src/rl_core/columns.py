@@ -36,6 +36,7 @@ FIELDS: dict[str, Field] = {
     "loss_weights": Field("T", _FLOAT, "weight of each token's loss in the sum that is minimised"),
     "routed_experts": Field("TLK", ("uint8", "int16"), "experts chosen when token t was the input, per layer"),
     "routed": Field("T", ("bool",), "whether `routed_experts` is known at t"),
+    "route_layers": Field("NL", ("bool",), "which layers `routed_experts` has, on a rank that reads only some"),
     "policy_version": Field("T", ("int32",), "which weights sampled the token; -1 where none did"),
     "group_id": Field("N", ("int64",), "equal for the samples of one prompt"),
     "greedy_score": Field("N", _FLOAT, "reward of the policy's greedy answer to the prompt; only where one is played"),
@@ -46,7 +47,8 @@ FIELDS: dict[str, Field] = {
 PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "made by a loss's `prepare`")
 """A loss's own column, named `x_…`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
-INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS)
+"""Columns that say per token where it is routed."""
+INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
 """Columns that a model reads; the others are for the loss."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")
 """Columns that say which sequences are the steps of one trajectory."""

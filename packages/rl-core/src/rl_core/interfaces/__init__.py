@@ -1,11 +1,11 @@
 """The contracts between packages and the records that they exchange. Importing them does not import torch.
 
 `isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
-ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `Inspectable`; of backends
-`OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of engines `EnginePlanner`,
-`HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`, `Recovering`,
-`LossDetecting`, `IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`; of trackers
-`PhaseAware`; of any plug-in that declares keys `Configurable`.
+ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader`,
+`Inspectable`; of backends `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of
+engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
+`Recovering`, `LossDetecting`, `IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`;
+of trackers `PhaseAware`; of any plug-in that declares keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has
@@ -115,6 +115,7 @@ from rl_core.interfaces.training import (
     Rehearser,
     Role,
     RouteFollowing,
+    RouteReader,
     RouteRecording,
     Worker,
     WorkerSpec,
@@ -170,6 +171,7 @@ __all__ = [
     "Rehearser",
     "Backend",
     "RouteFollowing",
+    "RouteReader",
     "OwnLosses",
     "PrefixSharing",
     "RouteRecording",

@@ -345,6 +345,17 @@ class Perturbable(Protocol):
 
 
 @runtime_checkable
+class RouteReader(Protocol):
+    """A worker that follows the routes of only some layers, such as those of its pipeline stage. Ranks in several
+    processes are sent no others: `routed_experts` has only these layers, and the column `route_layers` names them.
+    `rl_core.rank_kit.routes_of` reads such a batch and a whole one."""
+
+    def route_layers(self) -> Sequence[int]:
+        """Indices in the whole model of the layers with experts that this rank holds. Called once, after the start."""
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """A worker whose accumulated gradients can be read. Only the conformance suite uses it."""
 

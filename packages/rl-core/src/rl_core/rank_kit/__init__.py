@@ -13,6 +13,7 @@
     model_shapes       a model's sizes, read from its `config.json`
     shipped_configs    configurations of public models that installed packages contain
     route_checks       whether a batch's routes fit the model that follows them
+    route_layers       the routes of a rank's own layers
     expert_choices     recording and replaying the routes of transformers models
     scoring            a package: a complete rank for Hugging Face models, for any kind of sharding
     device_copies      copies of a batch to the computing device
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from rl_core.rank_kit.proof_process import Differences, ProofJob, compare
     from rl_core.rank_kit.publishing import Exporting, on_first, pack_on_first, publish
     from rl_core.rank_kit.route_checks import RouteShape, require_routes
+    from rl_core.rank_kit.route_layers import routes_of
     from rl_core.rank_kit.row_moves import gather_rows, scatter_rows
     from rl_core.rank_kit.shipped_configs import here_or_shipped, known_config, shipped_config
     from rl_core.rank_kit.shrunken_models import shrunken
@@ -161,6 +163,7 @@ _MODULES = {
     "Differences": "proof_process",
     "RouteShape": "route_checks",
     "require_routes": "route_checks",
+    "routes_of": "route_layers",
     "ExpertChoices": "expert_choices",
     "no_progress_bars": "expert_choices",
     "on_device": "device_copies",
@@ -236,6 +239,7 @@ __all__ = [
     "Differences",
     "RouteShape",
     "require_routes",
+    "routes_of",
     "ExpertChoices",
     "no_progress_bars",
     "scatter_rows",

@@ -1,7 +1,7 @@
 """Checks that a batch's routes (`routed_experts` [T, L, K], `routed` [T]) fit the model that follows them.
 
-L counts all transformer layers of the whole model, as engines return them. Values in layers without experts, and at
-tokens whose `routed` is False, are never read.
+L counts all transformer layers of the whole model, as engines return them; a rank may get only some of them, which
+`route_layers` names. Values in layers without experts, and at tokens whose `routed` is False, are never read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from rl_core.batch import Batch
 from rl_core.columns import ROUTE_COLUMNS
 from rl_core.errors import ConfigError, ShapeError
+from rl_core.rank_kit.route_layers import layers_of_routes, routes_of
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +43,8 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
 
     Raises:
         ConfigError: the batch has routes and replay is off, or vice versa.
-        ShapeError: L or K differs, an expert id is out of range, or a token has the same expert twice.
+        ShapeError: L or K differs, a layer of this rank is missing, an expert id is out of range, or a token has the
+            same expert twice.
     """
     if "routed_experts" not in batch and "routed" in batch and not batch["routed"].any():
         return
@@ -65,13 +67,26 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
 
 def _require_fitting(batch: Batch, shape: RouteShape) -> None:
     num_layers, experts_per_token = batch["routed_experts"].shape[1:]
+    if "route_layers" in batch:
+        num_layers = batch["route_layers"].shape[1]
     if (num_layers, experts_per_token) != (shape.num_layers, shape.experts_per_token):
         raise ShapeError(
             f"routed_experts: {num_layers} layers with {experts_per_token} experts per token; the model has "
             f"{shape.num_layers} layers and chooses {shape.experts_per_token}"
         )
-    layers = list(shape.layers)
-    routes_TLK = batch["routed_experts"] if len(layers) == num_layers else batch["routed_experts"][:, layers]
+    found = layers_of_routes(batch)
+    if len(found) != batch["routed_experts"].shape[1]:
+        raise ShapeError(
+            f"routed_experts: {batch['routed_experts'].shape[1]} layers, and route_layers names {len(found)}: {found}"
+        )
+    missing = [layer for layer in shape.layers if layer not in found]
+    if missing:
+        raise ShapeError(
+            f"routed_experts: no routes of layer {missing[0]}, which this rank replays; route_layers names {found}, "
+            f"expected all of {list(shape.layers)}. `RouteReader.route_layers` of the worker must name every layer "
+            "that it replays"
+        )
+    routes_TLK = routes_of(batch, shape.layers)
     # Comparing pairs of planes takes a quarter of the time of sorting each token's few ids.
     routes_KTL = routes_TLK.permute(2, 0, 1).contiguous()
     is_wrong_TL = ((routes_KTL < 0) | (routes_KTL >= shape.num_experts)).any(0)
@@ -86,4 +101,4 @@ def _require_fitting(batch: Batch, shape: RouteShape) -> None:
         if is_faulty_TL.any():
             token, layer = (int(i) for i in is_faulty_TL.nonzero()[0])
             ids = routes_TLK[token, layer].tolist()
-            raise ShapeError(f"routed_experts: token {token}, layer {layers[layer]}: {ids}; expected {expected}")
+            raise ShapeError(f"routed_experts: token {token}, layer {shape.layers[layer]}: {ids}; expected {expected}")

@@ -44,6 +44,7 @@ from rl_core.interfaces import (
     WorkerSpec,
 )
 from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.rank_kit.weight_buckets import merge_manifests, require_same, tensor_record
 from rl_core.testing.rank_process import Failure, Setting, SuiteHost, serve
 from rl_core.testing.recording_transport import Published, RecordingTransport
@@ -155,6 +156,7 @@ class ProcessRanks:
             self._connections.append(ours)
         try:
             self.abilities: Abilities = self._exchange(SuiteHost.start, [((), {})] * mesh.world_size)[0]
+            self._route_layers = self._exchange(RankHost.route_layers, [((), {})] * mesh.world_size)
         except BaseException:
             self._end("it did not start")
             raise
@@ -177,8 +179,12 @@ class ProcessRanks:
         **kwargs: P.kwargs,
     ) -> list[R | None]:
         """See `Ranks.call_on_parts`; here every rank returns its result."""
-        mine = [parts[self._mesh.data_rank(rank)] for rank in range(self._mesh.world_size)]
-        return self._exchange(method, [((batch.select(torch.from_numpy(p.sent)), p.plan, *args), kwargs) for p in mine])
+        arguments = []
+        for rank, layers in enumerate(self._route_layers):
+            part = parts[self._mesh.data_rank(rank)]
+            sent = with_routes_of(batch.select(torch.from_numpy(part.sent)), layers)
+            arguments.append(((sent, part.plan, *args), kwargs))
+        return self._exchange(method, arguments)
 
     async def close(self) -> None:
         """Closes the workers twice, and ends the processes."""

@@ -24,6 +24,7 @@ from rl_core.interfaces import (
     Plan,
     RankInfo,
     Rendezvous,
+    RouteReader,
     Worker,
     WorkerSpec,
 )
@@ -121,6 +122,10 @@ class RankHost:
     def is_perturbable(self) -> bool:
         """Whether the worker is `Perturbable`."""
         return isinstance(self._worker, Perturbable)
+
+    def route_layers(self) -> tuple[int, ...] | None:
+        """Layers of the model whose routes the worker reads; None: all, because it is not a `RouteReader`."""
+        return tuple(self._worker.route_layers()) if isinstance(self._worker, RouteReader) else None
 
     def save_outcome(self) -> SaveOutcome:
         """Of a `BackgroundSaver`. Does not raise what went wrong: ranks find that out at different moments, and until

@@ -123,8 +123,9 @@ class RayRank:
         """Makes the call. Tensors in the result are returned as numpy arrays."""
         return self._answer(call.method.__name__, lambda: self._result_of(call))
 
-    def call_on_batch(self, call: RankCall, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Like `call`, for a method whose first argument is a batch. Ray has already fetched its columns, `arrays`."""
+    def call_on_batch(self, call: RankCall, *columns: Mapping[str, np.ndarray]) -> Any:
+        """Like `call`, for a method whose first argument is a batch. Ray has already fetched all its `columns`."""
+        arrays = {name: values for some in columns for name, values in some.items()}
         return self._answer(call.method.__name__, lambda: self._result_of(call, Batch.from_arrays(arrays)))
 
     @ray.method(concurrency_group="status")

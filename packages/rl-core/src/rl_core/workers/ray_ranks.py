@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, Self
 
 from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, WorkerError
 from rl_core.interfaces import Backend, Plan, RankInfo, Worker, WorkerSpec
 from rl_core.layout.mesh import Mesh
+from rl_core.rank_kit.route_layers import with_routes_of
 from rl_core.workers.rank import Abilities, P, Part, R, RankHost
 from rl_core.workers.ray_cluster import CPUS, Reservation, ray_session  # sets what Ray reads when it is imported
 
@@ -45,6 +46,9 @@ _BEAT_S = 10.0
 """Seconds between requests for the pulse of ranks in a call."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
+_Reader = tuple[int, tuple[int, ...] | None]
+"""What a rank reads: the number of its part, and the layers of its routes (None: all)."""
+_ROUTES = ("routed_experts", "route_layers")
 _observer: Any = ray.remote(num_cpus=0, max_retries=0)(pulse_of)
 
 
@@ -59,6 +63,7 @@ class RayRanks:
         self._silence_s = silence_s
         self._actors: list[Any] = []
         self._addresses: list[RankAddress] = []
+        self._route_layers: list[tuple[int, ...] | None] = [None] * mesh.world_size
         self._unanswered_calls = 0
         self._ended: str | None = None
         self.placement = placement
@@ -105,6 +110,7 @@ class RayRanks:
             ranks._addresses = await ranks._all("start", [actor.address.remote() for actor in ranks._actors])
             visible = ranks._addresses if beside is None else beside._addresses
             await ranks._build(backend, spec, [address.gpus for address in visible])
+            ranks._route_layers = await ranks.call(RankHost.route_layers)
             ranks._timeout_s, ranks._timeout_key = timeout_s, "trainer.worker_timeout_s"
         except BaseException:
             ranks._end("it did not start")
@@ -126,25 +132,26 @@ class RayRanks:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R | None]:
-        """See `Ranks.call_on_parts`. A part is put into the object store once, for all ranks of its model replica."""
+        """See `Ranks.call_on_parts`. A part is put into the object store once, for all ranks of its model replica; its
+        routes are put once for all ranks that read the same layers. A node fetches an object once."""
         self._require_alive(method.__name__)
+        readers = [(self._mesh.data_rank(rank), layers) for rank, layers in enumerate(self._route_layers)]
         try:
-            sent = await asyncio.to_thread(_put, batch, parts)
+            sent = await asyncio.to_thread(_put, batch, parts, readers)
         except RayError as error:
             raise WorkerError(
                 f"{self._role}: {batch.num_tokens} tokens do not fit into Ray's object store ({error}): give it "
                 "more memory (`ray start --object-store-memory`), or train on smaller batches"
             ) from error
         calls = []
-        for rank, actor in enumerate(self._actors):
-            number = self._mesh.data_rank(rank)
+        for rank, (number, _) in enumerate(readers):
             call = RankCall(
                 method=method,
                 args=(parts[number].plan, *args),
                 kwargs=kwargs,
                 returns_result=self._mesh.returns_results(rank),
             )
-            calls.append(actor.call_on_batch.remote(call, sent[number]))
+            calls.append(self._actors[rank].call_on_batch.remote(call, *sent[rank]))
         return await self._all(method.__name__, calls)
 
     async def close(self) -> None:
@@ -344,8 +351,18 @@ def _are_user_errors(failures: Mapping[int, Failure]) -> bool:
     return bool(failures) and all(failure.user_error for failure in failures.values())
 
 
-def _put(batch: Batch, parts: Iterable[Part]) -> list[Any]:
-    return [ray.put(batch.to_arrays(part.sent)) for part in parts]
+def _put(batch: Batch, parts: Sequence[Part], readers: Sequence[_Reader]) -> list[list[Any]]:
+    """References to the arrays that each reader gets: its part without routes and, if there are any, its routes."""
+    rest = batch.without_columns(*_ROUTES)
+    shared = [ray.put(rest.to_arrays(part.sent)) for part in parts]
+    if "routed_experts" not in batch:
+        return [[shared[number]] for number, _ in readers]
+    by_layers = {layers: with_routes_of(batch, layers) for _, layers in readers}
+    routes: dict[_Reader, Any] = {}
+    for number, layers in dict.fromkeys(readers):
+        names = [name for name in _ROUTES if name in by_layers[layers]]
+        routes[number, layers] = ray.put(by_layers[layers].to_arrays(parts[number].sent, names))
+    return [[shared[number], routes[number, layers]] for number, layers in readers]
 
 
 async def _in_time(refs: Mapping[int, Awaitable[Any]], timeout_s: float) -> dict[int, Any]:

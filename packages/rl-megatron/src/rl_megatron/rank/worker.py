@@ -68,7 +68,8 @@ from rl_megatron.routes.routing import Routing
 
 
 class MegatronWorker:
-    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable` and `Inspectable` of `rl_core.interfaces`.
+    """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader` and `Inspectable` of
+    `rl_core.interfaces`.
 
     A process can have only one trained Megatron model, because Megatron keeps one mesh per process.
     """
@@ -187,6 +188,10 @@ class MegatronWorker:
     def publish(self, sender: WeightSender, version: int, max_bucket_bytes: int) -> Manifest:
         """Sends `export_weights`, or `export_adapter` if so configured."""
         return publish(self, sender, version, max_bucket_bytes)
+
+    def route_layers(self) -> tuple[int, ...]:
+        """See `RouteReader`."""
+        return self.routing.layers
 
     def perturb(self, seed: int, scale: float) -> None:
         """Adds noise to every trained parameter until `restore`; the noise is the same on any mesh."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from rl_core.layout.balancing import IntArray
 from rl_core.rank_kit.device_copies import on_device
+from rl_core.rank_kit.route_layers import routes_of
 from rl_megatron.rank.micro_batch import MicroBatch
 from rl_megatron.rank.schedule import Around
 from rl_megatron.rank.start import Place
@@ -214,7 +215,7 @@ class RoutedChunks(Around):
             at_S = torch.from_numpy(np.where(is_padding_S, 0, index_S))
             known_S = on_device(batch["routed"][at_S] & torch.from_numpy(~is_padding_S), self._device)
             # Only the tokens and layers that this rank's routers read move to the device.
-            experts_SMK = on_device(batch["routed_experts"][at_S][:, self.layers], self._device)
+            experts_SMK = on_device(routes_of(batch, self.layers)[at_S], self._device)
         return TokenRoutes(
             padding_S=on_device(torch.from_numpy(is_padding_S), self._device),
             padding_experts_SK=self._padding_experts(is_padding_S),

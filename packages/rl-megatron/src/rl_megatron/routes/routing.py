@@ -43,7 +43,7 @@ class Routing:
         if transformer_fields(spec.options, where)["moe_enable_routing_replay"]:
             self._shape = RouteShape(
                 num_layers=shape.num_layers,
-                layers=shape.moe_layers,
+                layers=self.layers,
                 num_experts=shape.num_experts,
                 experts_per_token=shape.experts_per_token,
             )
@@ -53,6 +53,11 @@ class Routing:
     def around(self) -> Around:
         """The contexts in which the schedule runs."""
         return self._chunks or Around()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices in the whole model of the layers on this rank whose routers can follow routes."""
+        return () if self._chunks is None else tuple(self._chunks.layers)
 
     def require(self, batch: Batch) -> None:
         """Raises ConfigError or ShapeError unless the batch has the routes that are to be followed, and no others."""

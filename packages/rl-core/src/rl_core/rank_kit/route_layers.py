@@ -1,0 +1,48 @@
+"""Routes of some layers: what a rank that is a `RouteReader` receives, and how it reads them.
+
+In a whole batch, `routed_experts` [T, L, K] has all L layers of the model. In a part of it, the column `route_layers`
+[N, L] says which of them it has; all rows are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+
+
+def with_routes_of(batch: Batch, layers: Sequence[int] | None) -> Batch:
+    """The batch with the routes of only these layers of the model; None: of all. Layers that the routes do not have are
+    left out: `require_routes` reports them on the rank. A batch with `route_layers` is returned as it is."""
+    if layers is None or "routed_experts" not in batch or "route_layers" in batch:
+        return batch
+    num_layers = batch["routed_experts"].shape[1]
+    is_read_L = torch.zeros(num_layers, dtype=torch.bool)
+    is_read_L[[layer for layer in layers if layer < num_layers]] = True
+    return batch.with_columns(
+        routed_experts=_at(batch["routed_experts"], is_read_L.nonzero().flatten().tolist()),
+        route_layers=is_read_L.expand(batch.num_sequences, -1),
+    )
+
+
+def routes_of(batch: Batch, layers: Sequence[int]) -> Tensor:
+    """`routed_experts` of these layers of the model, [T, M, K]; a view if they are neighbours in the batch."""
+    place_of = {layer: place for place, layer in enumerate(layers_of_routes(batch))}
+    return _at(batch["routed_experts"], [place_of[layer] for layer in layers])
+
+
+def layers_of_routes(batch: Batch) -> list[int]:
+    """The layer of the model that each entry of `routed_experts` along L belongs to."""
+    if "route_layers" not in batch:
+        return list(range(batch["routed_experts"].shape[1]))
+    return batch["route_layers"][0].nonzero().flatten().tolist()
+
+
+def _at(routes_TLK: Tensor, places: Sequence[int]) -> Tensor:
+    first = places[0] if places else 0
+    neighbours = slice(first, first + len(places))
+    is_run = list(places) == list(range(neighbours.start, neighbours.stop))
+    return routes_TLK[:, neighbours] if is_run else routes_TLK[:, list(places)]
