@@ -14,57 +14,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-from rl_core.config import Config, from_mapping
+from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
 from rl_environments.tools import Answer, BrokenCall, Call, CallFormat, ToolEnvironment, tool
+from rl_examples.small_runs import SmallRun, write_problems, write_start_model
 
 NUM_HELD_OUT = 500
 MAX_CALLS = 1
 
-_TRAIN = "runs/calculator_data/train.parquet"
-_HELD_OUT = "runs/calculator_data/held_out.parquet"
-_START_MODEL = "runs/calculator_data/start_model_seed${trainer.seed}"
+_RUN = SmallRun(name="calculator")
 
 recipe = Recipe(
     summary="a small model learns to use a calculator, on two CPU cores, in a minute or two",
     config={
-        "data.train_data": [_TRAIN],
-        "data.val_data": [_HELD_OUT],
+        **_RUN.settings,
         "environment.env_class": "pocket_calculator",
-        "trainer.run_name": "calculator",
-        "trainer.resume_mode": "none",
-        "trainer.policy.model.path": _START_MODEL,
-        "trainer.policy.optimizer_config.lr": 1e-3,
-        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
-        "trainer.policy.optimizer_config.weight_decay": 0.0,
-        "trainer.policy.optimizer_config.num_warmup_steps": 5,
-        "trainer.algorithm.eps_clip_high": 0.28,
-        "trainer.seed": 0,
-        "trainer.bf16": False,
-        "trainer.gradient_checkpointing": False,
-        "trainer.num_threads": 1,
-        "trainer.max_training_steps": 40,
-        "trainer.train_batch_size": 32,
-        "trainer.policy_mini_batch_size": 32,
-        "trainer.update_epochs_per_batch": 2,
-        "trainer.micro_train_batch_size_per_gpu": 256,
-        "trainer.micro_forward_batch_size_per_gpu": 256,
-        "trainer.logprobs_chunk_size": 16384,
-        "trainer.eval_interval": 10,
-        "trainer.ckpt_interval": -1,
         "generator.max_turns": MAX_CALLS + 1,
-        "generator.max_input_length": 40,
-        "generator.n_samples_per_prompt": 8,
         "generator.sampling_params.max_generate_length": 9,
-        # Sampled, so that the first evaluation shows how often it calls; its greedy response hardly ever does.
-        "generator.eval_sampling_params.temperature": 1.0,
     },
     prepare="rl_examples.calculator:prepare",
-    makes=(_TRAIN, _HELD_OUT, _START_MODEL),
+    makes=(_RUN.train, _RUN.held_out, _RUN.start_model),
 )
 
 START_ACCURACY = 0.15
@@ -140,33 +112,18 @@ def problems() -> list[dict[str, str]]:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import write_rows
-    from rl_examples.whole_models import is_to_be_made
-
     rows = problems()
-    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
-    directory = Path(_START_MODEL.replace("${trainer.seed}", str(config.trainer.seed)))
-    if config.policy_model_path == str(directory) and is_to_be_made(directory):
-        _write_start_model(directory, rows[NUM_HELD_OUT:], seed=config.trainer.seed)
-
-
-def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
-    """Warm-starts the model on demonstrations of both ways to answer, until enough of its samples are right."""
-    from rl_core.trainer.data import DataRow
-    from rl_examples.arithmetic import write_model
-    from rl_examples.warm_start import WarmStart, warm_start
-    from rl_examples.whole_models import make_whole
-
-    untrained = directory.with_name(directory.name + ".untrained")
-    make_whole(untrained, lambda partial: write_model(partial, seed=seed))
-    config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
-    rng = random.Random(seed)
-    shown = [DataRow(demonstrated(rng.choice(rows), rng), f"demonstration {number}") for number in range(20_000)]
-    played = [DataRow(row, f"problem {number}") for number, row in enumerate(rows)]
-    settings = WarmStart(target_accuracy=START_ACCURACY, temperature=1.0, updates_per_check=25)
-    make_whole(directory, lambda partial: warm_start(config, shown, partial, settings, check_rows=played))
+    trained = rows[NUM_HELD_OUT:]
+    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
+    write_start_model(
+        config,
+        _RUN,
+        recipe,
+        problems=trained,
+        demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
+        target_accuracy=START_ACCURACY,
+        updates_per_check=25,
+    )
 
 
 def demonstrated(problem: dict[str, Any], rng: random.Random) -> dict[str, Any]:

@@ -23,60 +23,33 @@ from typing import Any
 
 import attrs
 
-from rl_core.config import Config, from_mapping
+from rl_core.config import Config
 from rl_core.interfaces import Recipe
 from rl_environments.corpora import Document
 from rl_environments.search import SearchEnvironment
+from rl_examples.small_runs import SmallRun, write_problems, write_start_model
 
 NUM_NAMES = 2000
 NUM_HELD_OUT = 400
 
-_DIRECTORY = "runs/look_up_data"
-_TRAIN = f"{_DIRECTORY}/train.parquet"
-_HELD_OUT = f"{_DIRECTORY}/held_out.parquet"
-_CORPUS = f"{_DIRECTORY}/documents.jsonl"
-_START_MODEL = f"{_DIRECTORY}/start_model_seed${{trainer.seed}}"
+_RUN = SmallRun(name="look_up")
+_CORPUS = f"{_RUN.directory}/documents.jsonl"
 
 recipe = Recipe(
     summary="a small model learns to search before it answers, on two CPU cores, in a few minutes",
     config={
-        "data.train_data": [_TRAIN],
-        "data.val_data": [_HELD_OUT],
+        **_RUN.settings,
         "environment.env_class": "look_up",
         "environment.options.corpus": _CORPUS,
         "environment.options.top_k": 1,
         "environment.options.max_searches": 1,
-        "trainer.run_name": "look_up",
-        "trainer.resume_mode": "none",
-        "trainer.policy.model.path": _START_MODEL,
-        "trainer.policy.optimizer_config.lr": 1e-3,
-        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95],
-        "trainer.policy.optimizer_config.weight_decay": 0.0,
-        "trainer.policy.optimizer_config.num_warmup_steps": 5,
-        "trainer.algorithm.eps_clip_high": 0.28,
-        "trainer.seed": 0,
-        "trainer.bf16": False,
-        "trainer.gradient_checkpointing": False,
-        "trainer.num_threads": 1,
-        "trainer.max_training_steps": 40,
-        "trainer.train_batch_size": 32,
-        "trainer.policy_mini_batch_size": 32,
-        "trainer.update_epochs_per_batch": 2,
-        "trainer.micro_train_batch_size_per_gpu": 256,
-        "trainer.micro_forward_batch_size_per_gpu": 256,
-        "trainer.logprobs_chunk_size": 16384,
-        "trainer.eval_interval": 10,
-        "trainer.ckpt_interval": -1,
         "generator.max_turns": 2,
-        "generator.max_input_length": 40,
-        "generator.n_samples_per_prompt": 8,
         "generator.sampling_params.max_generate_length": 7,
         "generator.sampling_params.stop": ["</search>", "</answer>"],
-        "generator.eval_sampling_params.temperature": 1.0,
         "generator.eval_sampling_params.stop": ["</search>", "</answer>"],
     },
     prepare="rl_examples.look_up:prepare",
-    makes=(_TRAIN, _HELD_OUT, _CORPUS, _START_MODEL),
+    makes=(_RUN.train, _RUN.held_out, _CORPUS, _RUN.start_model),
 )
 
 START_ACCURACY = 0.12
@@ -118,19 +91,23 @@ def entries() -> list[tuple[str, str]]:
 
 def prepare(config: Config) -> None:
     """Creates the recipe's data and warm-started model if the configuration uses them and they are missing."""
-    from rl_examples.arithmetic import write_rows
-    from rl_examples.whole_models import is_to_be_made
-
     known = entries()
     rows = [{"prompt": f"{name}?", "answer": number, "env_class": "look_up"} for name, number in known]
-    for path, part in ((_TRAIN, rows[NUM_HELD_OUT:]), (_HELD_OUT, rows[:NUM_HELD_OUT])):
-        if path in (*config.data.train_data, *config.data.val_data) and not Path(path).exists():
-            write_rows(Path(path), part)
+    trained = rows[NUM_HELD_OUT:]
+    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
     if config.environment.options.get("corpus") == _CORPUS and not Path(_CORPUS).exists():
         write_corpus(Path(_CORPUS), known)
-    directory = Path(_START_MODEL.replace("${trainer.seed}", str(config.trainer.seed)))
-    if config.policy_model_path == str(directory) and is_to_be_made(directory):
-        _write_start_model(directory, rows[NUM_HELD_OUT:], seed=config.trainer.seed)
+    write_start_model(
+        config,
+        _RUN,
+        recipe,
+        problems=trained,
+        demonstrate=lambda rng: demonstrated(trained, rng),
+        write_model=write_model,
+        target_accuracy=START_ACCURACY,
+        updates_per_check=25,
+        lr=2e-3,  # with the quick start's 3e-3, one seed in two did not learn to copy within 700 updates
+    )
 
 
 def write_corpus(path: Path, known: Sequence[tuple[str, str]]) -> None:
@@ -146,23 +123,6 @@ def write_model(directory: Path, *, seed: int) -> None:
     from rl_examples.arithmetic import write_model as write_character_model
 
     write_character_model(directory, seed=seed, characters=[*CHARACTERS, *MARKS])
-
-
-def _write_start_model(directory: Path, rows: Sequence[dict[str, str]], *, seed: int) -> None:
-    """Warm-starts the model on demonstrations, until enough of its samples are right."""
-    from rl_core.trainer.data import DataRow
-    from rl_examples.warm_start import WarmStart, warm_start
-    from rl_examples.whole_models import make_whole
-
-    untrained = directory.with_name(directory.name + ".untrained")
-    make_whole(untrained, lambda partial: write_model(partial, seed=seed))
-    config = from_mapping({**recipe.config, "trainer.seed": seed, "trainer.policy.model.path": str(untrained)})
-    rng = random.Random(seed)
-    shown = [DataRow(demonstrated(rows, rng), f"demonstration {number}") for number in range(20_000)]
-    played = [DataRow(row, f"problem {number}") for number, row in enumerate(rows)]
-    # With the quick start's 3e-3, one seed in two did not learn to copy within 700 updates.
-    settings = WarmStart(target_accuracy=START_ACCURACY, temperature=1.0, lr=2e-3, updates_per_check=25)
-    make_whole(directory, lambda partial: warm_start(config, shown, partial, settings, check_rows=played))
 
 
 def demonstrated(rows: Sequence[dict[str, str]], rng: random.Random) -> dict[str, Any]:
