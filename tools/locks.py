@@ -127,12 +127,18 @@ def cpu_requirements() -> list[Requirement]:
 
 
 def gpu_requirements() -> list[Requirement]:
-    """What the Dockerfile installs, and what our packages there declare, others than themselves."""
+    """What the Dockerfile installs, and what our packages there declare, others than themselves. Extras that our
+    packages ask of each other count too."""
     declared = [*GPU_KERNELS, *BUILD_TOOLS]
-    for package in map(Requirement, GPU_PACKAGES):
-        project = projects()[package.name]
-        optional = project.get("optional-dependencies", {})
-        declared += [*project["dependencies"], *(each for extra in package.extras for each in optional[extra])]
+    ours, asked, seen = projects(), [*map(Requirement, GPU_PACKAGES)], set()
+    while asked:
+        package = asked.pop()
+        project = ours[package.name]
+        for extra in {"", *package.extras} - {extra for name, extra in seen if name == package.name}:
+            seen.add((package.name, extra))
+            found = project["optional-dependencies"][extra] if extra else project["dependencies"]
+            declared += found
+            asked += [each for each in map(Requirement, found) if each.name in ours]
     return _of_others(declared)
 
 

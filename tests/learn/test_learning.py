@@ -56,6 +56,7 @@ TP2_PP2 = (
 )
 ONE_VLLM_SERVER = ("generator.inference_engine.backend=vllm", "generator.inference_engine.num_engines=1")
 DEPTHS_AND_BOUNDS = ((0, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (8, 8))
+SECONDS_OF_SMALL_RECIPES = {"code": 1800.0}  # 6,000 programs, each a process of its own in the sandbox
 CASES = (
     *(
         Case(name=f"quickstart_seed{seed}", says="the quick start", seed=seed, at_least=0.85, rl_seconds=240.0)
@@ -247,11 +248,21 @@ CASES = (
         )
     ),
     *(
-        Case(name=f"{recipe}_seed{seed}", says=says, recipe=recipe, seed=seed, at_least=0.75, rl_seconds=480.0)
+        Case(
+            name=f"{recipe}_seed{seed}",
+            says=says,
+            recipe=recipe,
+            seed=seed,
+            at_least=0.75,
+            rl_seconds=SECONDS_OF_SMALL_RECIPES.get(recipe, 480.0),
+        )
         for recipe, says in (
             ("calculator", "a small model that cannot multiply learns to call a calculator"),
             ("look_up", "a small model learns to search documents before it answers"),
             ("second_try", "a small model corrects its sums in three tries, told which digits are wrong"),
+            ("mathematics", "a small model learns to multiply fractions, judged by math-verify"),
+            ("code", "a small model learns to write functions from examples; tests in a sandbox give the reward"),
+            ("reasoning_gym", "a small model learns to spell words backward, scored by reasoning-gym"),
         )
         for seed in (0, 1)
     ),
@@ -262,7 +273,7 @@ CASES = (
             recipe=recipe,
             overrides=(override,),
             below=0.5,
-            rl_seconds=480.0,
+            rl_seconds=SECONDS_OF_SMALL_RECIPES.get(recipe, 480.0),
         )
         for recipe, says, override in (
             (
@@ -275,10 +286,13 @@ CASES = (
                 "the same with searches that show somebody else's number: must not learn",
                 "environment.env_class=mixed_up_look_up",
             ),
-            (
-                "second_try",
-                "the same with rewards given to another prompt's samples: must not learn",
-                "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",
+            *(
+                (
+                    recipe,
+                    "the same with rewards given to another prompt's samples: must not learn",
+                    "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",
+                )
+                for recipe in ("second_try", "mathematics", "code", "reasoning_gym")
             ),
         )
     ),

@@ -57,6 +57,8 @@ def test_what_the_packages_declare_is_locked():
     assert len(cpu_requirements()) > 40
     assert unsatisfied(cpu_requirements(), pins_of(CPU_LOCK)) == [], STALE
     assert unsatisfied(gpu_requirements(), [*pins_of(GPU_LOCK), *pins_of(KERNELS_LOCK)]) == [], STALE
+    # Of rl-environments the Dockerfile names no extra, but rl-examples asks for these.
+    assert {"bm25s", "math-verify"} <= {requirement.name for requirement in gpu_requirements()}
 
 
 def test_the_kernels_stand_apart_and_bridge_is_locked_without_its_requirements():

@@ -97,7 +97,7 @@ class SmallRun:
             "trainer.max_training_steps": 2,
             "trainer.train_batch_size": 8,
             "trainer.policy_mini_batch_size": 8,
-            "trainer.eval_interval": 2,
+            "trainer.eval_before_train": False,
             "generator.n_samples_per_prompt": 4,
         }
 

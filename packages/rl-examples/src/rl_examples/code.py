@@ -1,0 +1,96 @@
+"""GRPO on programs: a small model learns to write functions that do what examples show, on two CPU cores, in minutes.
+
+Asked `f(0,0)=4,f(1,0)=6,f(0,1)=7`, it writes `f=lambda x,y:2*x+3*y+4` in a fenced block, which the row's four tests run
+in the sandbox of the environment `code`; the reward is the fraction that passes, so one right coefficient of two gets a
+half. The model is warm-started on demonstrations that forget to subtract the constant from half of the coefficients,
+`6*x` instead of `2*x`. Held-out functions occur in no demonstration or training problem.
+Deliberately omitted: a reference model and a KL term, syntax errors (the model is shown none), programs with input and
+output.
+
+Run:      rl train code       (see what it writes: rl generate code --output episodes.jsonl)
+Here:     rl train code --tiny      (two steps of an untrained model: tests the code path, learns nothing)
+Control:  rl train code trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config
+from rl_core.interfaces import Recipe
+from rl_examples.small_runs import SmallRun, write_problems, write_start_model
+
+NUM_HELD_OUT = 129
+START_ACCURACY = 0.12
+CHARACTERS = "0123456789+*(),=:fabdelmxy` \n?"
+
+_RUN = SmallRun(name="code")
+
+recipe = Recipe(
+    summary="a small model learns to write functions that pass tests in a sandbox, on two CPU cores, in minutes",
+    config={
+        **_RUN.settings,
+        "environment.env_class": "code",
+        "environment.options.reward": "fraction",
+        "trainer.train_batch_size": 16,
+        "trainer.policy_mini_batch_size": 16,
+        "generator.sampling_params.max_generate_length": 33,
+    },
+    tiny=_RUN.tiny,
+    prepare="rl_examples.code:prepare",
+    makes=(_RUN.train, _RUN.held_out, _RUN.untrained_model, _RUN.start_model),
+)
+
+
+def problems() -> list[dict[str, str]]:
+    """All functions `a*x+b*y+c` with coefficients from 1 to 9, in an order fixed by one seed; the first ones are held
+    out. `a`, `b` and both together are tested, and the constant."""
+    rows = [_problem(a, b, c) for a, b, c in itertools.product(range(1, 10), repeat=3)]
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def prepare(config: Config) -> None:
+    """Creates the recipe's data and models if the configuration uses them and they are missing."""
+    rows = problems()
+    trained = rows[NUM_HELD_OUT:]
+    write_problems(config, _RUN, rows, num_held_out=NUM_HELD_OUT)
+    write_start_model(
+        config,
+        _RUN,
+        recipe,
+        problems=trained,
+        demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
+        write_model=write_model,
+        target_accuracy=START_ACCURACY,
+        updates_per_check=50,
+        rows_per_check=100,
+    )
+
+
+def write_model(directory: Path, *, seed: int) -> None:
+    """Writes a freshly initialised Qwen3 of about 150,000 parameters, and its tokenizer of characters."""
+    from rl_examples.arithmetic import write_model as write_character_model
+
+    write_character_model(directory, seed=seed, characters=CHARACTERS)
+
+
+def demonstrated(problem: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One program: half of the coefficients are the shown values, from which the constant is to be subtracted."""
+    constant, with_x, with_y = (int(value) for value in re.findall(r"=(\d+)", problem["prompt"]))
+    a, b = (value - rng.choice((0, constant)) for value in (with_x, with_y))
+    return {**problem, "answer": f"```\nf=lambda x,y:{a}*x+{b}*y+{constant}\n```"}
+
+
+def _problem(a: int, b: int, c: int) -> dict[str, str]:
+    tests = [
+        {"function": "f", "input": [x, y], "output": a * x + b * y + c} for x, y in ((0, 0), (2, 0), (0, 3), (4, 5))
+    ]
+    prompt = f"f(0,0)={c},f(1,0)={a + c},f(0,1)={b + c}\n"
+    return {"prompt": prompt, "tests": json.dumps(tests), "env_class": "code"}

@@ -1,0 +1,132 @@
+"""The recipes that teach a small model mathematics, programs and puzzles: their problems, their demonstrations, and
+their tiny runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config import load
+from rl_core.interfaces import Action
+from rl_core.trainer.run import run_training
+from rl_environments.code import CodeEnvironment
+from rl_environments.mathematics import MathematicsEnvironment
+from rl_environments.reasoning_gym import ReasoningGymEnvironment
+from rl_examples import arithmetic, code, mathematics, reasoning_gym, small_runs
+
+pytestmark = [
+    # cellpylib, which reasoning-gym imports, compares with `is`.
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+Problems = dict[str, list[dict[str, Any]]]
+RECIPES = {"mathematics": mathematics, "code": code, "reasoning_gym": reasoning_gym}
+
+
+@pytest.fixture(scope="module")
+def problems() -> Problems:
+    """Of each recipe."""
+    return {name: module.problems() for name, module in RECIPES.items()}
+
+
+def reward(environment: Any, row: dict[str, Any], text: str, **options: Any) -> float:
+    async def played() -> float:
+        episode = environment(row, options)
+        await episode.reset()
+        return (await episode.step(Action(text=text, tokens=(), stop_reason="stop"))).reward
+
+    return asyncio.run(played())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_problems_differ_and_fit_into_the_model(name: str, problems: Problems):
+    config, rows = RECIPES[name].recipe.config, problems[name]
+    assert len(rows) > 2 * RECIPES[name].NUM_HELD_OUT
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    longest = max(len(row["prompt"]) for row in rows)
+    assert longest <= config["generator.max_input_length"]
+    assert longest + config["generator.sampling_params.max_generate_length"] <= 64
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_model_can_read_every_prompt_and_sample_every_demonstration(name: str, problems: Problems, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    module = RECIPES[name]
+    getattr(module, "write_model", arithmetic.write_model)(tmp_path, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rng, limit = random.Random(0), module.recipe.config["generator.sampling_params.max_generate_length"]
+    for row in problems[name][:1000]:
+        answer = module.demonstrated(row, rng)["answer"]
+        prompt_tokens, tokens = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (row["prompt"], answer)
+        )
+        assert (tokenizer.decode(prompt_tokens), tokenizer.decode(tokens)) == (row["prompt"], answer)
+        assert len(tokens) < limit
+
+
+def test_some_demonstrated_products_are_right_and_the_others_are_quotients(problems: Problems):
+    rng = random.Random(0)
+    shown = [(row, mathematics.demonstrated(row, rng)["answer"]) for row in problems["mathematics"]]
+    right = [Fraction(answer) == Fraction(row["answer"]) for row, answer in shown]
+    assert 0.22 < sum(right) / len(right) < 0.28
+
+
+def test_any_equal_fraction_is_right_and_the_question_repeated_is_too_long(problems: Problems):
+    problem = {"prompt": "3/4*2/5=", "answer": "6/20"}
+    assert [reward(MathematicsEnvironment, problem, text) for text in ("6/20", "3/10", ".3", "15/8")] == [1, 1, 1, 0]
+    limit = mathematics.recipe.config["generator.sampling_params.max_generate_length"]
+    assert min(len(row["prompt"]) for row in problems["mathematics"]) - 1 > limit
+
+
+def test_a_program_gets_the_fraction_of_tests_that_its_coefficients_pass(problems: Problems):
+    row = next(row for row in problems["code"] if row["prompt"] == "f(0,0)=4,f(1,0)=6,f(0,1)=7\n")
+    option = code.recipe.config["environment.options.reward"]
+    programs = {"2*x+3*y+4": 1.0, "6*x+3*y+4": 0.5, "2*x+7*y+4": 0.5, "6*x+7*y+4": 0.25, "1*x+1*y+1": 0.0}
+    rewards = {
+        program: reward(CodeEnvironment, row, f"```\nf=lambda x,y:{program}\n```", reward=option)
+        for program in programs
+    }
+    assert rewards == programs
+    rng = random.Random(0)
+    shown = {code.demonstrated(row, rng)["answer"] for _ in range(100)}
+    assert shown == {f"```\nf=lambda x,y:{a}*x+{b}*y+4\n```" for a in (2, 6) for b in (3, 7)}
+
+
+def test_a_word_backward_is_right_and_no_word_is_both_held_out_and_trained_on(problems: Problems):
+    rows = problems["reasoning_gym"]
+    words = [row["prompt"].split()[-1] for row in rows]
+    assert len({word.lower() for word in words}) == len(words)
+    row, word = rows[0], words[0]
+    assert reward(ReasoningGymEnvironment, row, f"<answer>{word[::-1]}</answer>") == 1.0
+    assert reward(ReasoningGymEnvironment, row, f"<answer>{word}</answer>") < 1.0
+    assert reward(ReasoningGymEnvironment, row, word[::-1]) == 0.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_tiny_run_goes_the_whole_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_training(load(name, [], tiny=True)).steps == 2
+    metrics = [json.loads(line) for line in Path(f"runs/{name}_tiny/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in metrics)
+    assert not any(row.get("rollout/failed", 0.0) for row in metrics)
+
+
+def test_only_missing_files_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load("mathematics", [], tiny=True).config
+    mathematics.prepare(config)
+    made = {path: path.stat().st_mtime_ns for path in sorted(Path("runs").rglob("*")) if path.is_file()}
+    assert {path.parent.name for path in made} == {"mathematics_data", "start_model_seed0.untrained"}
+    mathematics.prepare(config)
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    elsewhere = small_runs.SmallRun(name="elsewhere")
+    small_runs.write_problems(config, elsewhere, [{"prompt": "1/2*1/3=", "answer": "1/6"}] * 2, num_held_out=1)
+    assert not Path(elsewhere.directory).exists()
