@@ -219,8 +219,8 @@ def test_the_defaults_pass():
         ("trainer.algorithm.kl_ctrl.type=adaptive", "use_kl_in_reward=true, or type=fixed"),
         ("trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=k3+", "write k3$"),
         ("trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "max_seq_len: got None"),
-        ("trainer.resume_mode=from_path", "from_path needs one"),
-        ("trainer.resume_path=x", "a path belongs to from_path"),
+        ("trainer.resume_mode=from_path", "set both a path and resume_mode=from_path"),
+        ("trainer.resume_path=x", "set both a path and resume_mode=from_path"),
         ("generator.n_samples_per_prompt=1", "advantage_estimator=grpo compares the samples .* set it to at least 2"),
         (
             "generator.n_samples_per_prompt=1 trainer.algorithm.advantage_estimator=a:b "
@@ -444,7 +444,7 @@ def test_every_plug_in_is_asked_before_a_run(
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("loss_of_tokens", "weighs no advantages"),
+        ("loss_of_tokens", "reads no advantages"),
         ("loss_that_corrects", "corrects by itself"),
         ("loss_that_refuses", "declares that it refuses"),
     ],
@@ -456,7 +456,7 @@ def test_a_correction_with_a_loss_that_cannot_use_it_is_an_error(functions: dict
         check_plugins(from_mapping(corrected | {"trainer.algorithm.policy_loss_type": f"own_functions:{loss}"}))
 
 
-CHOOSES, DOES_NOT_SCALE = "chooses tokens by the advantages", "does not scale with its advantages"
+CHOOSES, DOES_NOT_SCALE = "chooses tokens by the advantages", "is not proportional to its advantages"
 UNKNOWN = {"own_functions:loss_of_best_tokens": CHOOSES, "own_functions:loss_with_a_penalty": DOES_NOT_SCALE}
 """Losses that do not say how they take weights, and why it cannot be found out."""
 BY_COVARIANCE = (

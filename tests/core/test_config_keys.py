@@ -149,7 +149,7 @@ def test_an_asynchronous_run_is_one_by_its_staleness():
     assert ["no effect" in str(one.message) for one in said] == [True, False]
     with pytest.warns(ConfigWarning) as said:
         assert from_mapping({}, ["trainer.fully_async.enabled=false", staleness]) == from_mapping({})
-    assert "trainer.fully_async.enabled is false, and so trainer.max_staleness 0" in str(said[1].message)
+    assert "trainer.fully_async.enabled is false, so trainer.max_staleness is 0" in str(said[1].message)
     with pytest.raises(ConfigError, match=r"trainer\.max_staleness above 0 makes a run asynchronous"):
         from_mapping({}, ["trainer.fully_async.enabled=true"])
 

@@ -112,7 +112,7 @@ def test_paths_may_name_the_home_directory_and_other_keys(monkeypatch: pytest.Mo
     assert config.run_dir == Path("runs/seed3")
     with pytest.raises(ConfigError, match=r"trainer\.run_name: \$\{trainer\.sede\} .* is not a key"):
         from_mapping({"trainer.run_name": "${trainer.sede}"})
-    with pytest.raises(ConfigError, match="has no plain value here"):
+    with pytest.raises(ConfigError, match=r"has the value .*; expected plain text or a number"):
         from_mapping({"trainer.run_name": "${trainer.run_dir}"})
 
 

@@ -291,7 +291,7 @@ def test_a_path_may_name_an_own_key():
 
 def test_a_key_that_means_something_elsewhere_belongs_to_the_engine_that_brings_it():
     assert config_of(backend="beam", num_prefill=9).generator.inference_engine.options.num_prefill == 9
-    with pytest.warns(ConfigWarning, match=r"num_prefill: without effect: of backend=beam, and this run has"):
+    with pytest.warns(ConfigWarning, match=r"num_prefill: without effect: only backend=beam reads it; this run has"):
         config_of(num_prefill=9)
     with pytest.raises(ConfigError, match=r"enable_pd: not supported by this version"):
         config_of(backend="beam", enable_pd=True)
@@ -317,7 +317,7 @@ def test_every_key_of_our_own_plug_ins_has_a_text_that_ends_as_a_sentence(sectio
 
 
 def test_a_key_of_another_installed_engine_is_kept_and_said_to_have_no_effect(tmp_path: Path):
-    reason = "of backend=vllm, and this run has backend=beam"
+    reason = "only backend=vllm reads it; this run has backend=beam"
     keys = rf"{ENGINE}\.tensor_parallel_size, {ENGINE}\.host"
     given = [f"{ENGINE}.backend=beam", f"{ENGINE}.tensor_parallel_size=2", f"{ENGINE}.host=h"]
     with pytest.warns(ConfigWarning, match=f"^{keys}: without effect: {reason}$"):
@@ -340,7 +340,7 @@ def test_a_file_that_was_written_for_one_engine_runs_with_another(tmp_path: Path
     with pytest.warns(ConfigWarning) as caught:
         config = load(str(file), [f"{ENGINE}.backend=local"]).config
     assert [str(warning.message) for warning in caught] == [
-        f"{ENGINE}.router_port: without effect: of backend=vllm, and this run has backend=local"
+        f"{ENGINE}.router_port: without effect: only backend=vllm reads it; this run has backend=local"
     ], "one line, and nothing of keys that say what is said anyway"
     assert engine_spec(config)[1].options is None
     assert "heartbeat_interval_s" not in dump_yaml(config)
@@ -367,9 +367,9 @@ def test_a_name_that_two_engines_have_is_the_chosen_ones(tmp_path: Path, monkeyp
     assert config_of(backend="atext").generator.inference_engine.options.tensor_parallel_size == "auto"
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2 \(int, .* expected text"):
         config_of(backend="atext", tensor_parallel_size=2)
-    with pytest.warns(ConfigWarning, match="of backend=vllm"):
+    with pytest.warns(ConfigWarning, match="only backend=vllm reads it"):
         config_of(backend="local", tensor_parallel_size=2)
-    with pytest.warns(ConfigWarning, match="of backend=atext"):
+    with pytest.warns(ConfigWarning, match="only backend=atext reads it"):
         config_of(backend="local", tensor_parallel_size="wide")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2\.5 \(float, "):
         config_of(backend="local", tensor_parallel_size=2.5)
@@ -389,7 +389,7 @@ def test_the_keys_of_a_missing_engine_are_kept_unchecked_and_the_run_is_refused(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("takes_a_core_key", "its option 'num_engines' is a key of generator.inference_engine already; rename it"),
+        ("takes_a_core_key", "its option 'num_engines' is already a key of generator.inference_engine; rename it"),
         ("has_no_default", "its option 'width' has no default; give it one in options_class"),
         ("has_no_attrs", "its options_class is <class 'dict'>; expected an attrs class"),
         ("has_unknown_types", "the types of options_class cannot be read: name 'Missing' is not defined"),
@@ -414,7 +414,7 @@ def test_an_unresolved_configuration_says_so_when_asked_for_a_spec():
     config = config_of(backend="beam")
     engine = attrs.evolve(config.generator.inference_engine, plugin_options={})
     with pytest.raises(
-        ConfigError, match=rf"{ENGINE}: holds no Options, the keys of backend=beam; call .*resolve first"
+        ConfigError, match=rf"{ENGINE}: the options of backend=beam \(Options\) are missing; call .*resolve first"
     ):
         engine_spec(attrs.evolve(config, generator=attrs.evolve(config.generator, inference_engine=engine)))
 
@@ -433,7 +433,9 @@ def test_a_generator_brings_keys_of_its_own():
         from_mapping({**values, "generator.retries": -1})
     with pytest.raises(ConfigError, match=r"retris: unknown key \(code, with type=retrying\)\. .*generator\.retries\?"):
         from_mapping({**values, "generator.retris": 1})
-    with pytest.warns(ConfigWarning, match=r"^generator\.max_concurrency: without effect: of type=environment, and"):
+    with pytest.warns(
+        ConfigWarning, match=r"^generator\.max_concurrency: without effect: only type=environment reads it"
+    ):
         from_mapping({**values, "generator.max_concurrency": 3})
     with pytest.raises(ConfigError, match="episodes of several turns are not played again"):
         check_plugins(from_mapping({**values, "generator.retries": 2, "generator.max_turns": 2}))

@@ -220,7 +220,7 @@ def test_what_is_unknown_or_dense_is_never_looked_at():
     [
         ({"generator.inference_engine.enable_return_routed_experts": True}, "returns routes that the policy does not"),
         ({"trainer.policy.fsdp_config.moe_enable_routing_replay": True}, "returns no routes to follow; set both"),
-        ({"trainer.ref.fsdp_config.moe_enable_routing_replay": True}, r"trainer\.ref.*routes are the policy's"),
+        ({"trainer.ref.fsdp_config.moe_enable_routing_replay": True}, r"trainer\.ref.*only the policy can follow"),
     ],
 )
 def test_both_switches_are_one_decision(changes: dict[str, bool], message: str):

@@ -347,7 +347,7 @@ def test_every_field_of_megatrons_sums_is_chosen_or_answered():
     ("override", "said"),
     [
         ("data_parallel_sharding_strategy=optim", r"data_parallel_sharding_strategy: .*choose trainer\.strategy=fsdp"),
-        ("nccl_ub=true", r"nccl_ub: .*buffers are torch's own"),
+        ("nccl_ub=true", r"nccl_ub: .*torch allocates the buffers"),
         ("num_distributed_optimizer_instances=2", r"num_distributed_optimizer_instances: .*over all data ranks"),
         (
             "pad_buckets_for_high_nccl_busbw=yes please",

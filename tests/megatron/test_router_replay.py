@@ -265,7 +265,7 @@ def test_wherever_replay_is_switched_on_the_engine_must_return_routes(key: str):
         check_plugins(from_mapping({**plain, key: True}))
     with pytest.raises(ConfigError, match="returns routes that the policy does not follow"):
         check_plugins(from_mapping({**plain, key: False, ENGINE_KEY: True}))
-    with pytest.raises(ConfigError, match=r"trainer\.ref.*routes are the policy's"):
+    with pytest.raises(ConfigError, match=r"trainer\.ref.*only the policy can follow"):
         check_plugins(from_mapping({**plain, key.replace("policy", "ref"): True}))
 
 

@@ -129,7 +129,7 @@ def _gather_reference(config: Config, mistakes: Mistakes) -> None:
 
 def _validate_reference_engine(config: Config) -> None:
     found = reference_engine_spec(config)
-    assert found is not None, "asked only for a reference in an engine"
+    assert found is not None, "called only for a reference in an engine"
     if config.temperature != 1.0:
         raise ConfigError(
             f"trainer.algorithm.temperature: got {config.temperature:g} with trainer.ref.inference_backend="
@@ -172,19 +172,19 @@ def _validate_engine(config: Config) -> None:
 
 
 def gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes if the longest response does not fit into the model's context, if the model's files state it."""
+    """Notes a longest response that does not fit into the model's context. Skipped if the model's files state none."""
     lengths: list[int | None] = []
     for sampling in (TRAINING, EVALUATION):
         key = f"{sampling}.max_generate_length"
-        # By default an evaluation's is that of training.
+        # By default, evaluation has the maximum length of training; the same mistake is noted once.
         if value_at(config, key) not in lengths and not mistakes.about(*_CONTEXT_READS, key):
             mistakes.passes(require_room_for_responses, config, sampling)
         lengths.append(value_at(config, key))
 
 
 def check_function_params(config: Config) -> None:
-    """Checks that loss and estimator have the parameters that the configuration gives for them. Imports torch if it
-    gives any.
+    """Checks that loss and estimator accept the parameters that the configuration sets for them. Imports torch if it
+    sets any.
 
     Raises ConfigError or PluginError; ConfigErrors if both loss and estimator fail.
     """
@@ -214,8 +214,8 @@ def _check_routes(config: Config) -> None:
     for name, model in (("ref", trainer.ref), ("critic", trainer.critic)):
         if follows(model.options(section)):
             raise ConfigError(
-                f"trainer.{name}.{key}: routes are the policy's, the other models choose experts by themselves; set it "
-                "for trainer.policy"
+                f"trainer.{name}.{key}: only the policy can follow an engine's routes; the other models choose experts "
+                "by themselves. Set it in trainer.policy"
             )
     if follows(trainer.policy.options(section)) != returned:
         state = "returns routes that the policy does not follow" if returned else "returns no routes to follow"
@@ -244,7 +244,7 @@ def _check_delta(config: Config) -> None:
     if config.trainer.policy.model.lora.is_sent_alone:
         raise ConfigError(
             f"{key}: got true with trainer.policy.model.lora.merge_lora=false; an adapter that is sent alone is small "
-            "and goes whole: set it to false"
+            "and is always sent in full; set it to false"
         )
     plugin = plugins.load("rl_core.inference", engine, key="generator.inference_engine.backend")
     if not (isinstance(plugin, DeltaReceiving) and plugin.receives_deltas):
@@ -262,7 +262,7 @@ def _check_loss(config: Config) -> None:
         raise (error if str(error).startswith(key) else type(error)(f"{key}: {name!r}: {error}")) from error
     if "predicted_values" in objective.reads and not getattr(objective.function, "is_pairwise", False):
         raise ConfigError(
-            f"{key}: {name!r} trains a critic, not a policy, and does so by itself with "
+            f"{key}: {name!r} trains a critic, not a policy, and is used automatically with "
             "trainer.algorithm.advantage_estimator=gae; for the policy choose e.g. regular"
         )
     if "predicted_values" in objective.reads and needs_engine(config):
@@ -283,14 +283,15 @@ def _require_pairs(config: Config) -> None:
         raise ConfigError(f"generator.n_samples_per_prompt: got {got}; {name} compares two responses; set it to 2")
     if trainer.algorithm.loss_reduction != "prompt_token_sum":
         raise ConfigError(
-            f"trainer.algorithm.loss_reduction: got {trainer.algorithm.loss_reduction}; the tokens of a pair add up to "
-            f"its loss with {name}; set it to prompt_token_sum"
+            f"trainer.algorithm.loss_reduction: got {trainer.algorithm.loss_reduction}; with {name}, "
+            "the loss of a pair is the sum over its tokens; set it to prompt_token_sum"
         )
     if trainer.policy_mini_batch_size != trainer.train_batch_size or trainer.update_epochs_per_batch != 1:
         raise ConfigError(
             f"{key}: got {trainer.policy_mini_batch_size} of trainer.train_batch_size={trainer.train_batch_size} with "
-            f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the pairs' slopes once per "
-            "batch, which is right for one optimizer step only; set both sizes to the same number, and one epoch"
+            f"update_epochs_per_batch={trainer.update_epochs_per_batch}; {name} computes the derivative of each pair's "
+            "loss once per batch, which is correct for a single optimizer step only; set both sizes to the same "
+            "number, and update_epochs_per_batch=1"
         )
 
 

@@ -26,9 +26,9 @@ from rl_core.interfaces import (
 )
 
 
-@attrs.frozen(kw_only=True, slots=False)  # a base beside a class with slots
+@attrs.frozen(kw_only=True, slots=False)  # combined below with a class with slots: only one base may have them
 class EngineKeys:
-    """Keys that contract 1 had for every engine; its own documentation says which it reads."""
+    """Keys that contract 1 had for every engine; an engine's documentation says which ones it reads."""
 
     tensor_parallel_size: int = attrs.field(default=1, validator=at_least(1))
     pipeline_parallel_size: int = attrs.field(default=1, validator=at_least(1))
@@ -50,9 +50,9 @@ class EngineKeys:
     hung_after_s: float = attrs.field(default=60.0, validator=above(0))
 
 
-@attrs.frozen(kw_only=True, slots=False)  # a base beside a class with slots
+@attrs.frozen(kw_only=True, slots=False)  # as EngineKeys
 class GeneratorKeys:
-    """Keys that contract 1 had for every generator; its own documentation says which it reads."""
+    """Keys that contract 1 had for every generator; a generator's documentation says which ones it reads."""
 
     max_concurrency: int = attrs.field(default=1024, validator=at_least(1))
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
@@ -127,8 +127,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key where contract 1 had it. Of the options of a later version's plug-in, it has
-    only those that version 1 also had."""
+    """The configuration with every key where contract 1 had it. If the other plug-in follows a later version, only
+    those of its options are included that version 1 also had."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

@@ -74,7 +74,9 @@ def correction_params(config: Config) -> dict[str, Any] | None:
         return None
     if refuses:
         reason = _why_refused(objective)
-        raise ConfigError(f"{key}: the loss {name!r} {reason} and cannot use one; leave it out, or choose another loss")
+        raise ConfigError(
+            f"{key}: the loss {name!r} {reason} and cannot use a correction; leave it out, or choose another loss"
+        )
     if params["tis_ratio_type"] is not None and objective.corrections == "unknown":
         raise ConfigError(f"{key}.tis_ratio_type: {_why_unknown(config, objective, tis_ratio_type)}")
     return params
@@ -93,7 +95,7 @@ def _why_refused(objective: Objective) -> str:
     columns = objective.required_columns
     if "rollout_logprobs" in columns:
         return "corrects by itself"
-    return "weighs no advantages" if "advantages" not in columns else "declares that it refuses corrections"
+    return "reads no advantages" if "advantages" not in columns else "declares that it refuses corrections"
 
 
 def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> str:
@@ -108,11 +110,11 @@ def _why_unknown(config: Config, objective: Objective, tis_ratio_type: str) -> s
     problem = (
         f"the loss {loss!r} chooses tokens by the advantages that the weights would scale"
         if "advantages" in objective.prepare_columns
-        else f"the loss {loss!r} does not scale with its advantages, by which weights reach a loss"
+        else f"the loss {loss!r} is not proportional to its advantages, through which the weights would be applied"
     )
     remedy = (
-        "Declare how it takes them (rl_core.algorithms.takes_corrections), set tis_ratio_type=off, which leaves only "
-        f"masks to correct by{', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
+        "Declare how it takes the weights (rl_core.algorithms.takes_corrections), set tis_ratio_type=off (then only "
+        f"masks correct){', or trainer.max_staleness=0' * is_default}, or choose another loss, e.g. regular"
     )
     return f"{value if is_default else f'got {tis_ratio_type!r}'}, and {problem}. {remedy}"
 
@@ -145,9 +147,9 @@ def needs_greedy_answers(config: Config) -> bool:
         chooses = f"dynamic_sampling.type={algorithm.dynamic_sampling.type}"
     if chooses is not None:
         raise ConfigError(
-            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} leaves out groups of equal rewards, which teach "
-            f"with advantage_estimator={algorithm.advantage_estimator} where the greedy answer has another; switch it "
-            "off, or choose an estimator that compares the samples, e.g. rloo"
+            f"trainer.algorithm.{chooses.partition('=')[0]}: {chooses} leaves out groups of equal rewards, but "
+            f"advantage_estimator={algorithm.advantage_estimator} learns from such a group if the greedy answer has "
+            "another reward; switch it off, or choose an estimator that compares the samples, e.g. rloo"
         )
     return True
 

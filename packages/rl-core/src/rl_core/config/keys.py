@@ -156,7 +156,7 @@ _QAT = "there is no quantisation-aware training"
 _MTP = "there is no multi-token prediction"
 _SIMULATED = "training is not simulated"
 _MEGATRON_FSDP = "for sharded parameters choose trainer.strategy=fsdp"
-_NCCL_BUFFERS = "buffers are torch's own, which leave the device when inference has it"
+_NCCL_BUFFERS = "torch allocates the buffers, and they leave the device while inference uses it"
 _ONE_RANK = "how sequences are split over ranks is set in the backend's own section"
 _CHUNKS = "trainer.logprobs_chunk_size limits the logits that exist at a time"
 _LOCAL_ONLY = "no engine of this version has it"
@@ -238,7 +238,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unsupported(
         "weight_bucket_bytes limits what is sent at a time", is_harmless=True
     ),
-    "generator.inference_engine.delta_weight_sync": Unsupported("set weight_sync_delta, for any transport", (None,)),
+    "generator.inference_engine.delta_weight_sync": Unsupported(
+        "set weight_sync_delta, which any transport supports", (None,)
+    ),
     "generator.inference_engine.enable_pd": Unsupported(_LOCAL_ONLY, (False,)),
     "generator.inference_engine.num_prefill": Unsupported(_LOCAL_ONLY, (0,)),
     "generator.inference_engine.language_model_only": Unsupported("only text models are supported", (False, True)),
@@ -283,7 +285,7 @@ for _model in ("policy", "ref", "critic"):
         "check_for_large_grads": Unsupported("the gradient's norm is reported and clipped instead", is_harmless=True),
         "num_distributed_optimizer_instances": Unsupported("the optimizer is split over all data ranks", (1,)),
         "reduce_scatter_with_fp32_accumulation": Unsupported("set ddp_config.grad_reduce_in_fp32=true", (False,)),
-        "fp8_param_gather": Unsupported("parameters are gathered in the dtype that is computed in", (False,)),
+        "fp8_param_gather": Unsupported("parameters are gathered in the compute dtype", (False,)),
         "reuse_grad_buf_for_mxfp8_param_ag": Unsupported("parameters are not gathered in 8 bits", (False,)),
         "use_megatron_fsdp": Unsupported(_MEGATRON_FSDP, (False,)),
         "use_custom_fsdp": Unsupported(_MEGATRON_FSDP, (False,)),
@@ -330,7 +332,7 @@ for _name, _entry_of_name in list(UNSUPPORTED.items()):
     if _name.startswith(_ENGINE) and "." not in _name.removeprefix(_ENGINE):
         UNSUPPORTED.setdefault(f"generator.{_name.removeprefix(_ENGINE)}", _entry_of_name)
 for _section in ("generator.sampling_params", "generator.eval_sampling_params"):
-    UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("those of the sampled tokens are always returned", (None, 0, 1))
+    UNSUPPORTED[f"{_section}.logprobs"] = Unsupported("log-probs of sampled tokens are always returned", (None, 0, 1))
     UNSUPPORTED[f"{_section}.repetition_penalty"] = Unsupported("no engine of this version has penalties", (1, 1.0))
     UNSUPPORTED[f"{_section}.additional_kwargs"] = Unsupported("write the sampling keys themselves", (None,))
 
@@ -402,11 +404,11 @@ def _asynchronous(path: str, given: Given, values: Mapping[str, Any]) -> list[tu
     """Handles keys whose meaning depends on the section's switch `enabled`; None: look the key up like any other."""
     is_on = values.get(f"{_ASYNC}enabled")
     if is_on is False and path != f"{_ASYNC}enabled":
-        return _dropped(path, given, f"{_ASYNC}enabled is false, and so trainer.max_staleness 0")
+        return _dropped(path, given, f"{_ASYNC}enabled is false, so trainer.max_staleness is 0")
     if is_on is True and path == f"{_ASYNC}max_staleness_steps":
         return _taken(path, "trainer.max_staleness", given)
     if is_on is True and path == f"{_ASYNC}enabled" and f"{_ASYNC}max_staleness_steps" in values:
-        return _dropped(path, given, "trainer.max_staleness says it")
+        return _dropped(path, given, "trainer.max_staleness sets it")
     return None
 
 

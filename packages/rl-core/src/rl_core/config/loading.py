@@ -146,7 +146,7 @@ def _leaf(hint: Any, given: Given, path: str, mistakes: Mistakes) -> Any:
 
 
 def _has_exponent(given: Given) -> bool:
-    """Whether a whole number was written as 1e8. Guessed from its size for a file, which does not keep the notation."""
+    """Whether a whole number was written as 1e8. A value from a file does not keep the notation; its size decides."""
     if not isinstance(given.value, float) or not given.value.is_integer():
         return False
     return given.value >= 1e6 if given.text is None else "e" in given.text.lower()

@@ -95,7 +95,7 @@ def _require_usable(cls: Any, section: Section, where: str) -> None:
     taken = [name for name in names if name in hints(section.cls)]
     if taken:
         raise PluginError(
-            f"{where}: its option {taken[0]!r} is a key of {section.path} already; rename it in {cls.__name__}"
+            f"{where}: its option {taken[0]!r} is already a key of {section.path}; rename it in {cls.__name__}"
         )
     unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
     if unset:
@@ -144,8 +144,8 @@ def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistak
 def _unclaimed(
     section: Section, chosen: str, keys: Mapping[str, Any], path: str, refusals: Sequence[Mistakes]
 ) -> Iterator[RLError]:
-    """The errors of keys that no plug-in took: none declares the key, or all that do refuse the value. Then the error
-    of the first one is yielded."""
+    """The errors of keys that no plug-in took: none declares the key, or all that do refuse the value. In the second
+    case, yields the error of the first plug-in."""
     owners: dict[str, str] = {}
     for name, cls in _classes(section, chosen):
         owners = dict.fromkeys(own_keys(cls), name) | owners
@@ -253,7 +253,7 @@ def unread_keys(config: Config) -> dict[str, str]:
     unread: dict[str, str] = {}
     for section in SECTIONS:
         for owner, options in _of_others(section.node(config)):
-            reason = f"of {section.field}={owner}, and this run has {section.field}={section.chosen(config)}"
+            reason = f"only {section.field}={owner} reads it; this run has {section.field}={section.chosen(config)}"
             unread |= {f"{section.path}.{name}": reason for name in changed_keys(options)}
     return unread
 

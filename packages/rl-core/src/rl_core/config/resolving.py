@@ -166,7 +166,7 @@ def expanded(config: Config, key: str, text: Any) -> Any:
             raise ConfigError(f"{key}: {found[0]} in {text!r} is not a key.{nearest(found[1], known_paths(Config))}")
         value = value_at(config, found[1])
         if not isinstance(value, str | int | float) or "${" in str(value):
-            raise ConfigError(f"{key}: {found[0]} in {text!r} has no plain value here: {value!r}")
+            raise ConfigError(f"{key}: {found[0]} in {text!r} has the value {value!r}; expected plain text or a number")
         return str(value)
 
     text = re.sub(r"\$\{([^}]*)\}", other, text)

@@ -127,7 +127,7 @@ def _options(section: plugin_options.Section, config: Config) -> Any:
     cls = plugin_options.options_class(section, name)
     if cls is not None and not isinstance(options, cls):
         raise ConfigError(
-            f"{section.path}: holds no {cls.__name__}, the keys of {section.field}={name}; call rl_core.config.resolve "
-            "first"
+            f"{section.path}: the options of {section.field}={name} ({cls.__name__}) are missing; call "
+            "rl_core.config.resolve first"
         )
     return options

@@ -1,4 +1,4 @@
-"""The configuration of a run: every key with its type, default and meaning. Something reads every key.
+"""The configuration of a run: every key with its type, default and meaning. No key is unused.
 
 Keys that only one plug-in reads are declared in the plug-in's options class (`backend_sections`, `plugin_options`).
 `docs/configuration.md` is generated from this file and from those classes. Where a key's text says "None: …" and names
@@ -323,7 +323,7 @@ class TrainerConfig:
     `use_sample_packing` is on."""
     gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory for about a third more computation. `selective` keeps the
-    results of matrix products and attention: hardly any computation more, and memory in between."""
+    results of matrix products and attention: little extra computation, and memory between that of false and true."""
     bf16: bool = True
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     logprobs_chunk_size: int = 1024

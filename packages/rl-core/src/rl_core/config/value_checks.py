@@ -93,7 +93,7 @@ LARGEST: dict[str, float] = {
     "generator.n_samples_per_prompt": 2**16,
     "generator.eval_n_samples_per_prompt": 2**16,
     "generator.inference_engine.weight_verification.num_tokens": 2**20,
-    # The proof's noise moves log-probs by 1.5 nats. With a limit above a ninth of that it could not detect the noise.
+    # The proof's noise moves log-probs by 1.5 nats. With a limit above a ninth of that, the proof could not detect it.
     "generator.inference_engine.weight_verification.limit": 0.16,
 }
 _LARGEST_RATE = 10.0
@@ -366,8 +366,8 @@ def _kl(config: Config) -> Iterator[ConfigError]:
     estimator = algorithm.kl_estimator_type
     if algorithm.use_kl_in_reward and estimator.endswith(("+", "_unbiased")):
         yield ConfigError(
-            f"trainer.algorithm.kl_estimator_type: {estimator} is about the gradient, "
-            f"which the KL in the reward does not have; write {estimator.removesuffix('+').removesuffix('_unbiased')}"
+            f"trainer.algorithm.kl_estimator_type: {estimator} is an estimator for gradients, "
+            f"and the KL in the reward has none; write {estimator.removesuffix('+').removesuffix('_unbiased')}"
         )
 
 
@@ -385,7 +385,7 @@ def _resume(config: Config) -> Iterator[ConfigError]:
     if (mode == "from_path") != (path is not None):
         yield ConfigError(
             f"trainer.resume_path: got {path!r} with trainer.resume_mode={mode}; "
-            "a path belongs to from_path, and from_path needs one"
+            "set both a path and resume_mode=from_path, or neither"
         )
 
 
@@ -402,8 +402,8 @@ def _reward_functions(config: Config) -> Iterator[ConfigError]:
     environment, key = config.environment, "environment.reward_functions"
     if environment.reward_functions and environment.env_class != "reward_functions":
         yield ConfigError(
-            f"{key}: they judge in place of an environment, and environment.env_class={environment.env_class} is one; "
-            "add environment.env_class=null to have the functions, or leave them out"
+            f"{key}: both reward functions and environment.env_class={environment.env_class} are set, and only one of "
+            "them can score; set environment.env_class=null to use the functions, or leave the functions out"
         )
     if environment.reward_weights and not environment.reward_functions:
         yield ConfigError(f"environment.reward_weights: there are no functions to weight; set {key}, or leave it out")
