@@ -107,7 +107,7 @@ def test_help_imports_nothing_heavy():
                 *("train", "small", "--dry-run", "trainer.algorithm.policy_loss_type=dppo"),
                 "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
             ],
-            "error: trainer.algorithm.off_policy_correction: the loss 'dppo' corrects by itself and cannot use one",
+            "error: trainer.algorithm.off_policy_correction: the loss 'dppo' corrects by itself and cannot use a",
         ),
         (["eval", "small", "data.val_data=[]"], "error: data.val_data: got no file; set e.g. data.val_data="),
     ],

@@ -23,7 +23,7 @@ def test_config_shows_values_with_their_sources(rl: Run):
     assert lines["trainer.run_dir"] == ['"runs/x"', "derived: runs/<trainer.run_name>"]
     # Its backend is of an earlier contract.
     assert '"every batch"' in out
-    assert "derived: the backend 'slim' was written for version 1" in " ".join(lines["scoring_pass"])
+    assert "derived: the backend 'slim' follows version 1" in " ".join(lines["scoring_pass"])
 
 
 def test_config_as_yaml_is_a_file_that_loads_to_the_same(rl: Run):

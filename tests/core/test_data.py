@@ -118,7 +118,7 @@ def test_prompt_and_completion_columns_are_kept(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("messages", "message"),
-    [([], "'messages' must be"), ("hi", "'messages' must be"), (CONVERSATION[2:], "nothing before the assistant's")],
+    [([], "'messages' must be"), ("hi", "'messages' must be"), (CONVERSATION[2:], "no message before the assistant's")],
 )
 def test_a_conversation_without_a_prompt_is_named(tmp_path: Path, messages: object, message: str):
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{message}"):
@@ -129,7 +129,7 @@ def test_the_prompts_column_may_have_another_name(tmp_path: Path):
     file = write_lines(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "2"})
     (row,) = read_rows([file], key="data.train_data", prompt_key="question")
     assert row.row == {"question": "1+1=", "answer": "2", "prompt": "1+1="}
-    with pytest.raises(DataError, match=r"the column 'prompt', got question, answer; data\.prompt_key"):
+    with pytest.raises(DataError, match=r"the column 'prompt', got question, answer; set data\.prompt_key"):
         read_rows([file], key="data.train_data")
 
 

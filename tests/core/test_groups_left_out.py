@@ -117,8 +117,8 @@ def test_more_failures_than_allowed_stop_the_run_with_a_checkpoint_and_are_all_w
     )
     run = ScriptedRun(tmp_path, script)
     message = (
-        r"rollout: \d+ of \d+ samples failed, of 8 that belong together \(\d+ OSError\), and "
-        r"trainer\.max_failure_rate is 0\.5; the last one: OSError: gone"
+        r"rollout: \d+ of \d+ finished samples failed \(\d+ OSError\), with 8 expected in all: more than "
+        r"trainer\.max_failure_rate=0\.5 allows; the last one: OSError: gone"
     )
     with pytest.raises(GenerationError, match=message):
         run.go()
@@ -144,7 +144,7 @@ def test_more_failures_in_an_evaluation_than_allowed_stop_the_run_and_it_is_eval
         max_failure_rate=0.5,
     )
     run = ScriptedRun(tmp_path, script)
-    with pytest.raises(GenerationError, match=r"eval: 4 of 6 samples failed, of 6 that belong together \(4 OSError\)"):
+    with pytest.raises(GenerationError, match=r"eval: 4 of 6 finished samples failed \(4 OSError\), with 6 expected"):
         run.go()
     assert run.events_of("evaluated", "row", "checkpoint") == ["row 1", "checkpoint 1"]
     assert run.reports.failed_in_evaluation == 4

@@ -283,7 +283,7 @@ def test_a_weight_sync_that_finds_no_room_is_done_again_once_there_is_some(
 
 def test_a_weight_sync_that_never_finds_room_ends_the_run_with_a_checkpoint(tmp_path: Path):
     run = ScriptedRun(tmp_path, Script(errors={"send 2": FULL}))
-    with pytest.raises(DiskFullError, match=r"disk full: weight version 2 found no room within 600 s \(.*Make room"):
+    with pytest.raises(DiskFullError, match=r"full: there was no room for weight version 2 within 600 s \(.*Make room"):
         run.go()
     assert run.events[-2:] == ["save 2", "checkpoint 2"]
 
@@ -293,7 +293,7 @@ def test_a_model_that_found_no_room_is_written_by_the_next_step(tmp_path: Path, 
     run = ScriptedRun(tmp_path, script).go()
     assert run.events_of("export") == [f"export {step}" for step in (2, 3, 4, 6)]
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000004", "step_000006"]
-    assert caplog.text.count("the run continues, and every step tries to write its own") == 2
+    assert caplog.text.count("the run continues, and each further step tries to export its own model") == 2
 
 
 @pytest.mark.parametrize("event", ["end 3", "export model"])

@@ -82,7 +82,7 @@ async def test_latest_takes_a_whole_checkpoint_whose_rows_are_lost_and_says_whic
     await write_run(tmp_path / "run", rows=range(4), checkpoints=[2, 6])
     config = config_of(tmp_path / "run", resume_mode="latest")
     assert open_run_directory(config).state.step == 6
-    assert "lacks the rows of 3 steps, 4 to 6; step_000006 is whole" in caplog.text
+    assert "lacks the rows of 3 steps, 4 to 6; step_000006 is complete" in caplog.text
     assert saved(tmp_path / "run" / "checkpoints") == ["step_000002", "step_000006"]
 
 

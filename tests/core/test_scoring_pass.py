@@ -37,14 +37,14 @@ def test_a_loss_takes_its_own_logprobs_in_the_first_step_and_later_mini_batches_
     scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
     assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, True, True)
     assert scoring.extent == "mini-batches from the second of 2"
-    assert scoring.reason == f"in the first optimizer step the old log-probs of {loss} are its own"
+    assert scoring.reason == f"the first optimizer step of {loss} computes its old log-probs itself"
 
 
 def test_one_optimizer_step_per_batch_needs_no_pass():
-    text = "none: in the first optimizer step the old log-probs of regular are its own"
+    text = "none: the first optimizer step of regular computes its old log-probs itself"
     assert str(scoring_of(ONE_STEP)) == text
     several = scoring_of(ONE_STEP | {"trainer.update_epochs_per_batch": 2})
-    assert several.reason.endswith("are its own, kept for later epochs")
+    assert several.reason.endswith("its old log-probs itself, kept for later epochs")
 
 
 def test_staleness_alone_does_not_matter_but_its_correction_does():
@@ -94,7 +94,7 @@ def test_routes_of_the_scoring_pass_keep_it():
     key = "trainer.policy.megatron_config"
     changes = {"trainer.strategy": "megatron", f"{key}.moe_enable_routing_replay": True}
     scored = scoring_of(ONE_STEP | changes | {f"{key}.moe_routing_replay_source": "scoring"})
-    assert "routes are replayed (trainer.policy.megatron_config)" in scored.reason
+    assert "replays the routes of the scoring pass (trainer.policy.megatron_config)" in scored.reason
     assert scoring_of(ONE_STEP | changes).first_is_own
     options = megatron.options_class(moe_routing_replay_source="scoring", **replay)
     assert megatron.records_routes(options)
@@ -105,7 +105,7 @@ def test_routes_of_the_scoring_pass_keep_it():
 def test_a_backend_of_an_earlier_contract_keeps_the_pass(version: int):
     scoring = scoring_of(ONE_STEP | {"trainer.strategy": f"{__name__}:of_version_{version}"})
     assert scoring.covers_batch
-    assert f"written for version {version} of its contract, and version 3 trains without" in scoring.reason
+    assert f"follows version {version} of the backend contract; from version 3 on, no scoring" in scoring.reason
 
 
 async def test_later_mini_batches_are_scored_and_the_first_gives_its_own():

@@ -35,7 +35,11 @@ def test_auto_shares_where_the_backend_can_and_micro_batches_are_packed(role: Ro
 @pytest.mark.parametrize(
     ("strategy", "trainer", "reason"),
     [
-        ("megatron", {}, r"the backend 'megatron' computes every sequence apart, or leave it at auto"),
+        (
+            "megatron",
+            {},
+            r"the backend 'megatron' computes every sequence separately; choose another, or leave it at",
+        ),
         ("fsdp", {"use_sample_packing": False}, r"the rows of a padded .*set trainer\.use_sample_packing=true"),
     ],
 )

@@ -89,21 +89,27 @@ def test_what_needs_nothing_of_other_groups_may_be_streamed(changes: dict[str, A
             r"^trainer\.critic_mini_batch_size: got 2 of",
         ),
         ({"trainer.update_epochs_per_batch": 2}, r"^trainer\.update_epochs_per_batch: got 2"),
-        ({f"{ALGORITHM}.dynamic_sampling.type": "replace"}, r"dynamic_sampling\.type: replace chooses .* Give filter"),
+        (
+            {f"{ALGORITHM}.dynamic_sampling.type": "replace"},
+            r"dynamic_sampling\.type: replace chooses .* Set it to filter",
+        ),
         ({f"{ALGORITHM}.advantage_batch_normalize": True}, r"advantage_batch_normalize: got true"),
         *(
             ({f"{ALGORITHM}.policy_loss_type": name}, rf"policy_loss_type: '{name}' needs statistics")
             for name in ("clip_cov", "kl_cov", "top_entropy")
         ),
         *(
-            ({f"{ALGORITHM}.advantage_estimator": name}, r"advantage_estimator: .* gives a group other advantages")
+            ({f"{ALGORITHM}.advantage_estimator": name}, r"advantage_estimator: with .* depend on the other groups")
             for name in (
                 *("gae", "reinforce++", "reinforce++_baseline"),
                 *(f"{__name__}:{function.__name__}" for function in (centred_over_the_batch, by_rank)),
             )
         ),
-        ({"trainer.strategy": f"{__name__}:of_version_1"}, r"^trainer\.strategy: .* version 1 .* scales no gradients"),
-        ({"trainer.strategy": f"{__name__}:with_own_losses"}, r"^trainer\.policy\.fsdp_config: asks for auxiliary"),
+        (
+            {"trainer.strategy": f"{__name__}:of_version_1"},
+            r"^trainer\.strategy: .* version 1 .* cannot scale gradients",
+        ),
+        ({"trainer.strategy": f"{__name__}:with_own_losses"}, r"^trainer\.policy\.fsdp_config: enables auxiliary"),
     ],
 )
 def test_what_would_give_another_step_is_refused_with_what_to_do(changes: dict[str, Any], message: str):

@@ -98,5 +98,5 @@ def test_with_one_turn_per_trajectory_it_is_grpo():
 
 def test_steps_that_are_out_of_order_are_refused_and_named():
     batch = batch_of([[(1, 1.0), (1, 2.0)]], [0], step_wise=True).select([1, 0])
-    with pytest.raises(ShapeError, match=r"row 1 \(trajectory 0, step 0\) stands behind trajectory 0, step 1"):
+    with pytest.raises(ShapeError, match=r"row 1 \(trajectory 0, step 0\) follows trajectory 0, step 1"):
         with_advantages(batch, turn_level_advantages, {})

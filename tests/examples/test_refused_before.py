@@ -107,7 +107,7 @@ def test_a_rows_own_environment_is_not_overridden_by_a_recipe_without_a_word(
     data = [f"data.train_data=[{file}]", "data.val_data=[]"]
     said = refused(lambda: preflight(load("gsm8k", data, tiny=True)))
     assert said.startswith("environment.env_class: 'gsm8k' is for all rows, and 8 of 8 rows name another one")
-    assert "write environment.env_class=null to play each row's own, or environment.env_class=gsm8k" in said
+    assert "write environment.env_class=null to play each row's own environment, or environment.env_class=gsm8k" in said
     assert not caplog.records
     preflight(load("gsm8k", [*data, "environment.env_class=gsm8k"], tiny=True))
     assert "8 of 8 rows name another one" in caplog.text

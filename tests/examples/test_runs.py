@@ -214,7 +214,9 @@ def test_a_run_in_which_most_samples_fail_stops_with_a_checkpoint_and_says_why(
         "trainer__eval_before_train": False,
         "trainer__eval_interval": -1,
     }
-    message = r"rollout: \d+ of \d+ samples failed.*\(\d+ ConnectionError\), and trainer\.max_failure_rate is 0\.5"
+    message = (
+        r"\d+ of \d+ finished samples failed.*\(\d+ ConnectionError\), .* more than trainer\.max_failure_rate=0\.5"
+    )
     with pytest.raises(GenerationError, match=message):
         run_training(small_run(tmp_path / "run", **changes))
     assert "a sample failed and is not used" in caplog.text

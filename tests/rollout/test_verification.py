@@ -97,7 +97,7 @@ async def test_without_an_engine_in_service_a_probe_says_so_and_a_proof_fails(tr
 
     monkeypatch.setattr(trainer.client, "score", score)
     assert await trainer.verification.probe(1) == {}
-    assert "no engine was in service: its weights are not verified" in caplog.text
+    assert "no engine was in service: the weights are not verified" in caplog.text
     with pytest.raises(WeightSyncError, match="no engine was in service to prove"):
         await trainer.verification.prove()
 

@@ -111,9 +111,9 @@ def _require_steps_in_order(batch: Batch) -> None:
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0]) + 1
         raise ShapeError(
-            f"row {row} (trajectory {int(trajectory[row])}, step {int(step[row])}) stands behind trajectory "
-            f"{int(trajectory[row - 1])}, step {int(step[row - 1])}; the steps of a trajectory lie together and "
-            "in order, trajectories in ascending order"
+            f"row {row} (trajectory {int(trajectory[row])}, step {int(step[row])}) follows trajectory "
+            f"{int(trajectory[row - 1])}, step {int(step[row - 1])}; expected each trajectory's steps together and in "
+            "order, and trajectories in ascending order"
         )
 
 

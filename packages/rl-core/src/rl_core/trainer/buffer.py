@@ -11,8 +11,8 @@ A step normally takes all its groups at once, when they are finished. When strea
 groups until it is full. The second rule also keeps places free for groups that are still being played.
 
 So d = 0 is synchronous training: all groups of a step start at its own version. With d > 0, most groups are at most d
-versions old. Younger groups may overtake slow ones until those are k versions old. A group that selection drops frees
-its place at once.
+versions old. Younger groups may overtake slow ones until the slow ones are k versions old. A group that selection drops
+frees its place at once.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ class GroupBuffer:
             return []
         chosen, spare = [], self._spare_places()
         for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
-            # The group takes a place from older groups only. The needs of itself and of younger ones are counted.
+            # Only older groups can lose a place to this group: `spare` already counts the places that this group and
+            # younger ones need.
             older = [version for version in spare if version < group.start_version]
             if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
                 break

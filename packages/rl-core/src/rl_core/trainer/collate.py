@@ -60,7 +60,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def merged(batch: Batch) -> tuple[Batch, Metrics]:
-    """The batch in which steps that continue each other are merged into one sequence, and metrics of the saving."""
+    """The batch with steps that continue each other merged into one sequence, and the fraction of tokens saved."""
     before = float(batch.num_tokens)
     batch, merge = merge_steps(batch)
     return batch, {"rollout/merged_tokens": (merge.tokens_saved * before, before)}
@@ -83,7 +83,8 @@ def _require_whole(trajectory: Trajectory) -> None:
             raise GenerationError(f"{where}, step {index}: fields differ in length: {lengths}")
         if step.routed_experts is not None and len(step.routed_experts) > len(step.tokens):
             raise GenerationError(
-                f"{where}, step {index}: routed_experts of {len(step.routed_experts)} tokens for {len(step.tokens)}"
+                f"{where}, step {index}: got routed_experts for {len(step.routed_experts)} tokens, expected at most "
+                f"{len(step.tokens)}"
             )
         if True not in step.sampled:
             raise GenerationError(f"{where}, step {index}: no token was sampled")

@@ -157,7 +157,7 @@ def _checked(row: Any, place: str, prompt_key: str) -> DataRow:
         columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise DataError(
             f"{place}: expected a row with the column {prompt_key!r}, got {columns or 'an empty row'}"
-            + ("; data.prompt_key names another one" if isinstance(row, dict) and row else "")
+            + ("; set data.prompt_key to read another column" if isinstance(row, dict) and row else "")
         )
     prompt = row[prompt_key]
     if not ((isinstance(prompt, str) and prompt != "") or _is_chat(prompt)):
@@ -212,7 +212,7 @@ def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     is_answered = plain[-1]["role"] == "assistant"
     prompt = plain[:-1] if is_answered else plain
     if not prompt:
-        raise DataError(f"{place}: 'messages' has nothing before the assistant's; a prompt is needed")
+        raise DataError(f"{place}: 'messages' has no message before the assistant's; a prompt is needed")
     return {"prompt": prompt, **({"completion": plain[-1:]} if is_answered else {}), **row}
 
 

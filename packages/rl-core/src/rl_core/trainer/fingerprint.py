@@ -51,7 +51,7 @@ _PLAYING = (
     "trainer.algorithm.dynamic_sampling.",
 )
 """Prefixes of the keys that determine how a group is played, and whether it is kept."""
-_REMEDY = "or begin a run of its own with trainer.resume_mode=none, which keeps this one beside it"
+_REMEDY = "or start a new run with trainer.resume_mode=none, which keeps the files of this one"
 
 
 def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[DataRow] | None = None) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
         if was != given:
             mistakes.add(
                 ConfigError(
-                    f"{key}: got {_shown(given)}, {checkpoint} was made with {_shown(was)}: the groups that it "
-                    f"counts would play other prompts. Set it to {_shown(was)}, {_REMEDY}"
+                    f"{key}: got {_shown(given)}, but {checkpoint} was made with {_shown(was)}: its group numbers "
+                    f"would mean other prompts. Set the key to {_shown(was)}, {_REMEDY}"
                 )
             )
     mistakes.raise_found()
@@ -128,15 +128,15 @@ def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
 
 def _other_data(checkpoint: Path, was: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ConfigError]:
     if was["sha256"] != given["sha256"]:
-        how = f"{given['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "as many rows with other content"
+        other = f"{was['num_rows']} rows" if was["num_rows"] != given["num_rows"] else "as many rows of other content"
         yield ConfigError(
-            f"data.train_data: has {how}, {checkpoint} was made with {was['num_rows']} rows: the groups that it counts "
-            f"would play other prompts. Use the same rows in the same order, {_REMEDY}"
+            f"data.train_data: has {given['num_rows']} rows, but {checkpoint} was made with {other}: its group numbers "
+            f"would mean other prompts. Use the same rows in the same order, {_REMEDY}"
         )
     elif None not in (was["num_prompts"], given["num_prompts"]) and was["num_prompts"] != given["num_prompts"]:
         yield ConfigError(
-            f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, {checkpoint} was made with "
-            f"{was['num_prompts']}: the groups that it counts would play other ones. Set the same limit (and "
+            f"trainer.max_prompt_length: leaves {given['num_prompts']} prompts, but {checkpoint} was made with "
+            f"{was['num_prompts']}: its group numbers would mean other prompts. Set the same limit (and "
             f"data.on_long_prompt), {_REMEDY}"
         )
 

@@ -347,7 +347,7 @@ class TrainingLoop:
     async def _bring_back_engines(self) -> None:
         """Runs until the run ends. An error here ends the run."""
         try:
-            with code_of("bringing back an engine: its client"):
+            with code_of("restarting an engine: the engine client"):
                 await self._engines.bring_back(lambda: self.steps_done, self._between_versions)
         except Exception as error:
             await self._buffer.fail(error)

@@ -96,8 +96,8 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
 
     Args:
         run: a resolved configuration, or one with the recipe that it comes from.
-        says_changes: whether to log what differs from the checkpoint to resume from, if that and the rows are here.
-            A run logs it itself, once they are.
+        says_changes: whether to log what differs from the checkpoint to resume from, if the checkpoint and the rows
+            exist already. A run logs this itself, later, when both exist.
 
     Returns:
         Sentences about what can only be proved when the run starts.
@@ -150,7 +150,7 @@ def _require_resumable(config: Config, now: Mapping[str, Any] | None) -> None:
 
 
 def say_changes(config: Config, now: Mapping[str, Any]) -> None:
-    """Logs what differs from the checkpoint to go on from, if there is one."""
+    """Logs what differs from the checkpoint to resume from, if there is one."""
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         warn_of_changes(checkpoint, now)
@@ -277,8 +277,11 @@ def _require_own_environment(loaded: Loaded, rows: Sequence[DataRow]) -> None:
     )
     is_users = key in loaded.chosen_keys or loaded.config.environment.reward_functions
     if loaded.recipe is not None and not is_users:
-        raise ConfigError(f"{message}. It is the recipe's: write {key}=null to play each row's own, or {key}={chosen}")
-    logger.warning("%s; theirs are not played. With %s=null each row's own is", message, key)
+        raise ConfigError(
+            f"{message}. The recipe set it: write {key}=null to play each row's own environment, or {key}={chosen} to "
+            "play it for all rows"
+        )
+    logger.warning("%s; those are not played. With %s=null, each row's own environment is played", message, key)
 
 
 def _gather_unfit_rows(config: Config, rows: Sequence[DataRow], mistakes: Mistakes) -> None:
@@ -431,6 +434,6 @@ def require_token_budget(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f"trainer.max_tokens_per_microbatch: {budget} tokens cannot hold the longest sequence, {longest} tokens "
             "(trainer.max_prompt_length + generator.sampling_params.max_generate_length) padded to "
-            f"{padded}, a multiple of the {multiple} that tensor and context ranks split it by; set it to at least "
-            f"{padded}"
+            f"{padded}, a multiple of the {multiple} parts into which tensor and context ranks split it; set the key "
+            f"to at least {padded}"
         )

@@ -41,8 +41,8 @@ def rehearsed_model(config: Config, role: Role, model: ArrangedModel) -> Rehears
     """
     if not isinstance(model.backend, Rehearser):
         raise ConfigError(
-            f"trainer.strategy: {model.backend.name} cannot be rehearsed; rl plan says what it would hold, and "
-            "trainer.strategy=fsdp can be"
+            f"trainer.strategy: the backend {model.backend.name!r} cannot rehearse a step; see its planned memory with "
+            "rl plan, or set trainer.strategy=fsdp, which can"
         )
     tokens, count = micro_batch_size(config, role, model.mesh)
     longest = int(padded_lengths([longest_sequence(config)], model.mesh.sequence_multiple)[0])

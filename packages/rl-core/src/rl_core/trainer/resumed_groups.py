@@ -42,8 +42,8 @@ def resumed_groups(
     again = set(state.finished_groups) - {one.group.group_id for one in stored}
     if again:
         logger.warning(
-            "%d of the %d finished groups in %s are played again, because settings changed by which they were played, "
-            "or by which they are young enough",
+            "%d of the %d finished groups in %s are played again, because settings changed that determine how they are "
+            "played or how old they may be",
             len(again),
             len(state.finished_groups),
             checkpoint.name,
@@ -54,7 +54,7 @@ def resumed_groups(
 def within_the_bound(
     groups: Iterable[StoredGroup], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
 ) -> tuple[StoredGroup, ...]:
-    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. These are all,
+    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. All `groups`,
     unless the batch or the bound became smaller, or fewer steps are left."""
     kept: list[StoredGroup] = []
     for stored in sorted(groups, key=lambda one: (one.group.start_version, one.group.group_id)):

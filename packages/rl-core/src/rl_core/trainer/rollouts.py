@@ -37,7 +37,7 @@ class RolloutSettings:
     max_failure_rate: float = 1.0
     """A larger fraction of failed samples stops the run."""
     samples_per_step: int = 1
-    """The fraction is of this many samples, until more have ended."""
+    """`max_failure_rate` is a fraction of this many samples, until more have ended."""
 
 
 class Rollouts:
@@ -210,8 +210,8 @@ async def generate_group(generator: Generator, request: GroupRequest) -> tuple[T
         if bool(trajectory.steps) == (trajectory.failure is not None):
             raise GenerationError(
                 f"{request.row_place}: the generator {type(generator).__name__} answered sample "
-                f"{trajectory.sample_index} with {len(trajectory.steps)} steps and failure {trajectory.failure!r}; a "
-                "trajectory has steps or says why it failed"
+                f"{trajectory.sample_index} with {len(trajectory.steps)} steps and failure {trajectory.failure!r}; "
+                "expected either steps or a failure"
             )
     return trajectories
 

@@ -39,8 +39,8 @@ _OWN_ENTRIES = re.compile(
 )
 """Names of the files that a run, its trackers and its engines write into its directory."""
 MARK = ".rl-run"
-"""The first file of every run directory, and the last one to be moved: others use the remaining names too."""
-_MARK_TEXT = "A run of rl writes this directory. Files of a run's names in it may be moved, see config.yaml.\n"
+"""The first file of every run directory, and the last one to be moved: other programs use the remaining names too."""
+_MARK_TEXT = "A run of rl writes this directory, and may move files with the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections of every configuration that a run wrote."""
 
@@ -190,9 +190,9 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
-    going_on = f"from {checkpoint.name}" if checkpoint else "without a checkpoint"
+    source = f"from {checkpoint.name}" if checkpoint else "without a checkpoint"
     for path in list_unfinished(config.ckpt_dir):
-        logger.warning("%s was left by a run that ended while it saved; it is not used, going on %s", path, going_on)
+        logger.warning("%s was left by a run that ended while it saved; it is not used; continuing %s", path, source)
         remove_unfinished(path)
     for path in list_unfinished(config.export_dir):
         remove_unfinished(path)
@@ -209,7 +209,7 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
     lost = [step for step in range(1, last + 1) if step not in there]
     if lost:
         steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, {lost[0]} to {lost[-1]}"
-        logger.warning("%s lacks the rows of %s; %s is whole, going on from it", metrics, steps, checkpoint.name)
+        logger.warning("%s lacks the rows of %s; %s is complete, continuing from it", metrics, steps, checkpoint.name)
 
 
 def require_own_files(config: Config) -> None:
@@ -232,19 +232,19 @@ def require_own_files(config: Config) -> None:
     if found := _foreign_entries(config):
         names = ", ".join(path.name for path in found)
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} is not a run directory: it holds {names}, and a run would write there or move "
-            f"that, but nothing shows that a run wrote it. Choose another directory, or move {names} elsewhere; if a "
+            f"trainer.run_dir: {run_dir} is not a run directory: it holds {names}, which a run would overwrite or "
+            f"move, but nothing shows that a run wrote this. Choose another directory, or move {names} elsewhere; if a "
             f"run did write it: touch {run_dir / MARK}"
         )
     if model is not None and Path(model).exists() and os.path.realpath(model) == os.path.realpath(config.export_dir):
         raise ConfigError(
-            f"trainer.export_path: {config.export_dir} is the model that the run starts from, which it would write "
-            "over; choose another directory"
+            f"trainer.export_path: {config.export_dir} is the model that the run starts from; the run would "
+            "overwrite it. Choose another directory"
         )
 
 
 def _foreign_entries(config: Config) -> list[Path]:
-    """What has the name of a run's file in a directory that is no run; without what this run is going to read."""
+    """Entries with names of a run's files in a directory that no run wrote, except those that this run will read."""
     run_dir = config.run_dir.absolute()
     ckpt_dir = config.ckpt_dir.absolute()
     has_checkpoint = run_dir in ckpt_dir.parents and bool(complete_checkpoints(ckpt_dir))
@@ -256,7 +256,7 @@ def _foreign_entries(config: Config) -> list[Path]:
 def _is_run(run_dir: Path) -> bool:
     if (run_dir / MARK).exists() or complete_checkpoints(run_dir / "checkpoints"):
         return True
-    # Of a version that made no mark. It opened both files at once, after it had written its configuration.
+    # A version that made no mark opened both files at once, after it had written its configuration.
     if not all((run_dir / name).exists() for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME)):
         return False
     try:
@@ -267,7 +267,7 @@ def _is_run(run_dir: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """An empty directory, or one where a checkpoint was being fetched, or its first one saved."""
+    """Whether the directory is empty, or has only a checkpoint that was being fetched or saved."""
     return path.is_dir() and set(path.iterdir()) <= set(list_unfinished(path))
 
 
@@ -330,13 +330,13 @@ def _move_run(run_dir: Path, own: list[Path], aside: Path) -> None:
 def _say_moved(config: Config, aside: Path) -> None:
     if config.trainer.resume_mode == "latest":
         logger.warning(
-            "trainer.resume_mode=latest: no checkpoint to go on from in %s, so this run starts from the beginning; "
+            "trainer.resume_mode=latest: no checkpoint to resume from in %s, so this run starts from the beginning; "
             "the earlier run was moved to %s",
             config.ckpt_dir,
             aside,
         )
     else:
-        logger.info("this is a run of its own; the earlier one was moved to %s", aside)
+        logger.info("this is a new run; the earlier one was moved to %s", aside)
 
 
 def _write_config(config: Config, *, is_continued: bool) -> None:

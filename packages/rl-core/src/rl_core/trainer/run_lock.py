@@ -213,7 +213,7 @@ def _require_dead(config: Config, key: str, path: Path, descriptor: int, *, has_
         raise _in_use(config, key, path, holder)
     _dead.add((path, holder))
     logger.warning(
-        "%s: process %d on %s, started %s, left %s and shows no sign of life; this run takes its lock over",
+        "%s: process %d on %s, started %s, left %s and shows no sign of life; this run takes over its lock",
         key,
         holder.pid,
         holder.host,
@@ -265,7 +265,7 @@ def _signs_of_life(descriptors: Iterable[int]) -> Iterator[None]:
 
 
 def _in_use(config: Config, key: str, path: Path, holder: Holder | None) -> ConfigError:
-    who = f"process {holder.pid} on {holder.host}, started {holder.started}," if holder else "a process yet unknown"
+    who = f"process {holder.pid} on {holder.host}, started {holder.started}," if holder else "an unknown process"
     other = f"trainer.run_name or {key}" if key == "trainer.run_dir" else key
     is_here = holder is not None and holder.host == socket.gethostname()
     if_gone = "" if is_here else f"; if that machine is gone for good, remove {path}"

@@ -40,7 +40,8 @@ class CheckpointSaver:
 
     consumes     states of the run (`save`)
     produces     complete checkpoints, each reported to `on_complete`
-    waits for    the ranks: `save` for their files or, in the background, their copies and the save before; `finish`
+    waits for    the ranks: `save` until their files are written or, in the background, until the previous save is
+                 complete and the state is copied; `finish` until the last save is complete
     unblocked by the ranks, an error of one of them, or the deadline
     """
 
@@ -75,7 +76,7 @@ class CheckpointSaver:
 
     async def save(self, state: RunState, finished: Sequence[StoredGroup] = ()) -> None:
         """Writes the checkpoint of `state.step`, or starts to write it in the background. Raises the error of the
-        previous save, but not that the disk is full."""
+        previous background save, unless that was a full disk."""
         await self._wait()
         self._full = None
         partial = partial_path(self._root, state.step)
@@ -107,7 +108,8 @@ class CheckpointSaver:
                 raise
             remove_unfinished(partial)
             logger.warning(
-                "disk full: %s was not written (%s); the run continues, and every step tries to write its own",
+                "disk full: %s was not written (%s); the run continues, and each further step tries to export its own "
+                "model until one is written",
                 directory,
                 error,
             )
@@ -126,8 +128,8 @@ class CheckpointSaver:
                 await self._copy()
 
     async def finish(self) -> None:
-        """Waits for the background checkpoint. Raises its error, DeadlineError, and DiskFullError if the disk was too
-        full for the last one."""
+        """Waits for the background checkpoint. Raises its error, DeadlineError, or DiskFullError if the disk was too
+        full for the last checkpoint."""
         await self._wait()
         if self._full is not None:
             raise DiskFullError(
@@ -147,7 +149,8 @@ class CheckpointSaver:
             if clock() > self._deadline:
                 raise DeadlineError(
                     f"{self._partial}: waited {self._timeout_s:g} s (trainer.worker_timeout_s) for the ranks to write "
-                    "this checkpoint in the background; the one before it is complete. Is the storage too slow or full?"
+                    "this checkpoint in the background; the previous checkpoint is complete. Is the storage too slow "
+                    "or full?"
                 )
             await asyncio.sleep(_POLL_S)
 

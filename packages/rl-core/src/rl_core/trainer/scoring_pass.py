@@ -1,9 +1,9 @@
 """Decides, from the configuration, which scores of the policy a step computes before its first optimizer step.
 
-`old_logprobs` are log-probs under the weights at the start of the update, whichever weights sampled. A batch's first
-optimizer step computes the same log-probs anyway, so its loss uses its own, detached (`LossSpec.old_is_current`), and
-needs no scoring pass. Later mini-batches are trained with other weights, so they are scored beforehand. Later epochs
-over the first mini-batch reuse the log-probs of its first step.
+`old_logprobs` are log-probs under the weights at the start of the update, no matter which weights sampled the tokens. A
+batch's first optimizer step computes the same log-probs anyway, so its loss uses its own log-probs, detached
+(`LossSpec.old_is_current`), and needs no scoring pass. Later mini-batches are trained with other weights, so they are
+scored beforehand. Later epochs over the first mini-batch reuse the log-probs of its first step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _extent(config: Config) -> str:
 
 def _why_less(config: Config, loss: LossSpec) -> str:
     kept = ", kept for later epochs" if config.trainer.update_epochs_per_batch > 1 else ""
-    return f"in the first optimizer step the old log-probs of {loss.name} are its own{kept}"
+    return f"the first optimizer step of {loss.name} computes its old log-probs itself{kept}"
 
 
 def _reader(
@@ -97,17 +97,17 @@ def _reader(
     """What reads the policy's scores before the first optimizer step, as readable text; None: nothing."""
     algorithm, name = config.trainer.algorithm, config.trainer.algorithm.policy_loss_type
     if algorithm.use_kl_in_reward:
-        return "the KL in the reward reads it (trainer.algorithm.use_kl_in_reward)"
+        return "the KL in the reward reads the scores (trainer.algorithm.use_kl_in_reward)"
     if is_corrected:
-        return "the off-policy correction reads it (trainer.algorithm.off_policy_correction)"
+        return "the off-policy correction reads the scores (trainer.algorithm.off_policy_correction)"
     if estimator is not None and "old_logprobs_T" in positional_parameters(estimator):
-        return f"the advantages read it (advantage_estimator={algorithm.advantage_estimator})"
+        return f"the advantage estimator reads the scores (advantage_estimator={algorithm.advantage_estimator})"
     # With a critic, `values` are the critic's. Without one, they come from a policy with a value head.
     of_policy = {"old_entropies"} if needs_critic(config) else {"old_entropies", "values"}
     if columns & of_policy or "old_logprobs" in prepare_columns:
-        return f"the loss reads it of the whole mini-batch (policy_loss_type={name})"
+        return f"the loss reads the scores of the whole mini-batch (policy_loss_type={name})"
     if config.trainer.log_sample_logprobs:
-        return "samples are written with it (trainer.log_sample_logprobs)"
+        return "samples are written with the scores (trainer.log_sample_logprobs)"
     return None
 
 
@@ -115,11 +115,11 @@ def _of_backend(config: Config, backend: Backend, *, compares: bool, samples: bo
     """Why the backend cannot train without the pass, as readable text; None: it can."""
     options = config.trainer.policy.options(backend.config_section)
     if isinstance(backend, RouteRecording) and backend.records_routes(options):
-        return f"its routes are replayed (trainer.policy.{backend.config_section})"
+        return f"training replays the routes of the scoring pass (trainer.policy.{backend.config_section})"
     needed = OWN_VERSION if compares else RETURNS_VERSION if samples else 1
     if backend.contract_version < needed:
         return (
-            f"the backend {backend.name!r} was written for version {backend.contract_version} of its contract, and "
-            f"version {needed} trains without (docs/plugins.md#contract-versions)"
+            f"the backend {backend.name!r} follows version {backend.contract_version} of the backend contract; from "
+            f"version {needed} on, no scoring pass is needed (docs/plugins.md#contract-versions)"
         )
     return None

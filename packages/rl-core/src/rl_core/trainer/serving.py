@@ -34,9 +34,10 @@ _MOST_ENGINES = 32
 """Largest number of engines that have their own idle metric."""
 _ROOM_S, _ROOM_POLL_S = 600.0, 5.0
 """Seconds that a weight sync waits for space on a full disk, and seconds between tries."""
-_MAKE_ROOM = "Make room there, or start the run with TMPDIR=… in which there is more"
+_MAKE_ROOM = "Make room there, or start the run with TMPDIR set to a directory that has more space"
 _MOST_LOST = 3
-"""Largest number of tries to publish a version if an engine is lost in each: the sync itself may kill them."""
+"""Largest number of tries to publish a version if an engine is lost in each. Limited because the sync itself
+may be what ends the engines."""
 
 
 @attrs.frozen(kw_only=True)
@@ -236,7 +237,8 @@ class ServedEngines:
         """Waits some seconds for disk space while the engines are paused. Raises DiskFullError if `is_late`."""
         if is_late:
             raise DiskFullError(
-                f"disk full: weight version {self._version} found no room within {_ROOM_S:g} s ({error}). {_MAKE_ROOM}"
+                f"disk full: there was no room for weight version {self._version} within {_ROOM_S:g} s ({error}). "
+                f"{_MAKE_ROOM}"
             ) from error
         told = "disk full: weight version %d is sent again in %g s (%s). %s"
         logger.warning(told, self._version, _ROOM_POLL_S, error, _MAKE_ROOM)

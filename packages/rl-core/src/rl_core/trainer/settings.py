@@ -97,9 +97,9 @@ def _shares_prefixes(config: Config, backend: Backend, options: Any) -> bool:
         return False
     reason = None
     if not config.trainer.use_sample_packing:
-        reason = "the rows of a padded micro-batch are computed apart: set trainer.use_sample_packing=true"
+        reason = "the rows of a padded micro-batch are computed separately; set trainer.use_sample_packing=true"
     elif not (isinstance(backend, PrefixSharing) and backend.shares_prefixes(options)):
-        reason = f"the backend {backend.name!r} computes every sequence apart"
+        reason = f"the backend {backend.name!r} computes every sequence separately; choose another"
     if asked is True and reason is not None:
         raise ConfigError(f"trainer.share_prefixes: {reason}, or leave it at auto")
     return reason is None

@@ -60,7 +60,8 @@ def _require_nothing_lost(batch: Batch, merge: PrefixMerge) -> None:
             row = int(batch.sequence_index[token])
             raise DataError(
                 f"row {row} (trajectory {int(batch['trajectory_id'][row])}): {name} is not zero at token "
-                f"{token - int(batch.offsets[row])}, which is prompt there and belongs to an earlier step: put it there"
+                f"{token - int(batch.offsets[row])}, a prompt token that belongs to an earlier step; set the value in "
+                "that step"
             )
 
 

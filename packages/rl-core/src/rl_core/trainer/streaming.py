@@ -1,4 +1,4 @@
-"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those whose step does not change.
+"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those that get the same steps.
 
 Advantages, masks and undivided loss weights of a part must not depend on the step's other groups. Settings are checked
 directly. Functions are tried on made-up groups, once with all groups together and once with each group alone.
@@ -50,8 +50,8 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
     trainer, algorithm, placement = config.trainer, config.trainer.algorithm, config.trainer.placement
     if not needs_engine(config):
         yield ConfigError(
-            f"{_KEY}: got true with generator.type={config.generator.type}, whose responses are the rows' own; there "
-            "is no sampling to train beside, so leave it out"
+            f"{_KEY}: got true with generator.type={config.generator.type}, which reads responses from the rows; there "
+            "is no sampling that training could overlap with, so leave it out"
         )
     if placement.colocate_all:
         yield ConfigError(
@@ -60,8 +60,8 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
         )
     if placement.colocate_policy_ref and needs_reference(config) and trainer.ref.inference_backend is None:
         yield ConfigError(
-            f"trainer.placement.colocate_policy_ref: got true with {_KEY}=true; policy and reference would leave their "
-            f"devices to each other for every part of a step. Set colocate_policy_ref=false, or {_KEY}=false"
+            f"trainer.placement.colocate_policy_ref: got true with {_KEY}=true; policy and reference would take turns "
+            f"on their devices for every part of a step. Set colocate_policy_ref=false, or {_KEY}=false"
         )
     sizes = {"trainer.policy_mini_batch_size": trainer.policy_mini_batch_size}
     if update.critic is not None:
@@ -70,28 +70,29 @@ def _unfit_keys(config: Config, update: UpdateSettings) -> Iterator[ConfigError]
         if size != trainer.train_batch_size:
             yield ConfigError(
                 f"{key}: got {size} of trainer.train_batch_size={trainer.train_batch_size} with {_KEY}=true; the first "
-                f"of several optimizer steps would train on the groups that finish first, which are not like the "
-                f"others. Give both the same number, or {_KEY}=false"
+                f"of several optimizer steps would train on the groups that finish first, which are a biased sample. "
+                f"Set both to the same number, or {_KEY}=false"
             )
     if trainer.update_epochs_per_batch != 1:
         yield ConfigError(
             f"trainer.update_epochs_per_batch: got {trainer.update_epochs_per_batch} with {_KEY}=true, which takes one "
-            f"optimizer step per batch. Give 1, or {_KEY}=false"
+            f"optimizer step per batch. Set it to 1, or {_KEY}=false"
         )
     if algorithm.dynamic_sampling.type == "replace":
         yield ConfigError(
-            f"trainer.algorithm.dynamic_sampling.type: replace chooses among all groups of a batch, and {_KEY}=true "
-            f"trains on the first before the last are there. Give filter, or {_KEY}=false"
+            f"trainer.algorithm.dynamic_sampling.type: replace chooses among all groups of a batch, but {_KEY}=true "
+            f"trains on the first groups before the last have finished. Set it to filter, or {_KEY}=false"
         )
     if algorithm.advantage_batch_normalize:
         yield ConfigError(
             f"trainer.algorithm.advantage_batch_normalize: got true with {_KEY}=true; mean and deviation of a batch "
-            f"are known when all its groups are there. Set it to false, or {_KEY}=false"
+            f"are known only when all of its groups have finished. Set it to false, or {_KEY}=false"
         )
     if hasattr(objective_from_spec(update.policy.loss).function, "prepare"):
         yield ConfigError(
             f"trainer.algorithm.policy_loss_type: {algorithm.policy_loss_type!r} needs statistics of the whole "
-            f"mini-batch before its gradient, which {_KEY}=true begins without. Choose e.g. regular, or {_KEY}=false"
+            f"mini-batch before its gradient, but {_KEY}=true computes gradients before all groups have finished. "
+            f"Choose e.g. regular, or {_KEY}=false"
         )
 
 
@@ -99,15 +100,15 @@ def _unfit_backend(config: Config) -> Iterator[ConfigError]:
     backend: Backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
     if backend.contract_version < _SCALE_VERSION:
         yield ConfigError(
-            f"trainer.strategy: the backend {backend.name!r} was written for version {backend.contract_version} of its "
-            f"contract and scales no gradients, as {_KEY}=true needs (docs/plugins.md#contract-versions). Choose "
-            f"another, or {_KEY}=false"
+            f"trainer.strategy: the backend {backend.name!r} follows version {backend.contract_version} of the backend "
+            f"contract and cannot scale gradients; {_KEY}=true needs version {_SCALE_VERSION} "
+            f"(docs/plugins.md#contract-versions). Choose another backend, or set {_KEY}=false"
         )
     section = backend.config_section
     if isinstance(backend, OwnLosses) and backend.has_own_losses(config.trainer.policy.options(section)):
         yield ConfigError(
-            f"trainer.policy.{section}: asks for auxiliary losses, whose weight is that of a whole mini-batch, and "
-            f"{_KEY}=true gives its parts one by one. Switch them off, or {_KEY}=false"
+            f"trainer.policy.{section}: enables auxiliary losses, which are weighted over a whole mini-batch, but "
+            f"{_KEY}=true computes them part by part. Switch the losses off, or set {_KEY}=false"
         )
 
 
@@ -116,14 +117,14 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
     estimation = attrs.evolve(update, kl_in_reward=None, correction_params=None)
     name = config.trainer.algorithm.advantage_estimator
     for what, settings in (
-        (f"trainer.algorithm.advantage_estimator: {name!r} gives a group", estimation),
-        ("trainer.algorithm: KL in the reward or off-policy correction give a group", update),
+        (f"trainer.algorithm.advantage_estimator: with {name!r}", estimation),
+        ("trainer.algorithm: with KL in the reward or off-policy correction", update),
     ):
         if difference := difference_alone(settings, num_samples=config.generator.n_samples_per_prompt):
             yield ConfigError(
-                f"{what} other advantages or weights beside other groups than alone (by {difference:.2g}), and "
-                f"{_KEY}=true has not all of them when it begins. Switch its normalisation over the batch off, choose "
-                f"another, e.g. grpo, or {_KEY}=false"
+                f"{what}, a group's advantages or weights depend on the other groups of the batch (they differ by "
+                f"{difference:.2g} if the group is alone), but {_KEY}=true starts before all groups have finished. "
+                f"Switch off normalisation over the batch, choose another estimator, e.g. grpo, or set {_KEY}=false"
             )
             return
 

@@ -101,7 +101,7 @@ class WeightVerification:
             WeightSyncError: an engine computes with another tensor than the trainer. The message says in which phase.
         """
         if not await self._policy.is_perturbable():
-            logger.warning("the training backend cannot perturb its weights: that each tensor arrives is not proved")
+            logger.warning("the training backend cannot perturb its weights: it is not proved that each tensor arrives")
             return
         try:
             moved = await self._perturb()
@@ -178,7 +178,7 @@ class WeightVerification:
         limit = num_limits * self._limit(trainer_T)
         scores = await self._client.score(self._sequences)
         if not scores:
-            logger.warning("after %s, no engine was in service: its weights are not verified", what)
+            logger.warning("after %s, no engine was in service: the weights are not verified", what)
             return {}
         worst = {"weight_sync/logprob_diff_mean": 0.0, "weight_sync/logprob_diff_max": 0.0}
         for engine, logprobs in scores.items():
