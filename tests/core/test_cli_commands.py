@@ -345,7 +345,7 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
     assert "no checkpoint yet; to start again:\n  rl train 'my run/config.yaml'\n" in interrupted()
     state = RunState(step=7, next_group=1, restart_groups=(), kl_coef=0.0, nonfinite_steps=0)
     complete_checkpoint(begin_checkpoint(Path("my run/checkpoints"), state))
-    going_on = "to go on from step_000007:\n  rl train 'my run/config.yaml' trainer.resume_mode=latest\n"
+    going_on = "to resume from step_000007:\n  rl train 'my run/config.yaml' trainer.resume_mode=latest\n"
     assert going_on in interrupted()
 
 

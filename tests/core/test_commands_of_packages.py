@@ -83,10 +83,13 @@ def test_a_command_of_a_package_runs_like_a_built_in_one(rl: Run):
     [
         (
             "half",
-            "error: rl half: of half 1.0 (half:command) could not be imported: ModuleNotFoundError: No module named",
+            "error: rl half: the command of half 1.0 (half:command) could not be imported: ModuleNotFoundError: No",
         ),
-        ("noclick", "error: rl noclick: of noclick 1.0 (noclick:run) is of type function; expected a click command"),
-        ("twin", "error: rl twin: brought by twin-a 1.0 and twin-b 1.0; exactly one can bring it"),
+        (
+            "noclick",
+            "error: rl noclick: the command of noclick 1.0 (noclick:run) is of type function; expected a click command",
+        ),
+        ("twin", "error: rl twin: provided by twin-a 1.0 and twin-b 1.0; expected exactly one package"),
     ],
 )
 def test_a_command_that_cannot_run_is_one_error_when_it_is_called(rl: Run, name: str, message: str):
@@ -106,6 +109,6 @@ def test_the_list_of_plug_ins_says_which_commands_cannot_run(rl: Run):
     _, out, _ = rl("plugins")
     shown = {line.split()[0]: line for line in out.partition("commands (rl_core.commands)")[2].splitlines()[1:]}
     assert shown["count"].split() == ["count", "counting", "1.0", "counting:count", "Counts", "what", "is", "there."]
-    assert "BROKEN: rl half: of half 1.0 (half:command) could not be imported" in shown["half"]
-    assert "BROKEN: rl noclick: of noclick 1.0" in shown["noclick"]
+    assert "BROKEN: rl half: the command of half 1.0 (half:command) could not be imported" in shown["half"]
+    assert "BROKEN: rl noclick: the command of noclick 1.0" in shown["noclick"]
     assert "'train' of proud 1.0 is refused: `rl train` is built in" in shown["train"]

@@ -106,7 +106,7 @@ def test_longer_sequences_are_planned_up_to_the_one_that_does_not_fit(tmp_path: 
     monkeypatch.chdir(tmp_path)
     result = run("plan", "qwen2_5_7b", "--gpu-memory", "40", "--context", "131072")
     assert isinstance(result.exception, ConfigError)
-    table = result.output.rpartition("by tokens of a sequence")[2]
+    table = result.output.rpartition("by sequence length in tokens")[2]
     rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
     swept = {int(row[1].replace(",", "")): row[-2] for row in rows}
     assert list(swept) == [1536, 3072, 6144, 12288, 24576, 49152, 98304, 131072]

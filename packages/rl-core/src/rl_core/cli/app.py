@@ -106,7 +106,7 @@ def _configured(command: _Command) -> _Command:
 @_configured
 @click.option("--dry-run", is_flag=True, help="Check everything that can be checked without starting anything.")
 def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) -> int:
-    """Train, or go on where a run stopped."""
+    """Train, or resume a run that was stopped."""
     from rl_core.cli import runs
 
     started = time.perf_counter()
@@ -193,7 +193,8 @@ def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
 @click.argument("name")
 @click.option("--public", is_flag=True, help="Create the repository as public. Default: private.")
 def push(run: Path, name: str, public: bool) -> None:
-    """Upload the model of RUN, a run's directory or a model's, to the Hugging Face hub as NAME, e.g. me/my-model."""
+    """Upload the model in RUN (a run directory or a model directory) to the Hugging Face hub as NAME, e.g.
+    me/my-model."""
     from rl_core.cli.pushing import push_run
 
     _log_to_stderr()

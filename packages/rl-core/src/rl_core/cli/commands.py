@@ -56,8 +56,8 @@ def load(name: str, found: tuple[EntryPoint, ...] | None = None) -> click.Comman
     is not a click command."""
     found = _installed().get(name, ()) if found is None else found
     if len(found) != 1:
-        raise PluginError(f"rl {name}: brought by {_packages(found) or 'no package'}; exactly one can bring it")
-    where = f"rl {name}: of {_packages(found)} ({found[0].value})"
+        raise PluginError(f"rl {name}: provided by {_packages(found) or 'no package'}; expected exactly one package")
+    where = f"rl {name}: the command of {_packages(found)} ({found[0].value})"
     try:
         command = found[0].load()
     except Exception as error:
@@ -72,8 +72,8 @@ def refusal(group: click.Group, name: str) -> str | None:
     if name not in group.commands:
         return None
     return (
-        f"{name!r} of {_packages(_installed()[name])} is refused: `rl {name}` is built in. Its package must give it "
-        "another name."
+        f"{name!r} of {_packages(_installed()[name])} is refused: `rl {name}` is built in. The package must choose "
+        "another name for its command."
     )
 
 

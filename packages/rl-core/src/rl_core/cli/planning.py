@@ -57,7 +57,7 @@ def show_plan(
         console.print(_title(config, model, planned), soft_wrap=True)
         console.print(_ranks_table(planned.ranks))
         if left_to_prove is not None:
-            console.print(f"that it is computed as by transformers is proved at the start ({left_to_prove})")
+            console.print(f"not proved yet: the run compares it with transformers when it starts ({left_to_prove})")
     console.print(_phases_table(plans[0].peaks))
     console.print(_engine_line(config, engine, plans[0].served), soft_wrap=True)
     if context is not None:
@@ -181,7 +181,7 @@ def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
 
 
 def _phases_table(found: Sequence[Peak]) -> Table:
-    table = Table(title="memory at its fullest: of one device, and of one machine")
+    table = Table(title="peak memory of one device and of one machine")
     for name in ("devices", "phase", "of a device"):
         table.add_column(name)
     for name in ("device", "machine"):
@@ -195,7 +195,7 @@ def _phases_table(found: Sequence[Peak]) -> Table:
 def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | None) -> str:
     chosen = config.generator.inference_engine
     if engine is None or served is None:
-        return f"engine: {chosen.backend} does not say what it would hold"
+        return f"engine: {chosen.backend} cannot plan its memory"
     return (
         f"engine: {chosen.backend}, {chosen.num_engines} × {engine.num_devices} devices; keys and values of "
         f"{served.tokens:,} tokens fit at once, {served.sequences} sequences of {served.context:,}"
@@ -203,7 +203,7 @@ def _engine_line(config: Config, engine: EnginePlan | None, served: Serving | No
 
 
 def _contexts_table(plans: Sequence[_Plan]) -> Table:
-    table = Table(title="by tokens of a sequence")
+    table = Table(title="by sequence length in tokens")
     for name in ("tokens", "activations", "device", "machine", "sequences at once"):
         table.add_column(name, justify="right")
     for name in ("fullest phase", "fits"):

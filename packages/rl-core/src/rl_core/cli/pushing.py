@@ -24,7 +24,7 @@ def model_of(run: Path) -> Path:
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
             return directory
     saved = sorted(path for path in (run / "model").glob("step_*") if (path / "config.json").is_file())
-    remedy = f"it has one of a step: rl push {saved[-1]} NAME" if saved else "a run writes one when it has ended"
+    remedy = f"it has the model of a step: rl push {saved[-1]} NAME" if saved else "a run writes it when it ends"
     raise ConfigError(
         f"rl push: {run} has no model (config.json and *.safetensors, there or in {run / 'model'}); {remedy}. Where "
         "trainer.export_path was set, use that directory"

@@ -44,7 +44,7 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
 def _table(rehearsed: RehearsedModel, planned: ModelOnRanks) -> Table:
     from rl_core.trainer.rehearsed_run import planned_phase
 
-    table = Table(title="GiB of the rank's device at the fullest moment, and 10^12 operations")
+    table = Table(title="peak memory of the rank's device in GiB, and 10^12 operations")
     table.add_column("phase")
     for name in (*_PARTS, "total", "operations"):
         table.add_column(name, justify="right")
@@ -55,7 +55,7 @@ def _table(rehearsed: RehearsedModel, planned: ModelOnRanks) -> Table:
             sizes = [*(parts.get(name, 0) for name in _PARTS), sum(parts.values())]
             table.add_row(label, *_gib(sizes), operations)
         off = sum(expected.values()) / sum(phase.parts.values()) - 1
-        table.add_row("  the plan is", *[""] * len(_PARTS), f"{off:+.1%}", "")
+        table.add_row("  plan differs by", *[""] * len(_PARTS), f"{off:+.1%}", "")
     return table
 
 

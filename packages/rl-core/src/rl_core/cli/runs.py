@@ -107,7 +107,7 @@ def _resume_command(loaded: configuration.Loaded) -> str:
     if not checkpoints:
         return f"it has no checkpoint yet; to start again:\n  {command}"
     no_path = " trainer.resume_path=null" if config.trainer.resume_path is not None else ""
-    return f"to go on from {checkpoints[-1].name}:\n  {command} trainer.resume_mode=latest{no_path}"
+    return f"to resume from {checkpoints[-1].name}:\n  {command} trainer.resume_mode=latest{no_path}"
 
 
 def _show_summary(summary: RunSummary) -> None:
