@@ -81,12 +81,12 @@ _PLANS = (
     ),
     _Plan(
         title="Clipped",
-        about="Part of the tokens whose ratio was clipped.",
+        about="Fraction of the tokens whose ratio was clipped.",
         curves={"policy/clip_fraction": "part"},
     ),
     _Plan(
         title="Critic",
-        about="Part of the returns' variance that the critic explains; 0 knows no more than their mean.",
+        about="Fraction of the returns' variance that the critic explains; 0: no better than predicting their mean.",
         curves={"critic/explained_variance": "explained"},
     ),
 )
@@ -162,7 +162,10 @@ def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
         series = _series(rows, {f"environment/{name}": "training", f"eval/{name}": "held out"})
         about = "Measured by the environment."
         if not points_of(rows, "eval/reward"):
-            series, about = _series(rows, {f"policy/{name}": "training", f"eval/{name}": "held out"}), "Of the loss."
+            series, about = (
+                _series(rows, {f"policy/{name}": "training", f"eval/{name}": "held out"}),
+                "From the loss.",
+            )
         if series:
             charts.append(_line_chart(name.replace("_", " "), about, series))
     return charts[:_MAX_ENVIRONMENT_CHARTS]
@@ -173,7 +176,7 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
     charts = []
     staleness = {"rollout/staleness_max": "oldest", "rollout/staleness_mean": "mean"}
     if any(values_of(points_of(rows, "rollout/staleness_max"))):
-        about = "Versions by which a group's start lies behind the version that is trained."
+        about = "Number of weight versions between the start of a group and the version that it trains."
         charts.append(_line_chart("Staleness", about, _series(rows, staleness)))
     waits = {"time/generate": "training", "time/generation_idle": "generation"}
     timed = [row for row in rows if row.get("time/step") and all(row.get(name) is not None for name in waits)]
@@ -182,7 +185,7 @@ def _overlap_charts(rows: Sequence[Row]) -> list[Chart]:
             Series(label=label, points=[(row["step"], row[name] / row["time/step"]) for row in timed], color=color)
             for color, (name, label) in enumerate(waits.items(), start=1)
         ]
-        about = "Part of a step in which training waited for groups, and in which no group was played."
+        about = "Fraction of a step in which training waited for groups, and in which no group was played."
         charts.append(_line_chart("Idle", about, series, in_percent=True))
     return charts
 
@@ -201,7 +204,7 @@ def _time_chart(rows: Sequence[Row]) -> Chart | None:
     title = "Time per phase"
     return Chart(
         title=title,
-        about="Seconds per step; the legend has each phase's part of the whole.",
+        about="Seconds per step; the legend has each phase's share.",
         legend=[(one.color, one.label, percent(total / whole)) for one, total in zip(layers, totals, strict=True)],
         svg=Markup(stacked_chart(title, layers)),
     )

@@ -47,7 +47,7 @@ class Sample:
     turns: Sequence[Mapping[str, Any]] | None = None
     """For an episode of several turns: `response`, `observation`, `reward`, `stop_reason` of each turn."""
     tokens: Sequence[Sequence[int]] | None = None
-    """On request: one list per sequence as which the trajectory was trained, including prompts and observations."""
+    """On request: one list for each sequence that was trained on, including prompts and observations."""
     rollout_logprobs: Sequence[Sequence[float]] | None = None
     """On request, aligned with `tokens`: log-probs of the engine, 0.0 for tokens that the policy did not sample."""
     trainer_logprobs: Sequence[Sequence[float]] | None = None
@@ -102,7 +102,7 @@ def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
 
 
 class SamplesWriter:
-    """Appends to a file of samples. Drops rows of `first_step` and later that the resumed run left."""
+    """Appends to a file of samples. Drops the rows that the earlier run wrote for `first_step` and later steps."""
 
     def __init__(self, path: Path, *, first_step: int, evaluates_again: bool = False) -> None:
         """
