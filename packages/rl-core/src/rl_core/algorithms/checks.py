@@ -63,7 +63,7 @@ def require_ordered(sequence_T: Tensor) -> None:
         t = int(falls_T.nonzero()[0]) + 1
         raise ShapeError(
             f"sequence_T falls from {int(sequence_T[t - 1])} to {int(sequence_T[t])} at token {t}; "
-            "the tokens of a sequence lie together, sequences in ascending order"
+            "expected the tokens of each sequence together, and sequences in ascending order"
         )
 
 

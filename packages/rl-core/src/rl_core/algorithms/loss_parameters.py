@@ -21,7 +21,9 @@ def require_loss_parameters(function: Callable[..., Any]) -> None:
     parameters = positional_with_defaults(function, name)
     prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
     if prepare is None and (made := [parameter for parameter in parameters if parameter.startswith("x_")]):
-        raise PluginError(f"{name} reads {made[0]!r}, which a `prepare` function makes: decorate it with prepared_by")
+        raise PluginError(
+            f"{name} reads {made[0]!r}, which a `prepare` function makes; decorate the loss with prepared_by"
+        )
     for parameter in parameters:
         _require_known_parameter(name, parameter, "sequence_T")
     for parameter in prepare_parameters:

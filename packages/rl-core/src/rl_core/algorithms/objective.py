@@ -236,9 +236,8 @@ class Objective:
         self._tried({name: _example(name) for name in self.required_columns}, sequence_T)
         if getattr(self.function, "corrections", None) == "scales" and not self.is_linear():
             raise PluginError(
-                f"{self.name} declares that off-policy corrections scale it, but with advantages times a factor its "
-                "loss is not the loss times that factor; let it read correction_weights_T and declare 'reads', or "
-                "declare 'refuses'"
+                f"{self.name} declares that off-policy corrections scale it, but its loss is not proportional to its "
+                "advantages; let it read correction_weights_T and declare 'reads', or declare 'refuses'"
             )
 
     def is_linear(self) -> bool:

@@ -198,7 +198,7 @@ class _Pairs(NamedTuple):
         counts_P = pair_S.bincount()
         if int(counts_P.max()) > 2:
             raise ShapeError(
-                f"a prompt has {int(counts_P.max())} sequences, and a loss of pairs compares two: set "
+                f"a prompt has {int(counts_P.max())} sequences, but a pairwise loss compares two: set "
                 "generator.n_samples_per_prompt=2 and generator.step_wise_trajectories=false"
             )
         total_S = group_sum(rewards_S, pair_S)[pair_S]
