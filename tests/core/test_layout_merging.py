@@ -257,9 +257,9 @@ def test_columns_of_different_lengths_are_refused():
     with pytest.raises(ShapeError, match="expected equal lengths"):
         require_complete_trajectories([5, 5], [0, 1], [True])
     ids = {"trajectory_id_N": [0], "step_index_N": [0], "is_last_step_N": [True]}
-    with pytest.raises(ShapeError, match="tokens_T 2, sampled_T 3"):
+    with pytest.raises(ShapeError, match="tokens_T has 2 entries and sampled_T 3"):
         merge_prefixes([0, 3], [1, 2], [False, True, True], **ids)
-    with pytest.raises(ShapeError, match="2 sequences, trajectory_id_N 1 entries"):
+    with pytest.raises(ShapeError, match="2 sequences, but trajectory_id_N has 1 entries"):
         merge_prefixes([0, 1, 2], [1, 2], [False, True], **ids)
 
 

@@ -185,7 +185,7 @@ def test_a_split_that_cannot_be_says_what_would_fit():
         pipeline_chunks(8, 2, virtual_pipeline=3)
     with pytest.raises(ConfigError, match="expected only one of the two"):
         pipeline_chunks(8, 2, num_first=4, count_loss=True)
-    with pytest.raises(ConfigError, match="got 1 stage with virtual stages"):
+    with pytest.raises(ConfigError, match="got 1 stage, with virtual stages"):
         pipeline_chunks(8, 1, num_first=4)
 
 

@@ -191,7 +191,7 @@ def test_mixing_up_index_and_target_index_is_caught_by_the_numbers():
 
 
 def test_unaligned_segments_are_named():
-    with pytest.raises(ShapeError, match="segment 1 has 6 tokens, no multiple of 2 · 2"):
+    with pytest.raises(ShapeError, match="segment 1 has 6 tokens, not a multiple of 2 · 2"):
         context_positions(np.array([0, 4, 10]), 0, 2)
     with pytest.raises(ShapeError, match="10 positions cannot be split evenly over 4"):
         even_slice(10, 0, 4)

@@ -49,9 +49,9 @@ def _what_is_wrong(
     if following is not None and step_index_N[following] == step:
         return f"trajectory {trajectory}: rows {row} and {following} both have step index {step}"
     if following is not None and is_last_step_N[row]:
-        return f"{place} is marked as last step, but a later or second last step follows"
+        return f"{place} is marked as last step, but a later step or another last step follows"
     if following is None and not is_last_step_N[row]:
-        return f"{place} is the trajectory's final row, but not marked as last step: the rest is missing"
+        return f"{place} is the trajectory's final row, but not marked as last step: the remaining steps are missing"
     return f"{place}: expected step {expected}, indices run from 0 without a gap"
 
 

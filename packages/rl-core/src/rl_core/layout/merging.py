@@ -66,11 +66,12 @@ def merge_prefixes(
     offsets, tokens_T, sampled_T = np.asarray(offsets, np.int64), np.asarray(tokens_T), np.asarray(sampled_T, bool)
     if len(tokens_T) != offsets[-1] or len(sampled_T) != offsets[-1]:
         raise ShapeError(
-            f"the stream has {offsets[-1]} tokens; tokens_T {len(tokens_T)}, sampled_T {len(sampled_T)} entries"
+            f"the stream has {offsets[-1]} tokens, but tokens_T has {len(tokens_T)} entries and sampled_T "
+            f"{len(sampled_T)}"
         )
     order = require_complete_trajectories(trajectory_id_N, step_index_N, is_last_step_N)
     if len(order) != len(offsets) - 1:
-        raise ShapeError(f"the stream has {len(offsets) - 1} sequences, trajectory_id_N {len(order)} entries")
+        raise ShapeError(f"the stream has {len(offsets) - 1} sequences, but trajectory_id_N has {len(order)} entries")
     trajectory_id_N = np.asarray(trajectory_id_N)
     chains: list[list[int]] = []
     for row in order.tolist():

@@ -73,7 +73,8 @@ class Mesh:
         )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(
-                f"mesh: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1: set pipeline, or leave it at 1"
+                f"mesh: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1: set pipeline, or set "
+                "virtual_pipeline to 1"
             )
 
     @property

@@ -94,7 +94,7 @@ def context_positions(boundaries: IntArray, rank: int, size: int) -> IntArray:
     if rest.any():
         wrong = np.flatnonzero(rest)[0]
         raise ShapeError(
-            f"segment {wrong} has {lengths[wrong]} tokens, no multiple of 2 · {size} context-parallel ranks: "
+            f"segment {wrong} has {lengths[wrong]} tokens, not a multiple of 2 · {size} context-parallel ranks: "
             "lay the micro-batch out with sequence_multiple=mesh.sequence_multiple"
         )
     first, second = boundaries[:-1] + rank * chunks, boundaries[:-1] + (2 * size - 1 - rank) * chunks

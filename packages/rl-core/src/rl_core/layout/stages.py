@@ -54,7 +54,8 @@ def pipeline_chunks(
             raise ConfigError(f"pipeline: got {name}={value}; expected at least 1")
     if pipeline == 1 and (virtual_pipeline > 1 or num_first is not None or num_last is not None):
         raise ConfigError(
-            "pipeline: got 1 stage with virtual stages or first or last counts; these need at least 2 stages"
+            "pipeline: got 1 stage, with virtual stages or a layer count for the first or last stage; these need at "
+            "least 2 stages"
         )
     slots = num_layers + count_embedding + count_loss
     per_stage = _slots_of_stages(slots, pipeline, num_first, num_last)
