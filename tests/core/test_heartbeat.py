@@ -119,7 +119,7 @@ def test_the_pulse_of_a_real_process_tells_computing_from_waiting_and_from_being
 def test_where_only_its_own_process_can_be_read_no_other_gets_its_pulse(monkeypatch, child):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert pulse_of(os.getpid()).cpu_s > 0
-    with pytest.raises(OSError, match=f"process {child.pid} .* cannot be read on darwin"):
+    with pytest.raises(OSError, match=f"process {child.pid} cannot be read on darwin"):
         pulse_of(child.pid)
 
 

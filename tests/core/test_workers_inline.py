@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.errors import CheckpointError, DeadlineError, ForeignCodeError, WorkerError
-from rl_core.interfaces import ModelConfig, RankInfo, WorkerSpec
+from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, WorkerError
+from rl_core.interfaces import ModelConfig, OptimizerUpdate, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -103,6 +103,17 @@ async def test_one_thread_that_is_not_the_controllers_makes_all_calls():
     assert len(worker.threads) == 3
     assert len(set(worker.threads[1:])) == 1
     assert threading.get_ident() not in worker.threads[1:]
+
+
+async def test_a_call_that_is_newer_than_the_backend_names_both_versions():
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker(), contract_version=1), SPEC, timeout_s=30.0)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^optim_step\(update\) needs version 2 .* 'recorded' follows version 1 "
+        ):
+            await group.optim_step(OptimizerUpdate(learning_rate=1e-3))
+    finally:
+        await group.close()
 
 
 async def test_a_model_gets_what_it_reads_and_a_plan_of_its_own_part():

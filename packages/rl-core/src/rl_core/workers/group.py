@@ -110,7 +110,7 @@ class WorkerGroup:
         """
         world_size = num_nodes * ranks_per_node
         backend.validate(spec, world_size)
-        # In a run, the checks before the start have already proved it. If this machine cannot prove it, rank 0 does.
+        # In a run, the checks before the start have already proved the model. If this machine cannot, rank 0 does.
         spec = attrs.evolve(spec, is_proved=await asyncio.to_thread(require_proof, backend, spec) is None)
         mesh = backend.mesh(spec.options, world_size)
         shape = (num_nodes, ranks_per_node)
@@ -281,8 +281,8 @@ class WorkerGroup:
     def _require_version(self, version: int, call: str) -> None:
         if self._backend is not None and not self._is_of_version(version):
             raise ConfigError(
-                f"{call} came with version {version} of the contract of backends, and {self._backend.name!r} was "
-                f"written for version {self._backend.contract_version} (docs/plugins.md#contract-versions)"
+                f"{call} needs version {version} of the backend contract, but the backend {self._backend.name!r} "
+                f"follows version {self._backend.contract_version} (docs/plugins.md#contract-versions)"
             )
 
     def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:

@@ -51,7 +51,7 @@ def pulse_of(pid: int) -> Pulse:
     """
     if not sys.platform.startswith("linux"):
         if pid != os.getpid():
-            raise OSError(f"what process {pid} has used up cannot be read on {sys.platform}")
+            raise OSError(f"the resource use of process {pid} cannot be read on {sys.platform}")
         return Pulse(at_s=time.monotonic(), cpu_s=time.process_time())
     root = Path(f"/proc/{pid}")
     counters = dict(line.split(": ") for line in (root / "io").read_text().splitlines())

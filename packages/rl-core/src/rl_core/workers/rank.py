@@ -1,7 +1,7 @@
 """The interface between a group and its ranks (`Ranks`), and the host in each rank that builds the worker and calls it.
 
-A call is given by the contract's method, e.g. `Worker.optim_step`. So the type checker checks its arguments, and it is
-pickled by reference.
+A call is specified by the contract's method, e.g. `Worker.optim_step`. So type checkers check its arguments, and the
+method is pickled by reference.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class RankHost:
         return tuple(self._worker.route_layers()) if isinstance(self._worker, RouteReader) else None
 
     def save_outcome(self) -> SaveOutcome:
-        """Of a `BackgroundSaver`. Does not raise what went wrong: ranks find that out at different moments, and until
-        the last one has, they cannot go on together."""
+        """The state of the save of a `BackgroundSaver`. Does not raise the save's error: ranks detect it at different
+        times, and can continue together only when all have detected it."""
         assert isinstance(self._worker, BackgroundSaver)
         try:
             return SaveOutcome(is_over=self._worker.has_saved())
