@@ -309,10 +309,18 @@ ENGINE_WITH_OPTIONS = attrs.evolve(
     ("name", "versions", "problem"),
     [
         ("third", (1, 2), "was written for version 3 of its contract; {} 1 to 2. Install a newer rl-core, or"),
-        ("first", (2, 3), "was written for version 1 of its contract; {} 2 to 3. Install a newer one, or change it"),
-        ("second", (1, 1), "was written for version 2 of its contract; {} 1. Install a newer rl-core, or change it"),
-        ("bare", (1, 2), "states no contract_version; {} 1 to 2. Set it to the one that it was written for"),
-        ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set it to the one that"),
+        (
+            "first",
+            (2, 3),
+            "was written for version 1 of its contract; {} 2 to 3. Install a newer version of the plug-in, or",
+        ),
+        (
+            "second",
+            (1, 1),
+            "was written for version 2 of its contract; {} 1. Install a newer rl-core, or change the plug-in",
+        ),
+        ("bare", (1, 2), "states no contract_version; {} 1 to 2. Set it to the version that the plug-in was"),
+        ("in_words", (1, 2), "states contract_version = '1', not a whole number; {} 1 to 2. Set it to the version"),
     ],
 )
 def test_a_version_that_is_not_accepted_is_one_error_that_says_what_to_change(

@@ -92,7 +92,7 @@ def test_a_local_directory_is_never_taken_for_a_shipped_model(tmp_path: Path, mo
 
 
 def test_a_package_that_ships_something_else_is_refused(tmp_path: Path):
-    with pytest.raises(PluginError, match="is no directory"):
+    with pytest.raises(PluginError, match="is not a directory"):
         fitted("rl_core.model_configs", tmp_path / "missing", "theirs")
     with pytest.raises(PluginError, match=r"Expected a pathlib\.Path"):
         fitted("rl_core.model_configs", "somewhere", "theirs")

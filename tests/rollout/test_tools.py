@@ -285,13 +285,13 @@ async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_na
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ({"type": "function"}, "tools are a list of"),
-        (["add"], "tools are a list of"),
-        ([{"name": "add"}], "tools are a list of"),
-        ([{"type": "function", "function": {"name": ""}}], "tools are a list of"),
-        ([{"type": "function", "function": {"name": "add", "parameters": "a, b"}}], "tools are a list of"),
-        ([{"type": "function", "function": {"name": "add", "parameters": {"default": {1, 2}}}}], "are no JSON"),
-        ([{"type": "function", "function": {"name": "add", "parameters": {"default": float("nan")}}}], "are no JSON"),
+        ({"type": "function"}, "tools must be a list of"),
+        (["add"], "tools must be a list of"),
+        ([{"name": "add"}], "tools must be a list of"),
+        ([{"type": "function", "function": {"name": ""}}], "tools must be a list of"),
+        ([{"type": "function", "function": {"name": "add", "parameters": "a, b"}}], "tools must be a list of"),
+        ([{"type": "function", "function": {"name": "add", "parameters": {"default": {1, 2}}}}], "are not JSON"),
+        ([{"type": "function", "function": {"name": "add", "parameters": {"default": float("nan")}}}], "are not JSON"),
         ([CLOCK, CALCULATOR, CLOCK], "two of the environment's tools have the name 'time'"),
     ],
 )
@@ -305,10 +305,10 @@ def test_what_is_no_list_of_tools_is_refused(tools: Any, message: str):
     [
         ({"role": "assistant", "content": None}, "text or a list of messages"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "of role 'user' with 'tool_calls'"),
-        ({"role": "assistant", "content": "x", "tool_calls": []}, "whose 'tool_calls' are no list"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"name": "add"}]}, "whose 'tool_calls' are no list"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, "whose 'tool_calls' are no list"),
-        ({"role": "tool", "content": "3", "tool_call_id": 7}, "whose 'tool_call_id' is no text"),
+        ({"role": "assistant", "content": "x", "tool_calls": []}, "whose 'tool_calls' are not a list"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"name": "add"}]}, "whose 'tool_calls' are not a list"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, "whose 'tool_calls' are not a list"),
+        ({"role": "tool", "content": "3", "tool_call_id": 7}, "whose 'tool_call_id' is not text"),
     ],
 )
 def test_what_is_no_message_with_tool_calls_is_refused(message: Any, problem: str):

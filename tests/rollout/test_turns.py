@@ -192,9 +192,9 @@ async def test_an_observation_that_does_not_fit_is_a_failure(observation: Any, m
 @pytest.mark.parametrize(
     ("observation", "message"),
     [
-        (None, "an observation is text or a list of messages"),
+        (None, "an observation must be text or a list of messages"),
         ([{"role": "assistant", "content": "x"}], "speaks as the assistant"),
-        ([{"role": "user"}], "an observation is text or a list of messages"),
+        ([{"role": "user"}], "an observation must be text or a list of messages"),
     ],
 )
 async def test_an_observation_of_a_chat_is_messages(observation: Any, message: str):

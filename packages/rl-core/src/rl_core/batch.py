@@ -299,7 +299,7 @@ def _one_per_sequence(name: str, values: Sequence[Any], dtype: torch.dtype) -> T
     wrong = [(i, value) for i, value in enumerate(values) if isinstance(value, str)]
     if wrong:
         i, value = wrong[0]
-        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for what is the same")
+        raise ShapeError(f"sequence {i}: {name} is the text {value!r}; expected a number, equal for equal values")
     return torch.tensor(values, dtype=dtype)
 
 

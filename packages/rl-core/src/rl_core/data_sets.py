@@ -30,8 +30,8 @@ def require_data_sets(path: str, *, key: str) -> None:
     """Raises ConfigError if the library is not installed."""
     if find_spec("datasets") is None:
         raise ConfigError(
-            f"{key}: {path} is no file here (seen from {Path.cwd()}); as a Hugging Face data set it needs the library "
-            f"datasets: {install('rl-core[datasets]')}"
+            f"{key}: {path} is not a file here (seen from {Path.cwd()}); as a Hugging Face data set it needs the "
+            f"library datasets: {install('rl-core[datasets]')}"
         )
 
 

@@ -149,7 +149,7 @@ def _library() -> Any:
         import huggingface_hub
         import huggingface_hub.constants
     except ImportError as error:
-        raise ConfigError(f"the hub is asked through huggingface-hub: {install('rl-core[hub]')}") from error
+        raise ConfigError(f"the hub needs the package huggingface-hub: {install('rl-core[hub]')}") from error
     return huggingface_hub
 
 

@@ -159,15 +159,16 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
 
 def _version_problem(contract: Contract, stated: Any) -> str | None:
     """Why a version is not accepted, and what to do; None if it is accepted."""
-    number, remedy = f"was written for version {stated} of its contract", "Set it to the one that it was written for"
+    number = f"was written for version {stated} of its contract"
+    remedy = "Set it to the version that the plug-in was written for"
     if stated is None:
         number = "states no contract_version"
     elif type(stated) is not int:
         number = f"states contract_version = {stated!r}, not a whole number"
     elif stated > contract.current:
-        remedy = "Install a newer rl-core, or change it"
+        remedy = "Install a newer rl-core, or change the plug-in"
     elif stated < contract.oldest:
-        remedy = "Install a newer one, or change it"
+        remedy = "Install a newer version of the plug-in, or change the plug-in"
     else:
         return None
     accepted = f"{contract.oldest} to {contract.current}" if contract.oldest < contract.current else contract.current

@@ -84,7 +84,7 @@ def _found(path: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise ConfigError(f"{path}: files elsewhere need fsspec: {install('rl-core[remote]')}") from error
+        raise ConfigError(f"{path}: remote files need fsspec: {install('rl-core[remote]')}") from error
     try:
         return fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:

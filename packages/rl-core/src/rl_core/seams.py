@@ -138,7 +138,7 @@ def _of_recipe(found: Any, version: int | None) -> str | None:
 def _of_directory(found: Any, version: int | None) -> str | None:
     if not isinstance(found, Path):
         return f"it is {_described(found)}"
-    return None if found.is_dir() else f"{found} is no directory"
+    return None if found.is_dir() else f"{found} is not a directory"
 
 
 def _of_preparation(found: Any, version: int | None) -> str | None:

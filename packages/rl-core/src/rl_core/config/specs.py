@@ -60,7 +60,7 @@ def reference_engine_spec(config: Config) -> tuple[InferencePlugin, EngineSpec] 
     name, key = reference.inference_backend, "trainer.ref.inference_backend"
     plugin = plugins.load(_ENGINE.group, name, key=key)
     if is_of_contract_one(plugin):
-        raise ConfigError(f"{key}: {name!r} follows version 1 of the contract of engines; a reference needs version 2")
+        raise ConfigError(f"{key}: {name!r} follows version 1 of the engine contract; a reference needs version 2")
     _, policy = engine_spec(config)
     spec = attrs.evolve(
         policy,

@@ -310,7 +310,7 @@ class HostSharing(Protocol):
     shared memory."""
 
     def is_on_this_host(self, options: Any) -> bool:
-        """Whether all of them do, with these options (`EngineSpec.options`)."""
+        """Whether all engines run there with these options (`EngineSpec.options`)."""
         ...
 
 

@@ -11,9 +11,9 @@ from rl_core.errors import DataError
 Message = Mapping[str, Any]
 """A chat message: `role` (system, user, assistant, tool: what the model's chat template knows) and `content`, text.
 
-An assistant's may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`, and needs
-no content then. A tool's may have `name`, the function that answers, and `tool_call_id`, the call that it answers. A
-key whose value is None counts as missing, because in a Parquet file all messages have the same keys."""
+An assistant's message may have `tool_calls`, `[{"type": "function", "function": {"name": …, "arguments": {…}}}, …]`; it
+then needs no content. A tool's message may have `name`, the function that answers, and `tool_call_id`, the call that it
+answers. A key whose value is None counts as missing, because in a Parquet file all messages have the same keys."""
 Prompt = str | Sequence[Message]
 """Text taken as it is, or chat messages that the model's chat template turns into text."""
 ToolSchema = Mapping[str, Any]
@@ -30,7 +30,7 @@ EXAMPLE_CALL: Mapping[str, Any] = {
 def require_messages(messages: object, what: str) -> Sequence[Message]:
     """Returns `messages` if they are chat messages. Raises DataError, which names them as `what`."""
     if not _is_list(messages) or not messages or not all(_has_role_and_content(message) for message in messages):
-        raise DataError(f"{what} is text or a list of messages with 'role' and 'content', got {messages!r:.200}")
+        raise DataError(f"{what} must be text or a list of messages with 'role' and 'content', got {messages!r:.200}")
     for message in messages:
         if problem := _problem_of_keys(message):
             raise DataError(f"{what} has a message {problem}, got {message!r:.200}")
@@ -41,11 +41,11 @@ def require_tools(tools: object, what: str = "the environment's tools") -> Seque
     """Returns `tools` if they are function schemas with distinct names. Raises DataError, which calls them `what`."""
     example = "{'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
     if not _is_list(tools) or not all(_is_tool(tool) for tool in tools):
-        raise DataError(f"{what} are a list of {example}, got {tools!r:.200}")
+        raise DataError(f"{what} must be a list of {example}, got {tools!r:.200}")
     try:
         json.dumps(list(tools), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what} are no JSON ({error}), got {tools!r:.200}") from error
+        raise DataError(f"{what} are not JSON ({error}), got {tools!r:.200}") from error
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two of {what} have the name {repeated[0]!r}; rename one")
@@ -66,12 +66,12 @@ def _has_role_and_content(message: object) -> bool:
 def _problem_of_keys(message: Message) -> str | None:
     calls = message.get("tool_calls")
     if calls is not None and message["role"] != "assistant":
-        return f"of role {message['role']!r} with 'tool_calls', which an assistant's has alone"
+        return f"of role {message['role']!r} with 'tool_calls', which only an assistant's message may have"
     if calls is not None and not (_is_list(calls) and calls and all(_is_call(call) for call in calls)):
-        return "whose 'tool_calls' are no list of {'type': 'function', 'function': {'name': …, 'arguments': {…}}}"
+        return "whose 'tool_calls' are not a list of {'type': 'function', 'function': {'name': …, 'arguments': {…}}}"
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key), str | None):
-            return f"whose {key!r} is no text"
+            return f"whose {key!r} is not text"
     return None
 
 

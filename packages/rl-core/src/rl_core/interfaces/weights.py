@@ -49,7 +49,7 @@ class WeightBucket:
 
             parts = self.parts
             if parts is None or len(parts) != len(self.names):
-                raise ValueError(f"WeightBucket of {self.names[:1]}…: its parts were let go by `taken`")
+                raise ValueError(f"WeightBucket of {self.names[:1]}…: its parts were released by `taken`")
             pieces = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
             object.__setattr__(self, "_data", torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8))
             object.__setattr__(self, "parts", None)
