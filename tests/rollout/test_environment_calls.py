@@ -317,7 +317,7 @@ async def test_an_episode_in_a_process_is_played_there_and_the_process_is_used_a
     [
         ("blocks", "DeadlineError", "waited 3 s (environment.timeout_s) for the environment's `step`"),
         ("dies", "EnvironmentEnded", "the environment's process ended with code 7"),
-        ("does not pickle", "AttributeError", "its answer does not pickle: "),
+        ("does not pickle", "AttributeError", "its answer cannot be pickled: "),
     ],
 )
 async def test_a_process_that_hangs_or_dies_fails_its_sample_and_is_ended(does: str, kind: str, failure: str):
@@ -402,7 +402,7 @@ class SaysItTooLate(Blocks):
     [
         (
             only_here,
-            r"OnlyHere is to run in a process of its own, and cannot be sent there: it holds a connection",
+            r"OnlyHere has placement 'process', but cannot be pickled for another process: it holds a connection",
         ),
         (Elsewhere, r"Elsewhere\.placement is 'elsewhere'; expected one of in_process, thread, process"),
         (SaysItTooLate, r"SaysItTooLate\.placement is <property object.*it is read before an episode starts"),

@@ -254,12 +254,12 @@ def row_with(tools: Any, prompt: Any = None) -> dict[str, Any]:
 
 
 async def test_a_template_that_does_not_show_tools_ends_the_run():
-    with pytest.raises(ConfigError, match="rows:1: the model is to be shown tools, but its chat template does"):
+    with pytest.raises(ConfigError, match="rows:1: the environment or the row has tools, but the model's chat"):
         await play("chatml", row_with([CLOCK]), random.Random(0))
 
 
 async def test_tools_in_the_configuration_and_of_the_environment_are_one_too_many():
-    with pytest.raises(ConfigError, match=r"generator\.chat_template_kwargs: got 'tools', and the environment"):
+    with pytest.raises(ConfigError, match=r"generator\.chat_template_kwargs: got 'tools', but the environment"):
         await play("tool_chatml", row_with([CLOCK]), random.Random(0), tools=[CALCULATOR])
     trajectory, _ = await play("tool_chatml", row_with([]), random.Random(0), tools=[CALCULATOR])
     assert '"add"' in trajectory.prompt_text
@@ -267,7 +267,7 @@ async def test_tools_in_the_configuration_and_of_the_environment_are_one_too_man
 
 async def test_text_shows_no_tools():
     trajectory, _ = await play("tool_chatml", row_with([CLOCK], "text"), random.Random(0))
-    assert "the environment offers tools, which the chat template shows, but its episode began" in trajectory.failure
+    assert "the environment offers tools, which only a chat template can show, but its first" in trajectory.failure
 
 
 async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_name_is_not_asked(
@@ -275,7 +275,8 @@ async def test_a_tools_method_that_is_not_async_is_a_failure_and_data_of_that_na
 ):
     monkeypatch.setattr(UsesTools, "tools", lambda self: [CLOCK])
     trajectory, _ = await play("tool_chatml", row_with([CLOCK]), random.Random(0))
-    assert "DataError: the environment's `tools` returned list; it is `async def tools(self)`" in trajectory.failure
+    message = "DataError: the environment's `tools` returned list, expected an awaitable; define it as `async def"
+    assert message in trajectory.failure
     monkeypatch.setattr(UsesTools, "tools", {"hammer": 1})
     trajectory, _ = await play("tool_chatml", row_with([CLOCK]), random.Random(0))
     assert trajectory.failure is None

@@ -177,8 +177,8 @@ async def test_a_response_that_is_cut_by_its_length_does_not_end_the_episode():
 @pytest.mark.parametrize(
     ("observation", "message"),
     [
-        (None, "its observations are text; the environment gave None"),
-        ([{"role": "user", "content": "x"}], "the episode began with text, so its observations are text"),
+        (None, "observations must be text; got None"),
+        ([{"role": "user", "content": "x"}], "the episode began with text, so the environment's observations must be"),
     ],
 )
 async def test_an_observation_that_does_not_fit_is_a_failure(observation: Any, message: str):
@@ -193,7 +193,7 @@ async def test_an_observation_that_does_not_fit_is_a_failure(observation: Any, m
     ("observation", "message"),
     [
         (None, "an observation must be text or a list of messages"),
-        ([{"role": "assistant", "content": "x"}], "speaks as the assistant"),
+        ([{"role": "assistant", "content": "x"}], "a message of the role 'assistant'"),
         ([{"role": "user"}], "an observation must be text or a list of messages"),
     ],
 )

@@ -187,7 +187,7 @@ def test_json_text_and_a_list_are_the_same_and_nothing_is_no_tool():
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
 def test_a_template_that_does_not_show_tools_is_refused(template: str):
     messages = [MESSAGES[0], MESSAGES[1], MESSAGES[4]]
-    with pytest.raises(ConfigError, match="its chat template does not show them"):
+    with pytest.raises(ConfigError, match="the model's chat template does not show them"):
         encoded(tokenizer_with(template), {"messages": messages, "tools": TOOLS})
     encoded(tokenizer_with(template), {"messages": messages})
 
@@ -203,7 +203,7 @@ def test_a_file_of_rows_with_tools_is_read_and_a_wrong_one_is_named_before_the_r
     plugin, told = generator_spec(config)
     generator = plugin.create(told, NoSampler())
     rows = read_rows(config.data.train_data, key="data.train_data")
-    with pytest.raises(DataError, match=r"rows\.jsonl:2.*the row's 'tools' are no JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2.*the row's 'tools' are not JSON"):
         fitting_rows(rows, generator, config, "generator.sampling_params")
 
 

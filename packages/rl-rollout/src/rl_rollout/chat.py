@@ -44,7 +44,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _require_in_reach(name: str) -> None:
-    """Asks a hub that does not answer only once; transformers would retry for most of a minute.
+    """Asks the hub once for a model that is not cached; transformers would retry an unreachable hub for most of a
+    minute.
 
     Raises ConfigError if the hub is unreachable and `name` is neither a directory nor in the hub's cache.
     """
@@ -75,7 +76,8 @@ class TokenCodec:
         """
         if tools and "tools" in self._chat_template_kwargs:
             raise ConfigError(
-                "generator.chat_template_kwargs: got 'tools', and the environment or the row has its own; leave one out"
+                "generator.chat_template_kwargs: got 'tools', but the environment or the row also has tools; remove "
+                "one of the two"
             )
         codec = copy.copy(self)
         codec._tools = tuple(tools)
@@ -99,7 +101,7 @@ class TokenCodec:
         if isinstance(prompt, str):
             if self._tools:
                 raise DataError(
-                    "the environment offers tools, which the chat template shows, but its episode began with text; "
+                    "the environment offers tools, which only a chat template can show, but its first prompt is text; "
                     "use messages"
                 )
             return prompt
@@ -111,8 +113,8 @@ class TokenCodec:
         """Raises ConfigError if the template's output does not contain the tools of this codec."""
         if self._tools and self.render(messages) == self.with_tools(()).render(messages):
             raise ConfigError(
-                "the model is to be shown tools, but its chat template does not show them: give the model a "
-                "chat_template.jinja that reads `tools`, or offer none and describe them in the prompt"
+                "the environment or the row has tools, but the model's chat template does not show them: give the "
+                "model a chat_template.jinja that reads `tools`, or remove the tools and describe them in the prompt"
             )
 
     def response_text(self, tokens: Sequence[int]) -> str:

@@ -54,7 +54,7 @@ class TextHistory:
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
         if not isinstance(observation, str):
             raise DataError(
-                f"the episode began with text, so its observations are text; the environment gave {observation!r:.200}"
+                f"the episode began with text, so the environment's observations must be text; got {observation!r:.200}"
             )
         return prompt + response + self._codec.encode_text(observation)
 
@@ -72,8 +72,8 @@ class ChatHistory:
         if change:
             raise ConfigError(
                 f"the model's chat template {change}, so an episode of several turns is not one sequence: set "
-                "generator.step_wise_trajectories=true, which makes each turn a sequence where that happens, or give "
-                "the model a chat_template.jinja that keeps earlier turns"
+                "generator.step_wise_trajectories=true, which begins a new sequence where that happens, or give the "
+                "model a chat_template.jinja that keeps earlier turns"
             )
         return prompt + response + self._turns.between(response, messages)
 
@@ -104,5 +104,5 @@ def _observed(observation: Prompt | None) -> Sequence[Message]:
         return [{"role": "user", "content": observation}]
     messages = require_messages(observation, "an observation")
     if any(message["role"] == "assistant" for message in messages):
-        raise DataError("an observation speaks as the assistant; that is the policy's part")
+        raise DataError("an observation has a message of the role 'assistant'; only the policy writes such messages")
     return messages

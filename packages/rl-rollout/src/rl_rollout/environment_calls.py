@@ -1,5 +1,5 @@
-"""Calls an environment, wherever it runs: with a deadline, with its tools checked, and so that an exception only fails
-its own sample."""
+"""Calls an environment, wherever it runs: sets a deadline, checks its tools, and turns an exception into the failure of
+one sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EnvironmentFailure(Exception):
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
     """The environment's answer. A call that returns without awaiting anything sets no deadline: a deadline could not
-    end it, and four of them would take a quarter of an episode's time.
+    end it, and setting one for each of an episode's four calls would take a quarter of the episode's time.
 
     Raises:
         EnvironmentFailure: the environment raised. DeadlineError: it did not answer in time.
@@ -93,7 +93,7 @@ async def offered_tools(environment: object) -> Sequence[ToolSchema]:
     offered = tools()
     if not inspect.isawaitable(offered):
         raise DataError(
-            f"the environment's `tools` returned {type(offered).__name__}; it is `async def tools(self)`, see "
-            "rl_core.interfaces.Tools"
+            f"the environment's `tools` returned {type(offered).__name__}, expected an awaitable; define it as "
+            "`async def tools(self)`, see rl_core.interfaces.Tools"
         )
     return require_tools(await offered)

@@ -85,7 +85,7 @@ class EnvironmentPool:
 
         Raises:
             ConfigError: the environment cannot run in its placement. HangingThreads: too many threads hang.
-            EnvironmentFailure, DeadlineError: nothing failed but closing it.
+            EnvironmentFailure, DeadlineError: closing it failed after an episode without failure.
         """
         kind = self.placement_of(factory)
         where = {"thread": self._in_thread, "process": self._in_process}.get(kind, _in_place)
@@ -112,7 +112,7 @@ class EnvironmentPool:
             if (count := self._left.count()) >= MOST_LEFT_THREADS:
                 raise HangingThreads(
                     f"{count} threads of environments hang in calls that timed out, and a thread cannot be ended: "
-                    "set environment.placement=process, or have the environment end what it waits for"
+                    "set environment.placement=process, or give the environment's own waits a timeout"
                 )
             _allow_files(_FILES_PER_THREAD * (self._max_threads + count) + _OTHER_FILES)
             yield ThreadedEnvironment(lambda: factory(row, options), self._left)
@@ -191,7 +191,7 @@ async def _loaded(process: EnvironmentProcess, factory: bytes) -> None:
         await answered(lambda: process.ask("load", sys.path, factory), _START_S, "import")
     except EnvironmentFailure as error:
         raise ConfigError(
-            f"environment.placement: in a process of its own the environment cannot be imported: {error}"
+            f"environment.placement: the environment cannot be imported in a process of its own: {error}"
         ) from error
 
 
@@ -223,12 +223,12 @@ def pickled(factory: EnvironmentFactory, where: str = "") -> bytes:
     """The factory, pickled for another process. Raises ConfigError if that process could not import it."""
     try:
         if getattr(factory, "__module__", None) == "__main__":
-            raise pickle.PicklingError("it stands in the script that was started, which no other process imports")
+            raise pickle.PicklingError("it is defined in the script that was started, which no other process imports")
         return pickle.dumps(factory)
     except Exception as error:
         raise ConfigError(
-            f"{where}{_name(factory)} is to run in a process of its own, and cannot be sent there: {error}. Put it "
-            "into a module that can be imported, at its top level, or choose placement 'thread'"
+            f"{where}{_name(factory)} has placement 'process', but cannot be pickled for another process: {error}. "
+            "Define it at the top level of a module that can be imported, or choose placement 'thread'"
         ) from error
 
 

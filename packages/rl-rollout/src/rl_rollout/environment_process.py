@@ -88,7 +88,7 @@ class EnvironmentHost:
         except KeyboardInterrupt:
             return pickle.dumps(Answer(failure=("KeyboardInterrupt", "")))
         except Exception as error:
-            return pickle.dumps(Answer(failure=(type(error).__name__, f"its answer does not pickle: {error}")))
+            return pickle.dumps(Answer(failure=(type(error).__name__, f"its answer cannot be pickled: {error}")))
 
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Request]) -> None:

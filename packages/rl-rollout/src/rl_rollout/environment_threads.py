@@ -183,8 +183,8 @@ class ThreadedEnvironment:
 
 def _no_room(error: Exception) -> ConfigError:
     return ConfigError(
-        f"environment.num_workers: another thread for an environment cannot be started ({error}): give a number of "
-        "episodes that have one at a time, or raise the machine's limits (ulimit -u, ulimit -n)"
+        f"environment.num_workers: the thread of another environment could not be started ({error}): set a maximum "
+        "number of threads, or raise the machine's limits (ulimit -u, ulimit -n)"
     )
 
 

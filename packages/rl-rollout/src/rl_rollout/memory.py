@@ -16,8 +16,8 @@ def shape_of(spec: EngineSpec) -> ModelShape:
     config = written_config(spec.model_path)
     if config is None:
         raise ConfigError(
-            f"{_MODEL}: {spec.model_path} is not here, so its sizes are not known; give a directory, or let the recipe "
-            "make it first"
+            f"{_MODEL}: {spec.model_path} is not on this machine, so its sizes are unknown; set a directory, or let "
+            "the recipe create the model first"
         )
     return model_shape(config.get("text_config") or config, _MODEL)
 

@@ -36,7 +36,7 @@ async def whole_response(client: Sampler, request: GenerateRequest, tokenizer: P
     while True:
         completions = await client.generate(_rest(request, parts))
         if len(completions) != 1:
-            raise GenerationError(f"request {request.sample_id!r}: {len(completions)} samples came back, expected 1")
+            raise GenerationError(f"request {request.sample_id!r}: got {len(completions)} samples, expected 1")
         parts.append(completions[0])
         num_tokens = sum(len(part.tokens) for part in parts)
         if parts[-1].stop_reason == "abort" and num_tokens == request.params.max_tokens:

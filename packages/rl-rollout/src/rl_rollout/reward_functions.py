@@ -1,8 +1,8 @@
 """The environment `reward_functions`: single-turn episodes scored by functions with TRL's signature.
 
-A function is called with lists of one element: `completions` and those of `prompts`, `completion_ids` and the row's
-columns that it has parameters for, or all of them if it has `**kwargs`. It returns a list with one number, or with None
-to abstain; async functions are awaited.
+Every argument of a function is a list of one element. A function gets `completions`, and it gets `prompts`,
+`completion_ids` and the row's columns if it has parameters of these names or `**kwargs`. It returns a list with one
+number, or with None to abstain; async functions are awaited.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class RowEncoder:
                 raise DataError(f"{name!r} must be text, as the prompt is, got {type(response).__name__}")
             if _tools_of(row):
                 raise DataError(
-                    "the row has 'tools', which a chat template shows, but its prompt is text; use messages"
+                    "the row has 'tools', which only a chat template can show, but its prompt is text; use messages"
                 )
             return self._joined([(prompt, False), (response + self._end_text(response), True)])
         opening = list(require_messages(prompt, "a prompt"))
@@ -114,8 +114,8 @@ class RowEncoder:
         turns = [turn for turn in range(num_given, len(roles)) if roles[turn] in self._trained_roles]
         if not turns:
             raise DataError(
-                f"the conversation has no message to train on, of the role {' or '.join(self._trained_roles)} "
-                f"(generator.trained_roles); it has {', '.join(roles[num_given:]) or 'none'}"
+                f"the conversation has no message to train on: expected the role {' or '.join(self._trained_roles)} "
+                f"(generator.trained_roles), got {', '.join(roles[num_given:]) or 'no message'}"
             )
         codec = self._codec.with_tools(_tools_of(row))
         codec.require_tools_shown(messages)
@@ -127,9 +127,8 @@ class RowEncoder:
             whole = codec.render(messages[: turn + 1], add_generation_prompt=False)
             if not before.startswith(written) or not whole.startswith(before):
                 raise DataError(
-                    "the chat template writes earlier turns otherwise than they were said (as those that drop "
-                    "thoughts do), so one sequence cannot hold them; train on the last one alone with "
-                    "generator.trained_turns=last"
+                    "the chat template changes earlier turns (many templates drop the thinking), so one sequence "
+                    "cannot hold all turns; train only on the last one with generator.trained_turns=last"
                 )
             response = self._until_end(whole[len(before) :])
             if before or is_answer:
@@ -170,7 +169,7 @@ def _tools_of(row: Row) -> Sequence[ToolSchema]:
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise DataError(f"the row's 'tools' are no JSON ({error}), got {tools!r:.200}") from error
+            raise DataError(f"the row's 'tools' are not JSON ({error}), got {tools!r:.200}") from error
     return () if tools is None or tools == "" else require_tools(_without_none(tools), "the row's 'tools'")
 
 
