@@ -666,10 +666,10 @@ def test_files_without_a_folder_of_all_machines_are_refused_on_several():
     from rl_rollout.transports.files import FilesTransport
 
     nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.policy.model.path": "model"}
-    with pytest.raises(ConfigError, match=r"weight_sync_backend: files lie in this machine's own .* choose broadcast"):
+    with pytest.raises(ConfigError, match=r"weight_sync_backend: files uses folders of this machine, .* broadcast"):
         check_plugins(from_mapping(nodes))
     key = "generator.inference_engine.weight_sync_backend"
-    with pytest.raises(ConfigError, match="shared_memory is one machine's"):
+    with pytest.raises(ConfigError, match="shared_memory works only within one machine"):
         check_plugins(from_mapping({**nodes, key: "shared_memory"}))
     check_plugins(from_mapping({**nodes, key: "broadcast"}))
     check_plugins(from_mapping({**nodes, "trainer.placement.policy_num_nodes": 1}))

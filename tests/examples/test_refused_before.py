@@ -42,7 +42,7 @@ def refused(check: Callable[[], object]) -> str:
         ),
         (
             {"generator__inference_engine__weight_sync_backend": "cuda_ipc"},
-            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and .*",
+            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, but .*",
         ),
         (
             {"trainer__max_prompt_length": 1},

@@ -40,7 +40,7 @@ def test_weights_on_the_cpu_end_both_sides_and_are_drained(rendezvous):
     channel = Channel(rendezvous.data)
     channel.register_receiver({"version": 0})
     buckets = pack_buckets(sample_tensors().items(), 64)
-    with pytest.raises(WeightSyncError, match="shares GPU memory, and the weights lie on the cpu; use shared_memory"):
+    with pytest.raises(WeightSyncError, match="shares GPU memory, but the weights are on the cpu; use shared_memory"):
         CudaIpcSender(rendezvous, 0).send(buckets, 0)
     assert next(buckets, None) is None, "the other ranks would wait for this one"
     assert channel.read(0)["kind"] == "failed"

@@ -318,7 +318,7 @@ async def test_another_request_under_a_running_id_is_refused(model):
             r"200 prompt tokens \+ max_tokens 250 = 450 exceed the model's 256",
         ),
         ({"prompt_tokens": ()}, "0 prompt tokens"),
-        ({"prompt_tokens": (1, 99_999)}, r"token ids 1…99999, the model's vocabulary is 0…\d+"),
+        ({"prompt_tokens": (1, 99_999)}, r"got token ids 1…99999, but the model's vocabulary is 0…\d+"),
         ({"params": SamplingParams(max_tokens=4, stop=("x",))}, "stop strings need a tokenizer"),
         ({"num_samples": 0}, "num_samples 0"),
     ],
@@ -373,7 +373,7 @@ async def test_the_plugin_serves_the_policy_in_the_configured_dtype(checkpoint, 
 
 
 def test_several_local_engines_are_refused(checkpoint):
-    with pytest.raises(ConfigError, match="num_engines: 2, but the local engine is always one") as refusal:
+    with pytest.raises(ConfigError, match="num_engines: got 2, but there is only one local engine") as refusal:
         load("rl_core.inference", "local").validate(spec_of(checkpoint, num_engines=2))
     has_vllm = any(plugin.name == "vllm" for plugin in installed("rl_core.inference"))
     assert ("backend=vllm" in str(refusal.value)) == has_vllm

@@ -93,7 +93,7 @@ def test_a_missing_bucket_in_the_middle_is_noticed(sync):
     send(*sync, bucket_bytes=32)
     assert len(announcements(sync[1])) > 2
     announcements(sync[1])[-1].unlink()
-    with pytest.raises(WeightSyncError, match="rank 0 sent 3 buckets, 2 are there"):
+    with pytest.raises(WeightSyncError, match="rank 0 sent 3 buckets, but 2 arrived"):
         received(sync[1])
 
 
@@ -116,14 +116,14 @@ def test_a_rank_that_is_gone_is_named(sync):
     (path,) = announcements(sync[1])
     entry = json.loads(path.read_text())
     path.write_text(json.dumps({**entry, "path": f"/proc/{os.getpid()}/fd/999999"}))
-    with pytest.raises(WeightSyncError, match="of rank 0 cannot be read: the rank is gone"):
+    with pytest.raises(WeightSyncError, match="of rank 0 cannot be read: the rank has ended"):
         received(sync[1])
 
 
 def test_another_host_is_told_what_to_use(sync):
     transport, rendezvous = sync
     elsewhere = attrs.evolve(rendezvous, data={**rendezvous.data, "host": "another"})
-    with pytest.raises(WeightSyncError, match="serves one host, and an engine runs on another: set generator"):
+    with pytest.raises(WeightSyncError, match="serves one host, but an engine runs on another: set generator"):
         received(elsewhere)
     with pytest.raises(WeightSyncError, match="rank 0 runs on another"):
         send(transport, elsewhere)

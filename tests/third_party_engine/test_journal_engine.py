@@ -66,7 +66,7 @@ def test_its_parts_are_listed_with_their_package(environment: dict[str, str]):
             f"{ENGINE}.journal_every?",
         ),
         ("journal=/tmp/x", f"error: {ENGINE}.journal: got /tmp/x; expected a name in the run's directory"),
-        ("num_engines=2", f"error: {ENGINE}.num_engines: 2, but the local engine is always one"),
+        ("num_engines=2", f"error: {ENGINE}.num_engines: got 2, but there is only one local engine"),
     ],
 )
 def test_a_wrong_value_is_refused_like_one_of_the_core(environment: dict[str, str], override: str, message: str):

@@ -228,7 +228,7 @@ class LocalEngine:
         lowest, highest = min(request.prompt_tokens), max(request.prompt_tokens)
         if lowest < 0 or highest >= self._vocab_size:
             raise GenerationError(
-                f"{who}: token ids {lowest}…{highest}, the model's vocabulary is 0…{self._vocab_size - 1}"
+                f"{who}: got token ids {lowest}…{highest}, but the model's vocabulary is 0…{self._vocab_size - 1}"
             )
         if params.stop and self._tokenizer is None:
             raise GenerationError(

@@ -59,7 +59,7 @@ def _require_servable(path: str, config: Any) -> None:
     layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     if layer_types - _SERVED_LAYERS:
         raise ConfigError(
-            f"{path}: the local engine serves {' and '.join(sorted(_SERVED_LAYERS))} layers, this model also has "
+            f"{path}: the local engine serves only {' and '.join(sorted(_SERVED_LAYERS))} layers, but this model has "
             f"{', '.join(sorted(layer_types - _SERVED_LAYERS))}; set generator.inference_engine.backend=vllm"
         )
 

@@ -49,7 +49,8 @@ class LocalEnginePlugin:
             others = {plugin.name for plugin in plugins.installed("rl_core.inference")}
             remedy = f", or choose {_SECTION}.backend=vllm" if "vllm" in others else ""
             raise ConfigError(
-                f"{_SECTION}.num_engines: {spec.num_engines}, but the local engine is always one; set it to 1{remedy}"
+                f"{_SECTION}.num_engines: got {spec.num_engines}, but there is only one local engine; set it to "
+                f"1{remedy}"
             )
         if spec.lora.is_sent_alone:
             raise ConfigError(
@@ -58,7 +59,7 @@ class LocalEnginePlugin:
             )
         _require_known(spec)
         if spec.max_num_seqs < 1:
-            raise ConfigError(f"{_SECTION}.max_num_seqs: {spec.max_num_seqs}, expected at least 1")
+            raise ConfigError(f"{_SECTION}.max_num_seqs: got {spec.max_num_seqs}, expected at least 1")
 
     def is_on_this_host(self, options: object) -> bool:
         """Always True: the engine runs in the trainer's process."""
@@ -121,8 +122,8 @@ def _require_known(spec: EngineSpec) -> None:
     for name in spec.init_kwargs:
         if name not in known:
             raise ConfigError(
-                f"{_SECTION}.engine_init_kwargs.{name}: neither a parameter of transformers' from_pretrained that the "
-                f"local engine passes on nor a field of {spec.model_path}/config.json.{nearest(name, known)}"
+                f"{_SECTION}.engine_init_kwargs.{name}: expected a parameter of transformers' from_pretrained that the "
+                f"local engine passes on, or a field of {spec.model_path}/config.json.{nearest(name, known)}"
             )
 
 

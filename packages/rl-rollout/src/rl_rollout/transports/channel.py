@@ -130,7 +130,7 @@ class Channel:
 
     def read(self, place: int) -> dict[str, Any]:
         """The message at `place`. Raises DeadlineError if it does not come, WeightSyncError if the sync is closed."""
-        what = f"what comes after {place} messages of the ranks"
+        what = f"the ranks' next message, after {place}"
         return json.loads(self._get(f"log/{place}", what, timeout_s=self.timeout_s))
 
     def register_receiver(self, description: Mapping[str, Any]) -> int:
@@ -138,7 +138,7 @@ class Channel:
         try:
             number = self.store.add(_RECEIVERS, 1) - 1
             if number >= self.num_receivers:
-                raise WeightSyncError(f"the sync was opened for {self.num_receivers} receivers, and one more came")
+                raise WeightSyncError(f"the sync was opened for {self.num_receivers} receivers, but one more joined")
             self.store.set(f"receiver/{number}", json.dumps({**description, "process": this_process()}))
         except dist.DistError as error:
             raise _closed(error) from error

@@ -46,7 +46,7 @@ class CudaIpcTransport:
         else:
             return
         raise ConfigError(
-            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, and "
+            "generator.inference_engine.weight_sync_backend: cuda_ipc shares memory of NVIDIA GPUs, but "
             f"{missing}; use shared_memory"
         )
 

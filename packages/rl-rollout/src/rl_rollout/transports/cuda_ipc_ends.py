@@ -111,7 +111,7 @@ def shared(data: Tensor, rank: int) -> dict[str, Any]:
     opened."""
     if not data.is_cuda:
         raise WeightSyncError(
-            f"rank {rank}: the cuda_ipc transport shares GPU memory, and the weights lie on the {data.device.type}; "
+            f"rank {rank}: the cuda_ipc transport shares GPU memory, but the weights are on the {data.device.type}; "
             "use shared_memory"
         )
     torch.cuda.current_stream(data.device).synchronize()
@@ -130,7 +130,7 @@ def opened(message: Mapping[str, Any]) -> Tensor:
     names = [device_name(torch.empty(0, device=f"cuda:{i}")) for i in range(torch.cuda.device_count())]
     if message["gpu"] not in names:
         raise WeightSyncError(
-            f"rank {message['rank']} shares {message['gpu']}, and this engine sees {names}: set the same "
+            f"rank {message['rank']} shares {message['gpu']}, but this engine sees {names}: set the same "
             "CUDA_VISIBLE_DEVICES, or use broadcast"
         )
     given = message["handle"]

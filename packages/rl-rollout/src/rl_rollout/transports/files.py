@@ -54,10 +54,10 @@ class FilesTransport:
         """Raises ConfigError if there are several machines but no shared folder is configured."""
         if num_nodes > 1 and self.directory is None:
             raise ConfigError(
-                f"generator.inference_engine.weight_sync_backend: files lie in this machine's own folders, and the "
-                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast, or name one "
-                'that all machines see: shared = FilesTransport(directory="/shared/tmp") in a module of yours, and '
-                "generator.inference_engine.weight_sync_backend=my_module:shared"
+                "generator.inference_engine.weight_sync_backend: files uses folders of this machine, but the policy "
+                f"trains on {num_nodes} machines (trainer.placement.policy_num_nodes): choose broadcast, or define a "
+                'transport with a folder that all machines see, shared = FilesTransport(directory="/shared/tmp"), in '
+                "a module of yours, and set generator.inference_engine.weight_sync_backend=my_module:shared"
             )
 
     def open(self, *, num_ranks: int, num_engines: int) -> Rendezvous:
@@ -145,7 +145,7 @@ class FilesReceiver:
         for rank, manifest in enumerate(manifests):
             if manifest["version"] != version:
                 raise WeightSyncError(
-                    f"rank {rank} sent weight version {manifest['version']}, the engine was told {version}"
+                    f"rank {rank} sent weight version {manifest['version']}, but the engine expects {version}"
                 )
         for rank, manifest in enumerate(manifests):
             for entry in manifest["buckets"]:

@@ -42,7 +42,7 @@ def installed_receivers() -> frozenset[str]:
     found, here = set(), Path.cwd().resolve()
     for entry in entry_points(group=_GROUP):
         if entry.dist is None or Path(str(entry.dist.locate_file(""))).resolve() == here:
-            logger.warning("the weight transport %s is not installed: it lies in the working directory", entry.value)
+            logger.warning("ignoring weight transport %s: it is in the working directory, not installed", entry.value)
             continue
         try:
             receiver = getattr(plugins.load(_GROUP, entry.value), "receiver", None)
@@ -58,7 +58,7 @@ def require_allowed(receiver: str, allowed: AbstractSet[str]) -> None:
     if receiver not in allowed:
         raise WeightSyncError(
             f"{receiver!r} is not the receiver of an installed weight transport ({', '.join(sorted(allowed))}). If "
-            "it is that of a transport of your own, start the server with the run's "
+            "it belongs to a transport of your own, start the server with the run's "
             "generator.inference_engine.weight_sync_backend, or give the transport the attribute `receiver` and an "
             f"entry point of {_GROUP} on the server's machine"
         )

@@ -62,8 +62,8 @@ class SharedMemoryTransport:
         """Raises ConfigError if there are several machines: memory is shared only within one."""
         if num_nodes > 1:
             raise ConfigError(
-                "generator.inference_engine.weight_sync_backend: shared_memory is one machine's, and the policy trains "
-                f"on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
+                "generator.inference_engine.weight_sync_backend: shared_memory works only within one machine, but the "
+                f"policy trains on {num_nodes} (trainer.placement.policy_num_nodes): choose broadcast"
             )
 
     def validate(self) -> None:
@@ -183,7 +183,7 @@ class SharedMemoryReceiver:
     def _require_all(self, path: Path, rank: int, count: int) -> None:
         num_buckets = _read_json(path)["num_buckets"]
         if count != num_buckets:
-            raise WeightSyncError(f"rank {rank} sent {num_buckets} buckets, {count} are there")
+            raise WeightSyncError(f"rank {rank} sent {num_buckets} buckets, but {count} arrived")
 
 
 # --- segments -------------------------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
             os.close(fd)
     except (OSError, ValueError) as error:
         raise WeightSyncError(
-            f"shared memory of rank {rank} cannot be read: the rank is gone, sends again already, or runs in another "
-            f"container: {error}"
+            f"shared memory of rank {rank} cannot be read: the rank has ended, has begun its next sync, or runs in "
+            f"another container: {error}"
         ) from error
     with contextlib.suppress(OSError):  # on an older kernel pages are mapped as they are read
         mapped.madvise(_POPULATE_READ)
@@ -306,14 +306,15 @@ def _map(path: str, num_bytes: int, rank: int) -> Tensor:
 
 def _require_version(entry: Mapping[str, Any], version: int, rank: int) -> None:
     if entry["version"] != version:
-        raise WeightSyncError(f"rank {rank} sent weight version {entry['version']}, the engine was told {version}")
+        raise WeightSyncError(f"rank {rank} sent weight version {entry['version']}, but the engine expects {version}")
 
 
 def _require_same_host(rendezvous: Rendezvous, who: str) -> None:
     if _host() != rendezvous.data["host"]:
         raise WeightSyncError(
-            f"the shared_memory transport serves one host, and {who} runs on another: set "
-            "generator.inference_engine.weight_sync_backend to broadcast, or to files with a directory that all see"
+            f"the shared_memory transport serves one host, but {who} runs on another: set "
+            "generator.inference_engine.weight_sync_backend to broadcast, or to files with a directory that all hosts "
+            "see"
         )
 
 

@@ -38,8 +38,8 @@ class SignedStore(Store):
         signature, content = stored[:_NUM_BYTES], stored[_NUM_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, content)):
             raise WeightSyncError(
-                f"the sync's {key!r} has another signature than this sync's secret gives: somebody who is no part of "
-                "it wrote to its store"
+                f"the value of {key!r} in the sync's store is not signed with the sync's secret: another program wrote "
+                "to the store"
             )
         return content
 

@@ -46,7 +46,7 @@ def receiving(rendezvous: Rendezvous) -> Iterator[None]:
         yield
     except BaseException as error:  # also GeneratorExit: the consumer of the buckets raised
         told = "" if isinstance(error, GeneratorExit) else f": {type(error).__name__}: {error}"
-        break_off(rendezvous.data, f"the receiver in {this_process()} did not take all of it{told}")
+        break_off(rendezvous.data, f"the receiver in {this_process()} did not receive all weights{told}")
         raise
 
 
@@ -54,7 +54,7 @@ def require_version(receivers: Sequence[Mapping[str, Any]], version: int) -> Non
     """Raises WeightSyncError unless all receivers expect the version that is sent; then nobody connects."""
     others = [receiver["version"] for receiver in receivers if receiver["version"] != version]
     if others:
-        raise WeightSyncError(f"weight version {version} is sent, an engine was told {others[0]}")
+        raise WeightSyncError(f"got weight version {version} to send, but an engine expects {others[0]}")
 
 
 def description(bucket: WeightBucket, rank: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def follow(
         if message["kind"] == "end":
             if message["version"] != version:
                 raise WeightSyncError(
-                    f"rank {rank} sent weight version {message['version']}, the engine was told {version}"
+                    f"rank {rank} sent weight version {message['version']}, but the engine expects {version}"
                 )
             _require_checksums(records.pop(rank), message["checksums"], rank)
         elif (taken := take(message, place)) is not None:
