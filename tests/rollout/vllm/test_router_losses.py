@@ -197,7 +197,7 @@ async def test_no_request_outlives_its_deadline(start):
 async def test_a_stream_that_outlives_its_deadline_says_so(start):
     scene = await start(streams(1, never_answers), timeout_s=0.5)
     _, body = await asyncio.wait_for(posted(scene), 10)
-    assert b"the deadline of the request is over" in body
+    assert b"the request's deadline has passed" in body
     await asyncio.wait_for(scene.server.left.wait(), 10)
 
 

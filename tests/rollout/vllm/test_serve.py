@@ -151,7 +151,7 @@ async def test_every_rank_of_its_engine_receives_verified_weights(served, transp
 @pytest.mark.parametrize("token", ["another token", ACCESS_TOKEN])
 async def test_without_its_token_a_run_is_told_what_to_set(served, token, monkeypatch):
     monkeypatch.setenv(CONTROL_VARIABLE, token)
-    with pytest.raises(GenerationError, match=f"asks for its control token: set {CONTROL_FILE_VARIABLE}"):
+    with pytest.raises(GenerationError, match=f"requires its control token: set {CONTROL_FILE_VARIABLE}"):
         await vllm.create(served.spec)
 
 
@@ -189,7 +189,7 @@ async def test_a_run_that_is_not_told_the_token_does_not_start(tmp_path, monkeyp
     monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
     monkeypatch.delenv(CONTROL_FILE_VARIABLE, raising=False)
     spec = make_spec(tmp_path / "model", tmp_path, external_server_urls=["http://127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=f"control token of the servers is not known; set {CONTROL_FILE_VARIABLE}"):
+    with pytest.raises(ConfigError, match=f"control token of the servers is not set; set {CONTROL_FILE_VARIABLE}"):
         await vllm.create(spec)
 
 

@@ -27,7 +27,7 @@ def made(path: str) -> str:
 
 def test_a_server_makes_the_file_that_its_run_reads_and_nobody_else_can(tmp_path: Path):
     path = tmp_path / "token"
-    with pytest.raises(ConfigError, match=r"cannot be read: No such file.*a server makes it"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file.*a server creates it"):
         given_tokens(environment={CONTROL_FILE_VARIABLE: str(path)})
     token = made(str(path))
     assert len(token) > 40
@@ -54,8 +54,8 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, f"is not known; set {CONTROL_FILE_VARIABLE}"),
-        ({CONTROL_VARIABLE: ""}, f"is not known; set {CONTROL_FILE_VARIABLE}"),
+        ({}, f"is not set; set {CONTROL_FILE_VARIABLE}"),
+        ({CONTROL_VARIABLE: ""}, f"is not set; set {CONTROL_FILE_VARIABLE}"),
         ({CONTROL_VARIABLE: "a", CONTROL_FILE_VARIABLE: "b"}, "are both set; unset one"),
         ({CONTROL_VARIABLE: "a", ACCESS_VARIABLE: "a"}, "set two different values"),
     ],

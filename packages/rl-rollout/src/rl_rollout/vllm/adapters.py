@@ -60,8 +60,8 @@ class NamedAdapters:
                 raise
             self._models.lora_requests.pop(name, None)  # some engines may have replaced it
             raise GenerationError(
-                f"the adapter {name!r} at {path} was checked, and could not be loaded: {error}. The name stands for no "
-                "adapter any more: load one again"
+                f"the adapter {name!r} at {path} passed the checks, but could not be loaded: {error}. The name now "
+                "has no adapter: load one again"
             ) from error
         # Without `load_inplace`, with which vLLM 0.30 would read the file again in every engine step.
         self._models.lora_requests[name] = LoRARequest(name, number, path)

@@ -194,7 +194,7 @@ class RemoteInferenceClient:
             on_servers = self._on_all if rendezvous.is_staged else self._on_all_or_none
             answers = await on_servers("update_weights", arguments, timeout_s=arguments["timeout_s"] + _SHORT_S)
             if not answers:
-                lost = f"weight version {version}: every server was lost meanwhile"
+                lost = f"weight version {version}: every server was lost during the update"
                 raise WeightSyncError(f"{lost}; {self._pool.described()}")
             manifests = {member: wire.manifest_of(record) for member, record in answers.items()}
             first, *others = manifests.values()
@@ -226,7 +226,9 @@ class RemoteInferenceClient:
             raise
         for engine, scores in (await self.score([_PROBE], adapter=name)).items():
             if not all(math.isfinite(value) for value in scores[0]):
-                raise GenerationError(f"adapter {name!r} at {path}: {engine} answers with {scores[0]}, no log-probs")
+                raise GenerationError(
+                    f"adapter {name!r} at {path}: expected finite log-probs, got {scores[0]} from {engine}"
+                )
 
     def _want_adapters(self, adapters: Mapping[str, str]) -> None:
         self._pool.wanted = attrs.evolve(self._pool.wanted, adapters=adapters)
@@ -321,8 +323,8 @@ class RemoteInferenceClient:
                 num_lost += isinstance(error, LostUnderRequest)
                 if num_lost == MAX_LOST:
                     raise GenerationError(
-                        f"{what}: {num_lost} servers were lost while they had it, so it is not sent to another; why "
-                        f"they ended is in their logs{last}"
+                        f"{what}: {num_lost} servers were lost while they had it, so it is not sent to another; their "
+                        f"logs say why they ended{last}"
                     ) from error
             except asyncio.CancelledError:
                 if sample_id is not None:

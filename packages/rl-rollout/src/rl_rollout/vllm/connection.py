@@ -72,13 +72,13 @@ class Connection:
             raise GenerationError(message)
         if status == _NO_TOKEN:
             raise GenerationError(
-                f"{self.name} at {self.url} asks for its control token: set {CONTROL_FILE_VARIABLE} or "
-                f"{CONTROL_VARIABLE} to that of its start"
+                f"{self.name} at {self.url} requires its control token: set {CONTROL_FILE_VARIABLE} or "
+                f"{CONTROL_VARIABLE} to the value that the server was started with"
             )
         if status == _NO_ROUTE:
             raise GenerationError(
-                f"{self.name} at {self.url} has no /rl/{method}: start it with python -m rl_rollout.vllm.serve, of the "
-                "version that this run has"
+                f"{self.name} at {self.url} has no /rl/{method}: start it with python -m rl_rollout.vllm.serve, from "
+                "the version of rl-rollout that this run uses"
             )
         raise GenerationError(f"{message} (HTTP status {status}); its log says more")
 
@@ -103,7 +103,7 @@ class Connection:
                     return response.status, await response.read()
         except TimeoutError as error:
             if isinstance(error, aiohttp.ServerTimeoutError):
-                raise ServerGone(f"{self.name} at {self.url} takes no connection") from error
+                raise ServerGone(f"{self.name} at {self.url} does not accept a connection") from error
             raise DeadlineError(f"waited {timeout_s:g} s for {self.name} at {self.url} to answer {path}") from None
         except aiohttp.ClientError as error:
             raise gone(error, f"{self.name} at {self.url}") from error

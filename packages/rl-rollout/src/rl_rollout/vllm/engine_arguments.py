@@ -43,10 +43,13 @@ _OWN_KEYS = {
     "max_lora_rank": f"{_LORA}.rank",
     "max_loras": f"{_LORA}.max_loras",
     "max_cpu_loras": f"{_LORA}.max_cpu_loras",
-    "worker_extension_cls": "nothing: it is how weights arrive",
-    "logprobs_mode": "nothing: training needs the log-probs of the distribution that was sampled from",
 }
-"""Engine arguments that a configuration key sets, or that are fixed."""
+"""Engine arguments that a configuration key sets."""
+_FIXED = {
+    "worker_extension_cls": "weights arrive through it",
+    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+}
+"""Engine arguments that cannot be set, and why."""
 _NOT_ON_CPUS = {
     "expert_parallel_size": "computes with experts that a rank does not hold, and crashes (tensor parallel ranks split "
     "each expert)",
@@ -132,16 +135,16 @@ def _require_possible_on_cpus(spec: EngineSpec) -> None:
         # vLLM 0.30's communicator for CPUs lacks `all_gatherv`, which experts of several data-parallel engines need.
         raise ConfigError(
             f"{_SECTION}.data_parallel_size: {size}, but on CPUs vLLM 0.30 cannot share a model's experts between data "
-            f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and num_engines to "
-            f"{size} times what it is"
+            f"parallel engines, and stops at the first request; {path} has experts: set it to 1, and multiply "
+            f"num_engines by {size}"
         )
 
 
 def _require_no_experts(model_path: str) -> None:
     if _has_experts(model_path):
         raise ConfigError(
-            f"{_LORA}.merge_lora: got false, and vLLM computes a Mixture of Experts with adapters on GPUs only, "
-            f"even if they are in other layers; {model_path} has experts: set it to true"
+            f"{_LORA}.merge_lora: got false, but on CPUs vLLM cannot compute a Mixture of Experts with adapters, even "
+            f"if the adapters are in other layers; {model_path} has experts: set it to true"
         )
 
 
@@ -151,11 +154,13 @@ def _has_experts(model_path: str) -> bool:
 
 
 def require_known(engine_init_kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name that vLLM does not know, or that a configuration key sets."""
+    """Raises ConfigError for a name that vLLM does not know, that a configuration key sets, or that is fixed."""
     key = f"{_SECTION}.engine_init_kwargs"
     for name in engine_init_kwargs:
         if name in _OWN_KEYS:
             raise ConfigError(f"{key}.{name}: set it with {_OWN_KEYS[name]}")
+        if name in _FIXED:
+            raise ConfigError(f"{key}.{name}: cannot be set, because {_FIXED[name]}; remove it")
         if name not in known_arguments():
             raise ConfigError(f"{key}.{name}: vLLM has no such engine argument.{nearest(name, known_arguments())}")
 

@@ -22,9 +22,9 @@ def require_single_calls(engine: AsyncLLM) -> None:
     core: Any = engine.engine_core
     if not hasattr(core, "_call_utility_async") or not hasattr(core, "core_engines"):
         raise ConfigError(
-            "this version of vLLM cannot be asked for every data-parallel engine's answer "
-            f"({type(core).__name__} has no _call_utility_async or no core_engines), so whether all of them took new "
-            "weights is not known; use vllm 0.30"
+            "this version of vLLM does not return the answer of every data-parallel engine "
+            f"({type(core).__name__} has no _call_utility_async or no core_engines), so it is unknown whether all of "
+            "them loaded new weights; use vllm 0.30"
         )
 
 

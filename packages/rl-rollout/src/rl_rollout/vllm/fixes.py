@@ -42,8 +42,8 @@ def repack_moe_experts_on_cpu() -> None:
     original = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
     if original is None:
         raise WeightSyncError(
-            "this version of vLLM has no UnquantizedFusedMoEMethod._setup_kernel: whether it packs MoE experts again "
-            "when weights are reloaded is not known; use vllm 0.30"
+            "this version of vLLM has no UnquantizedFusedMoEMethod._setup_kernel, so it is unknown whether it packs "
+            "MoE experts again when weights are reloaded; use vllm 0.30"
         )
     if hasattr(original, _MARK):
         return
@@ -65,7 +65,7 @@ def repack_tied_heads_on_cpu(model: Any) -> None:
     The output layer shares the embedding's tensor, so no weight arrives for it and a reload skips it; but the CPU
     kernel computes with a packed copy, made only on the first load. Call this after every reload. Shown by
     tests/rollout/vllm/test_server_conformance.py::TestVLLMServer::test_new_weights_are_served_and_named, whose model is
-    tied. Can go when that passes without.
+    tied. Can go when that passes without the fix.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
@@ -87,7 +87,7 @@ def rewind_generators_on_cpu() -> None:
     A token sampled after only a part of the prompt is discarded, and the request's generator is rewound by CUDA's
     offset, which CPU generators do not have. The fix restores the generator's earlier state. Shown by
     tests/rollout/vllm/test_client.py::test_prompts_that_take_several_steps_keep_their_seeds. Can go when that passes
-    without.
+    without the fix.
     """
     from vllm.platforms import current_platform
 
@@ -131,7 +131,7 @@ def keep_adapters_off_vocabularies() -> None:
     Its output layer supports adapters too; that code expects one row per sampled token, but for prompt log-probs gets
     one per prompt token. No trainer here puts adapters on an output layer or an embedding, so the fix disables them
     there; on GPUs, where nothing breaks, that saves their memory and two matrix products per token. Shown by
-    tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when it passes without.
+    tests/rollout/vllm/test_adapters.py, whose scores are of several sequences. Can go when that passes without the fix.
     """
     from vllm.lora import model_manager
 
@@ -139,8 +139,8 @@ def keep_adapters_off_vocabularies() -> None:
     original = getattr(model_manager, name, None)
     if original is None:
         raise WeightSyncError(
-            "this version of vLLM has no lora.model_manager.get_supported_lora_modules: whether its output layer with "
-            "adapters scores prompts is not known; use vllm 0.30"
+            "this version of vLLM has no lora.model_manager.get_supported_lora_modules, so it is unknown whether its "
+            "output layer with adapters scores prompts; use vllm 0.30"
         )
     if hasattr(original, _MARK):
         return
@@ -160,7 +160,7 @@ def request_amx() -> None:
     Linux gives a process the tile registers on request (arch_prctl, ARCH_REQ_XCOMP_PERM). vLLM's own kernels never
     request them; they work only if a oneDNN kernel that requests them ran before, which depends on the model's sizes.
     Shown by tests/rollout/vllm/test_router_replay.py::test_replay_brings_the_trainer_closer_to_a_bf16_engine. Can go
-    when that passes without, on a CPU with AMX.
+    when that passes without the fix, on a CPU with AMX.
     """
     import torch
 
@@ -177,7 +177,7 @@ def unlink_message_queues() -> None:
     The writer of a queue between core and workers unlinks the queue's segment in `__del__`, which does not run if the
     process is killed or ended by a signal. The fix makes the writer unlink it as soon as all readers have mapped it;
     the kernel frees it when its last user ends. Shown by tests/rollout/vllm/test_faults.py. Can go when that passes
-    without.
+    without the fix.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -201,7 +201,7 @@ def lock_progress_bars_by_threads() -> None:
 
     The first bar creates a lock for several processes, whose name in a spawned process only exit handlers remove. No
     other process writes to an engine process's bars, so a lock for threads is enough. Shown by
-    tests/rollout/vllm/test_faults.py. Can go when that passes without.
+    tests/rollout/vllm/test_faults.py. Can go when that passes without the fix.
     """
     import_module("tqdm").tqdm.set_lock(threading.RLock())  # vllm depends on it
 
@@ -210,7 +210,7 @@ def unlink_shared_memory_on_cpu() -> None:
     """vllm 0.30.0, device_communicators/cpu_communicator.py: ranks ended by a signal leave 4 MB each in /dev/shm.
 
     As for queues, a rank's segment is unlinked as soon as all other ranks have mapped it.
-    Shown by tests/rollout/vllm/test_faults.py, for a tensor-parallel engine. Can go when that passes without.
+    Shown by tests/rollout/vllm/test_faults.py, for a tensor-parallel engine. Can go when that passes without the fix.
     """
     from vllm.platforms import current_platform
 

@@ -52,7 +52,7 @@ class SharedGpus:
         every = [str(i) for i in range(self.num_of_node)] if inherited is None else inherited.split(",")
         if len(every) < self.num_of_node:
             raise ConfigError(
-                f"Ray counts {self.num_of_node} GPUs on {self.node}, and CUDA_VISIBLE_DEVICES={inherited} shows "
+                f"Ray counts {self.num_of_node} GPUs on {self.node}, but CUDA_VISIBLE_DEVICES={inherited} shows "
                 f"{len(every)}; start Ray there with --num-gpus={len(every)}"
             )
         own = every[self.first : self.first + self.count]
@@ -133,7 +133,7 @@ async def _reserve(index: int, num_ranks: int, *, shares_devices: bool, timeout_
     if num_gpus > sum(gpus_of_nodes.values()):
         raise ConfigError(
             f"generator.inference_engine: an engine of {num_ranks} ranks (tensor × pipeline × data parallel) needs as "
-            f"many GPUs, and Ray's cluster has {sum(gpus_of_nodes.values())}; lower the parallel sizes, or add nodes"
+            f"many GPUs, but Ray's cluster has {sum(gpus_of_nodes.values())}; lower the parallel sizes, or add nodes"
         )
     shared = shared_gpus(gpus_of_nodes, index, num_gpus) if shares_devices and num_gpus else None
     bundles = _bundles(num_ranks, num_gpus, max(gpus_of_nodes.values()), shared)
@@ -166,7 +166,7 @@ def shared_gpus(gpus_of_nodes: Mapping[str, int], index: int, num_ranks: int) ->
         left -= room
     raise ConfigError(
         f"trainer.placement.colocate_all: engine {index} of {num_ranks} ranks has no GPUs left to share: nodes have "
-        f"{list(gpus_of_nodes.values())}, and such an engine stands on one node. Lower "
+        f"{list(gpus_of_nodes.values())}, and each engine must fit on one node. Lower "
         "generator.inference_engine.num_engines or its parallel sizes, or set colocate_all=false"
     )
 

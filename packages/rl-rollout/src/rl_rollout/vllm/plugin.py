@@ -49,7 +49,7 @@ class VLLMPlugin:
             )
         if spec.lora.is_sent_alone and spec.lora.rank > MAX_LORA_RANKS[-1]:
             raise ConfigError(
-                f"trainer.policy.model.lora.rank: got {spec.lora.rank}, and vLLM serves adapters up to rank "
+                f"trainer.policy.model.lora.rank: got {spec.lora.rank}, but vLLM serves adapters up to rank "
                 f"{MAX_LORA_RANKS[-1]}; lower it, or set trainer.policy.model.lora.merge_lora=true"
             )
 
@@ -73,9 +73,11 @@ class VLLMPlugin:
 def _check_urls(urls: tuple[str, ...], num_engines: int) -> None:
     key = f"{_SECTION}.external_server_urls"
     if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
-        raise ConfigError(f"{key}: {wrong[0]!r} is no URL; write e.g. http://10.0.0.7:8000")
+        raise ConfigError(f"{key}: {wrong[0]!r} is not a URL; write e.g. http://10.0.0.7:8000")
     if len(urls) != num_engines:
-        raise ConfigError(f"{_SECTION}.num_engines: {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}")
+        raise ConfigError(
+            f"{_SECTION}.num_engines: got {num_engines}, but {key} has {len(urls)}; set it to {len(urls)}"
+        )
 
 
 vllm = VLLMPlugin()

@@ -115,7 +115,7 @@ class Router:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").encode()
         if not is_bearer(shown, self._token):
-            return _error(401, "this router asks for an access token (api_key)")
+            return _error(401, "this router requires an access token (api_key)")
         path = path_of_api(request.rel_url.raw_path)
         if path is None:
             return _error(400, f"{request.rel_url.raw_path!r} is not a path of the API; write it without . and ..")
@@ -217,7 +217,7 @@ class Router:
             if not isinstance(error, TimeoutError):
                 logger.warning("%s was lost while it answered an agent: %s", member, error)
                 self._on_failure(member)
-            what = "the deadline of the request is over" if isinstance(error, TimeoutError) else "the server was lost"
+            what = "the request's deadline has passed" if isinstance(error, TimeoutError) else "the server was lost"
             event = b"data: " + json.dumps(_error_record(502, f"{what}; ask again")).encode() + b"\n\n"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline + _LAST_WORDS_S):

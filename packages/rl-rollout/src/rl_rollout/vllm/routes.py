@@ -167,7 +167,7 @@ def _failed(error: Exception, body: bytes) -> Response:
     text = str(error) if isinstance(error, GenerationError | WeightSyncError) else f"{type(error).__name__}: {error}"
     told = without_other_paths(text, body)
     if told != text:
-        logger.warning("a request failed; its caller was not told the paths in: %s", text)
+        logger.warning("a request failed; its caller got this error without paths: %s", text)
     return Response(wire.encode({"message": told}), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
@@ -326,6 +326,6 @@ class _RequireToken:
             path, given = scope["path"], dict(scope["headers"]).get(b"authorization", b"")
             if not self._tokens.opens(path, given):
                 kind = "an access token" if is_for_agents(path) else "the control token of its run"
-                await Response(f"this server asks for {kind}", status_code=401)(scope, receive, send)
+                await Response(f"this server requires {kind}", status_code=401)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,10 +1,10 @@
-"""A server of its own, for `generator.inference_engine.external_server_urls`: no Ray, ended by a signal.
+"""A vLLM server outside a run, for `generator.inference_engine.external_server_urls`; a signal ends it. Needs no Ray.
 
     RL_CONTROL_TOKEN_FILE=FILE python -m rl_rollout.vllm.serve quickstart trainer.policy.model.path=DIRECTORY
 
-It is the server that a run starts itself, with the same configuration: model, dtype, weight transport and the keys of
-vLLM come from there, whichever engine it chooses. FILE has the token that runs show; a server makes it where it is
-missing.
+The server is the same as one that a run starts. Model, dtype, weight transport and vLLM's keys come from the
+configuration, whichever engine that configuration chooses. FILE has the control token, which a run must send; the
+server creates FILE if it is missing.
 """
 
 from __future__ import annotations

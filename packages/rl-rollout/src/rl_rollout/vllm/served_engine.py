@@ -367,7 +367,7 @@ class ServedEngine:
         answers = {self._worker(i, j): answer for i, those in enumerate(by_engine) for j, answer in enumerate(those)}
         fault, is_intact = _fault(answers, self.num_workers)
         if not is_intact:
-            await self._enter_quarantine(f"an update to version {version} broke: {fault}")
+            await self._enter_quarantine(f"an update to version {version} failed: {fault}")
         if fault is not None:
             raise WeightSyncError(f"weight version {version}: {fault}")
         return next(iter(answers.values()))["manifest"]

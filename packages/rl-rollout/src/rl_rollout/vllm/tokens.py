@@ -56,7 +56,7 @@ class Tokens:
             raise ConfigError(f"the control token is empty; {_REMEDY}")
         if self.access == self.control:
             raise ConfigError(
-                f"{ACCESS_VARIABLE}, which agents are told, is the control token too, and would let them change the "
+                f"{ACCESS_VARIABLE}, which agents get, equals the control token, which would let them change the "
                 "policy's weights; set two different values"
             )
 
@@ -99,7 +99,7 @@ def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = o
         environment: the process's environment variables.
 
     Raises:
-        ConfigError: no control token is given, both variables are set, or others can read the file.
+        ConfigError: no control token is set, both variables are set, or others can read the file.
     """
     token, file = environment.get(CONTROL_VARIABLE), environment.get(CONTROL_FILE_VARIABLE)
     if token and file:
@@ -107,7 +107,7 @@ def given_tokens(*, makes_file: bool = False, environment: Mapping[str, str] = o
     if file:
         token = _token_in(Path(file).expanduser(), makes_file=makes_file)
     elif not token:
-        raise ConfigError(f"the control token of the servers is not known; {_REMEDY}")
+        raise ConfigError(f"the control token of the servers is not set; {_REMEDY}")
     return _tokens(token, environment)
 
 
@@ -128,8 +128,8 @@ def tell_agents(directory: Path, tokens: Tokens) -> str:
 
 
 _REMEDY = (
-    f"set {CONTROL_FILE_VARIABLE} to a file that you alone can read (a server makes it where it is missing), or "
-    f"{CONTROL_VARIABLE} to the token, for the server and for the run alike"
+    f"set {CONTROL_FILE_VARIABLE} to a file that only you can read (a server creates it if it is missing), or "
+    f"{CONTROL_VARIABLE} to the token; set the same for the server and the run"
 )
 
 

@@ -72,7 +72,7 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
 def _require_both_matrices(adapter: LoRAModel) -> None:
     half = [name for name, layer in adapter.loras.items() if layer.lora_a is None or layer.lora_b is None]
     if half or not adapter.loras:
-        raise WeightSyncError(f"of {half[:3] or 'every layer'} the adapter has not both matrices, A and B")
+        raise WeightSyncError(f"the adapter does not have both matrices, A and B, of {half[:3] or 'any layer'}")
 
 
 def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, StoredTensor]) -> None:

@@ -120,7 +120,7 @@ def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTe
         WeightSyncError: it has a wrong shape, or is not of a floating-point dtype.
     """
     if given.dtype not in _DTYPES.values():
-        raise WeightSyncError(f"{name} has the dtype {given.dtype}; an adapter's is one of {[*_DTYPES.values()]}")
+        raise WeightSyncError(f"{name} has the dtype {given.dtype}; expected one of {[*_DTYPES.values()]}")
     match = _LORA.fullmatch(name)
     held = stored.get(f"{match[1]}.weight") if match else None
     if match is None or held is None or held.dtype not in _DTYPES.values() or len(held.shape) != 2:
@@ -129,8 +129,8 @@ def require_matrix(name: str, given: StoredTensor, stored: Mapping[str, StoredTe
     expected = (rank, columns) if match[2] == "A" else (rows, rank)
     if given.shape != expected:
         raise WeightSyncError(
-            f"{name} has the shape {list(given.shape)}; with rank {rank} the engine's layer, of {list(held.shape)}, "
-            f"takes {list(expected)}"
+            f"{name} has the shape {list(given.shape)}; expected {list(expected)} for rank {rank} and the engine's "
+            f"layer of shape {list(held.shape)}"
         )
 
 
@@ -141,7 +141,7 @@ def _require_fitting(
         raise WeightSyncError(f"{name} arrived, but the engine's model has no tensor of that name")
     held = stored[name]
     if shape != held.shape:
-        raise WeightSyncError(f"{name} arrived with shape {list(shape)}, and the engine's is {list(held.shape)}")
+        raise WeightSyncError(f"{name} arrived with shape {list(shape)}, but the engine's is {list(held.shape)}")
     if given not in (dtype, held.dtype):
         raise WeightSyncError(
             f"{name} arrived as {given}, but the engine computes in {dtype} (its files have {held.dtype}): set "

@@ -276,4 +276,6 @@ def _require_complete(worker: Any, names: AbstractSet[str], adapter: Mapping[str
     held_adapter, before = getattr(worker, _HELD, (adapter, names))
     if held_adapter == adapter and names != before:
         missing, new = sorted(before - names), sorted(names - before)
-        raise WeightSyncError(f"not the tensors of the version before: {missing[:3]} are missing, {new[:3]} are new")
+        raise WeightSyncError(
+            f"the tensors differ from those of the previous version: {missing[:3]} are missing, {new[:3]} are new"
+        )
