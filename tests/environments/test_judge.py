@@ -140,7 +140,7 @@ def test_a_judge_that_does_not_answer_is_an_error_that_names_it(judge: Judge):
 def test_nobody_at_the_address_is_an_error_that_names_it():
     closed = Judge()
     closed.server.server_close()
-    with pytest.raises(GenerationError, match=f"the judge at {closed.url} cannot be asked"):
+    with pytest.raises(GenerationError, match=f"the judge at {closed.url} cannot be reached"):
         step(closed, tries=1)
 
 

@@ -53,7 +53,7 @@ def test_every_row_asks_what_the_environment_scores():
 
 def test_a_row_of_another_version_is_refused():
     row = {**rows_of("gcd", 1)[0], "prompt": [{"role": "user", "content": "What is 1+1?"}]}
-    with pytest.raises(DataError, match="made by another version of reasoning-gym"):
+    with pytest.raises(DataError, match="made with another version of reasoning-gym"):
         ReasoningGymEnvironment(row, {})
 
 
@@ -181,7 +181,7 @@ def test_every_task_that_is_not_refused_is_played_offline(no_network: None):
 
 
 def test_more_puzzles_than_a_task_has_are_refused():
-    with pytest.raises(DataError, match=r"'acre' has 2000 puzzles of one seed, got a count of 2001"):
+    with pytest.raises(DataError, match=r"'acre' has 2000 puzzles per seed, got a count of 2001"):
         rows_of("acre", 2001)
 
 

@@ -80,7 +80,7 @@ def test_an_environment_of_ones_own_gets_its_configuration_and_its_row():
     [
         ({"reward": [0.0, 1.0]}, "gave the reward .*; expected one number"),
         ({"postprocessed_action": "x"}, "postprocessed_action"),
-        ({"done": False}, "shows no observation"),
+        ({"done": False}, "done=False and no observation"),
     ],
 )
 def test_what_has_no_counterpart_here_is_an_error(output: dict[str, Any], message: str):

@@ -40,7 +40,7 @@ def row_of(row: str | None, data: Path | None, number: int) -> dict[str, Any]:
 
         rows = read_rows([data], key="--data")
         if number > len(rows):
-            raise DataError(f"--number: got {number}, and {data} has {len(rows)} rows")
+            raise DataError(f"--number: got {number}, but {data} has {len(rows)} rows")
         return dict(rows[number - 1].row)
     try:
         found = json.loads(str(row))

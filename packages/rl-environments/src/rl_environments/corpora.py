@@ -68,7 +68,7 @@ def _load(path: str) -> Corpus:
         try:
             retriever = bm25s.BM25.load(path, load_corpus=True, mmap=True, show_progress=False)
         except Exception as error:
-            raise DataError(f"{path} is no index that can be read: {type(error).__name__}: {error}") from error
+            raise DataError(f"{path} cannot be read as an index: {type(error).__name__}: {error}") from error
         return Corpus(retriever, retriever.corpus)
     documents = read_documents(Path(path))
     return Corpus(_indexed(documents), documents)

@@ -140,7 +140,7 @@ class JudgeEnvironment:
         except (OSError, ValueError) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise DeadlineError(f"the judge at {self._url} did not answer within {self._timeout_s:g} s") from error
-            raise GenerationError(f"the judge at {self._url} cannot be asked: {error}") from error
+            raise GenerationError(f"the judge at {self._url} cannot be reached: {error}") from error
         try:
             content = json.loads(reply)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):

@@ -82,8 +82,8 @@ class JudgePool:
             if isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(
-                f"waited {wait_s:g} s for one of {self._count} processes that compare answers: raise `processes` where "
-                "CPU cores are left, or `wait_s`"
+                f"waited {wait_s:g} s for one of {self._count} processes that compare answers: raise `processes` if "
+                "CPU cores are idle, or raise `wait_s`"
             ) from error
 
     def pids(self) -> list[int]:
@@ -211,7 +211,7 @@ class _Judge:
         started = time.monotonic()
         if not waiting.poll(timeout_s * 1000):
             waited_s = time.monotonic() - started
-            raise DeadlineError(f"waited {waited_s:.0f} s for process {self.pid} {purpose}, which used little CPU time")
+            raise DeadlineError(f"waited {waited_s:.0f} s for process {self.pid} {purpose}; it used little CPU time")
         return frames.receive(fd)
 
     def _given_up(self) -> Verdict:

@@ -34,7 +34,7 @@ def main() -> None:
     except ImportError as error:
         frames.send(answers_fd, {"missing": str(error)})
         return
-    # A parent that ignores this signal passes that on to the programs it starts.
+    # A process inherits from its parent which signals it ignores.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     frames.send(answers_fd, {"ready": True})
     while (request := frames.receive(0)) is not None:

@@ -26,14 +26,14 @@ from rl_environments.answers import require_prompt
 from rl_environments.options import own_options
 
 FAULTY_TASKS = {
-    "boxnet": "its check raises an error for answers that are JSON of another kind",
+    "boxnet": "its check raises an error for answers that are JSON of another type",
     "coin_flip": "its check raises an error for numbers that are infinite",
     "composite": "it is a mixture that needs a list of tasks; name one of them",
-    "game_of_life": "its check raises an error for answers that are JSON of another kind",
+    "game_of_life": "its check raises an error for answers that are JSON of another type",
     "game_of_life_halting": "its check gives every wrong answer the score 1",
-    "list_functions": "it makes another puzzle when it is asked for the same one again",
-    "prime_factorization": "its check raises an error for answers that are no numbers",
-    "propositional_logic": "its check gives a part of the score to answers without sense",
+    "list_functions": "it generates another puzzle when it is asked for the same one again",
+    "prime_factorization": "its check raises an error for answers that are not numbers",
+    "propositional_logic": "its check gives a part of the score to meaningless answers",
 }
 """Seen with reasoning-gym 0.1.25. tests/environments/test_reasoning_gym.py shows each fault, and fails when one is
 fixed."""
@@ -56,8 +56,8 @@ class ReasoningGymEnvironment:
             self._entry = self._dataset[row["index"]]
         if not _is_asked(self._entry, self._prompt):
             raise DataError(
-                f"the row's prompt does not ask what {row['task']} makes of seed {row['seed']}, index {row['index']}: "
-                "its data was made by another version of reasoning-gym; make it again"
+                f"the row's prompt is not the puzzle that {row['task']} generates for seed {row['seed']}, index "
+                f"{row['index']}: the row was made with another version of reasoning-gym; make the data again"
             )
 
     @staticmethod
@@ -109,8 +109,8 @@ def rows_of(
     made = {"task": task, "seed": seed, "difficulty": settings, "env_class": "reasoning_gym"}
     if count > len(dataset):
         raise DataError(
-            f"reasoning-gym's task {task!r} has {len(dataset)} puzzles of one seed, got a count of {count}; make the "
-            "others with another seed"
+            f"reasoning-gym's task {task!r} has {len(dataset)} puzzles per seed, got a count of {count}; make the "
+            "rest with another seed"
         )
     asked = (f"{dataset[index]['question']}\n\n{ASK_FOR_MARKS}" for index in range(count))
     return [{"prompt": [{"role": "user", "content": text}], "index": index, **made} for index, text in enumerate(asked)]

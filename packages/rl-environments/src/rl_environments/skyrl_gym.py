@@ -52,7 +52,7 @@ class SkyrlGymEnvironment:
         done = bool(output["done"])
         observation = list(output["observations"] or [])
         if not done and not observation:
-            raise DataError("its step is not done and shows no observation; expected a message for the next turn")
+            raise DataError("its step returned done=False and no observation; expected a message for the next turn")
         metrics = {name: float(value) for name, value in self._environment.get_metrics().items() if _is_number(value)}
         return StepResult(
             reward=float(reward),

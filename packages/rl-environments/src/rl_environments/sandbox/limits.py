@@ -34,14 +34,14 @@ class Limits:
     address_space_bytes: int = attrs.field(default=512 * MEBIBYTE, validator=at_least(64 * MEBIBYTE))
     """Limit per process; exceeding it raises a MemoryError."""
     memory_bytes: int = attrs.field(default=768 * MEBIBYTE, validator=at_least(32 * MEBIBYTE))
-    """Of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms, so a fast
-    allocation may exceed it for a moment."""
+    """Memory of all processes together, shared pages counted once; exceeding it ends the test. Checked every 20 ms, so
+    a fast allocation may exceed it for a moment."""
     processes: int = attrs.field(default=16, validator=at_least(1))
     """Maximum number of processes and threads at a time."""
     file_bytes: int = attrs.field(default=16 * MEBIBYTE, validator=at_least(0))
     """Maximum size of one file; exceeding it raises an OSError (EFBIG)."""
     disk_bytes: int = attrs.field(default=64 * MEBIBYTE, validator=at_least(4096))
-    """Of all files together, which lie in memory; exceeding it raises an OSError (ENOSPC)."""
+    """Size of all files together, which are in memory; exceeding it raises an OSError (ENOSPC)."""
     files: int = attrs.field(default=1000, validator=at_least(1))
     """Maximum number of files and directories; exceeding it ends the test or raises an OSError (ENOSPC)."""
     open_files: int = attrs.field(default=64, validator=at_least(16))

@@ -104,9 +104,9 @@ def _require_settings(kind: Kind, readable: Sequence[str], slots: int | None) ->
     if kind not in get_args(Kind):
         raise ConfigError(f"sandbox: got {kind!r}; expected one of {', '.join(get_args(Kind))}")
     if sys.platform != "linux":
-        raise ConfigError(f"sandbox: programs are run on Linux alone; this machine is {sys.platform}")
+        raise ConfigError(f"sandbox: programs can be run only on Linux; this machine is {sys.platform}")
     if slots is not None and slots < 1:
-        raise ConfigError(f"slots: got {slots}; expected at least 1, the programs that run at a time")
+        raise ConfigError(f"slots: got {slots}, the number of programs that run at a time; expected at least 1")
     for path in readable:
         if not Path(path).is_absolute() or not Path(path).exists():
             raise ConfigError(f"readable: got {path!r}; expected absolute paths of files or directories that exist")
@@ -151,7 +151,7 @@ async def _tried(sandbox: Sandbox) -> Sandbox | str:
     except (SandboxError, DeadlineError, OSError) as error:
         return str(error)
     if found and sandbox.mechanism != "none":
-        return f"it does not hold: a program could {', '.join(found)}"
+        return f"it is not secure: a program in it could {', '.join(found)}"
     return attrs.evolve(sandbox, has_disk=has_disk)
 
 
@@ -190,7 +190,7 @@ def _prefix_of(python: str) -> tuple[str, ...]:
 
 def _log(sandbox: Sandbox, reasons: dict[str, str]) -> None:
     if sandbox.mechanism == "none":
-        logger.warning("programs run WITHOUT a sandbox, as this user, because sandbox=none was said")
+        logger.warning("programs run WITHOUT a sandbox, as this user, because sandbox=none is set")
         return
     passed_over = "".join(f"; not by {mechanism}: {reason}" for mechanism, reason in reasons.items())
     disk = "" if sandbox.has_disk else ", without a directory to write in"

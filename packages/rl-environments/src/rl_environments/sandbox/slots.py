@@ -56,7 +56,7 @@ async def locked_slot(count: int, *, wait_s: float) -> AsyncIterator[Slot]:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"waited {wait_s:g} s for one of the {count} sandbox slots of this machine ({slots_directory()}), "
-                "which other programs hold: raise `slots` where processors are left, or `wait_s`"
+                "which other programs hold: raise `slots` if CPU cores are idle, or raise `wait_s`"
             )
         await asyncio.sleep(_RETRY_S)
     try:
@@ -74,9 +74,11 @@ def slots_directory() -> Path:
         directory.mkdir(mode=0o711 if uid == 0 else 0o700, exist_ok=True)
         owner = directory.lstat().st_uid
     except OSError as error:
-        raise ConfigError(f"the sandbox's lock files lie in {directory}, which cannot be made: {error}") from error
+        raise ConfigError(f"the directory of the sandbox's lock files cannot be used: {directory}: {error}") from error
     if owner != uid:
-        raise ConfigError(f"{directory} belongs to user {owner}; expected {uid}: remove it, the sandbox makes its own")
+        raise ConfigError(
+            f"{directory} belongs to user {owner}; expected {uid}: remove it, and the sandbox creates its own"
+        )
     return directory
 
 

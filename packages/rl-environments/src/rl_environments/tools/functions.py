@@ -61,7 +61,7 @@ class ToolFunction:
         description, texts = _documented(inspect.getdoc(function) or "")
         if not description:
             raise ConfigError(
-                f"tool {name!r} has no docstring: the model reads there what the function does; write one"
+                f"tool {name!r} has no docstring: write one, because it tells the model what the function does"
             )
         parameters = inspect.signature(function).parameters
         if unknown := [text for text in texts if text not in parameters]:
@@ -134,7 +134,7 @@ def _arguments_model(
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
     except Exception as error:
-        raise ConfigError(f"tool {name!r}: its type hints are no types of data: {error}") from error
+        raise ConfigError(f"tool {name!r}: its type hints are not types of data: {error}") from error
 
 
 def _schema(name: str, description: str, arguments: type[BaseModel]) -> ToolSchema:

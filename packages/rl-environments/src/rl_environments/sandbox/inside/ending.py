@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from rl_environments.sandbox.inside import confinement
-from rl_environments.sandbox.inside.processes import children_below
+from rl_environments.sandbox.inside.processes import descendants_of
 
 _KILL_S = 30.0
 _RETRY_S = 0.0005
@@ -33,8 +33,8 @@ def end_all(box: dict[str, Any], pid: int = -1) -> tuple[int, float] | None:
             found = (status, usage.ru_utime + usage.ru_stime)
         if not ended:
             if time.monotonic() > deadline:
-                left = children_below(os.getpid())
-                raise TimeoutError(f"waited {_KILL_S:g} s after SIGKILL for the end of the processes {left}")
+                left = descendants_of(os.getpid())
+                raise TimeoutError(f"waited {_KILL_S:g} s after SIGKILL for the processes {left} to end")
             time.sleep(_RETRY_S)
 
 
@@ -46,7 +46,7 @@ def _kill_all(box: dict[str, Any]) -> None:
     elif box["mechanism"] == "landlock":
         _kill_user(box["uid"], box["ending_uid"])
     else:
-        for pid in children_below(os.getpid()):
+        for pid in descendants_of(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

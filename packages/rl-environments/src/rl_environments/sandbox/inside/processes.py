@@ -7,11 +7,11 @@ import os
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def children_below(pid: int) -> list[int]:
-    """All descendants of a process, without itself. Orphans are found only if a descendant or the process adopts
-    them."""
+def descendants_of(pid: int) -> list[int]:
+    """The ids of all descendants of a process. A descendant whose own parent has ended is found only if `pid` or
+    another descendant has adopted it (`confinement.adopt_orphans`)."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    if pid == 1:
+    if pid == 1:  # every other process of a PID namespace descends from its process 1
         return [number for number in numbers if number != 1]
     parents = {number: parent for number in numbers if (parent := _parent(number)) is not None}
     below = {pid}

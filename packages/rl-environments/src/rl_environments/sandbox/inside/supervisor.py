@@ -22,7 +22,7 @@ from typing import Any
 
 from rl_environments.sandbox.inside import confinement, frames, program
 from rl_environments.sandbox.inside.ending import end_all
-from rl_environments.sandbox.inside.processes import children_below, memory_of
+from rl_environments.sandbox.inside.processes import descendants_of, memory_of
 from rl_environments.sandbox.inside.work import empty_work, prepare_work
 
 _TICK_S = 0.02
@@ -55,8 +55,8 @@ def main() -> None:
 
 
 def _prepare(box: dict[str, Any]) -> None:
-    """Becomes the adopter of all later processes, and ends those that an earlier supervisor of this slot may have
-    left."""
+    """Makes this process adopt all later orphans, and ends the processes that an earlier supervisor of this slot may
+    have left."""
     # Process 1 receives from its namespace only signals that it handles. Python handles this one by default, so ignore
     # it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -135,7 +135,7 @@ class _TestRun:
         """Checks the limits that the kernel does not enforce."""
         if now - self._started > self._limits["wall_s"]:
             self._end = "wall_limit"
-        elif memory_of(children_below(os.getpid()), self._limits["memory_bytes"]) > self._limits["memory_bytes"]:
+        elif memory_of(descendants_of(os.getpid()), self._limits["memory_bytes"]) > self._limits["memory_bytes"]:
             self._end = "memory_limit"
         elif self._box["work"] and self._box["mechanism"] == "bubblewrap":
             disk = os.statvfs(self._box["work"])
