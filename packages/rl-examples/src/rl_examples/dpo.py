@@ -4,7 +4,7 @@ What it does: makes a model by a short supervised fine-tuning (`rl_examples.sft`
 reference, and a pair of answers to each problem; trains by DPO, one optimizer step per batch of 64 pairs. No engine is
 started. Held-out pairs are evaluated by the same loss; `eval/pair_accuracy` is the fraction in which the policy has
 moved towards the right answer.
-Left out, on purpose: pairs judged by people, a reward model in between.
+Deliberately omitted: pairs judged by people, a reward model in between.
 
 Run:      rl train dpo
 IPO:      rl train dpo trainer.algorithm.policy_loss_params.dpo_type=ipo

@@ -23,7 +23,7 @@ _TINY_VALIDATION = "runs/gsm8k_tiny_data/validation.parquet"
 _TINY_MODEL = "runs/gsm8k_tiny_data/start_model"
 
 recipe = Recipe(
-    summary="GRPO on grade-school mathematics, as users of this field know it",
+    summary="GRPO on grade-school mathematics, with the field's usual rows and settings",
     config={
         "data.train_data": ["~/data/gsm8k/train.parquet"],
         "data.val_data": ["~/data/gsm8k/validation.parquet"],

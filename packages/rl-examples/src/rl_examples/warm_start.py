@@ -101,8 +101,8 @@ async def _warm_start(
                         await group.save_model(directory)
                         return
         raise RLError(
-            f"warm start: accuracy {accuracy:.2f} after {settings.max_updates} updates, "
-            f"{settings.target_accuracy:.2f} was expected"
+            f"warm start: got accuracy {accuracy:.2f} after {settings.max_updates} updates, "
+            f"expected {settings.target_accuracy:.2f}"
         )
     finally:
         await group.close()

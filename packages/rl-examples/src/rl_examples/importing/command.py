@@ -13,8 +13,8 @@ import click
 def import_config(file: Path, output: Path | None) -> int:
     """Translate FILE, a launch script or a YAML file of SkyRL or verl, into a file for `rl train`.
 
-    What is called otherwise here, what has no effect and what could not be translated is listed; with something that
-    could not be, the exit code is 1, and the file says so in comments.
+    Lists the keys that have another name here, that have no effect, and that could not be translated. If a key could
+    not be translated, the exit code is 1, and comments in the new file name the key.
     """
     from rl_core.errors import DataError
     from rl_examples.importing.reading import read

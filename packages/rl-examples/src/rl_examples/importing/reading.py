@@ -45,7 +45,7 @@ def read(path: Path) -> Read:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     found = _yaml(text, str(path)) if path.suffix in (".yaml", ".yml") else script(text, str(path))
     if not found.values:
-        raise ConfigError(f"{path}: holds no key=value words behind a Python command, and no YAML keys; expected one")
+        raise ConfigError(f"{path}: expected a Python command with key=value words, or YAML keys; found neither")
     return found
 
 
@@ -61,7 +61,7 @@ def script(text: str, name: str) -> Read:
         try:
             words = shlex.split(_expanded(line, variables))
         except ValueError as error:
-            remarks.append(f"{name}: {line[:60]!r} is no command that can be read ({error})")
+            remarks.append(f"{name}: {line[:60]!r} cannot be read as a command ({error})")
             continue
         pairs = dict(_pairs(words))
         if len(pairs) < 2 or not any("python" in word or word == "-m" or word.endswith(".py") for word in words):
