@@ -49,3 +49,9 @@ def test_what_arrives_is_a_view():
         warnings.simplefilter("ignore")  # torch warns of what cannot be written to
         received = Batch.from_arrays(arrays)
     assert received["tokens"].data_ptr() == arrays["tokens"].ctypes.data
+
+
+def test_only_the_named_columns_are_taken():
+    batch = Batch.from_sequences([{"tokens": [1, 2, 3], "rewards": [0, 0, 1]}, {"tokens": [4], "rewards": [2]}])
+    arrays = batch.to_arrays(np.array([1, 0]), ["rewards"])
+    assert {name: values.tolist() for name, values in arrays.items()} == {"offsets": [0, 1, 4], "rewards": [2, 0, 0, 1]}
