@@ -22,8 +22,6 @@ empty :=
 space := $(empty) $(empty)
 comma := ,
 export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_FIND_LINKS)))
-# Wheels and cache often lie on different file systems; uv then copies, and need not say so.
-export UV_LINK_MODE ?= copy
 
 VENV := .venv
 READY := $(VENV)/ready
