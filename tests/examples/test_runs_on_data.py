@@ -115,7 +115,7 @@ def test_a_reward_model_learns_and_is_saved_with_its_head(
         ({**PAIRS, "trainer__policy_mini_batch_size": 4}, "correct for a single optimizer step"),
         ({**PAIRS, "trainer__update_epochs_per_batch": 2}, "correct for a single optimizer step"),
         ({"trainer__algorithm__policy_loss_type": "reward_model"}, "take pairs from data, with generator.type=dataset"),
-        ({**REWARD_MODEL, "trainer__strategy": "fsdp1"}, "fsdp1 trains no model with a value head"),
+        ({**REWARD_MODEL, "trainer__strategy": "fsdp1"}, "fsdp1 cannot train a model with a value head"),
         ({**SUPERVISED, "generator__response_key": "reply"}, "train.parquet:1: the row has no response"),
         (
             {**SUPERVISED, "generator__sampling_params__max_generate_length": 3},

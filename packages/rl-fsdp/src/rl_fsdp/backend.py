@@ -97,8 +97,8 @@ class FsdpBackend:
 def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
     if spec.role == "critic":
         raise ConfigError(
-            "trainer.strategy: fsdp1 trains no model with a value head, which a critic and a reward model have; set "
-            "trainer.strategy=fsdp (FSDP2)"
+            "trainer.strategy: fsdp1 cannot train a model with a value head, which a critic and a reward model have; "
+            "set trainer.strategy=fsdp (FSDP2)"
         )
     refused = {
         "fsdp_config.cpu_offload": spec.options.cpu_offload
@@ -115,13 +115,13 @@ def _validate_fsdp1(spec: WorkerSpec, section: str) -> None:
 def _require_rehearsable(spec: WorkerSpec, section: str, *, is_fsdp1: bool) -> None:
     if is_fsdp1:
         raise ConfigError(
-            "trainer.strategy: fsdp1 cannot be rehearsed: FSDP1 makes its flat parameters from numbers; rehearse "
-            "trainer.strategy=fsdp, or take the plan alone"
+            "trainer.strategy: fsdp1 cannot be rehearsed, because FSDP1 makes its flat parameters from the weights' "
+            "values; rehearse trainer.strategy=fsdp, or use only the plan (rl plan)"
         )
     if spec.options.cpu_offload:
         raise ConfigError(
-            f"{section}.fsdp_config.cpu_offload: a rehearsal has one kind of memory and cannot tell the host's from "
-            "the device's; rehearse without it, or take the plan alone"
+            f"{section}.fsdp_config.cpu_offload: a rehearsal cannot tell host memory from device memory; rehearse "
+            "without it, or use only the plan (rl plan)"
         )
     if spec.options.moe_enable_routing_replay:
         raise ConfigError(
