@@ -74,7 +74,7 @@ def _require_zero(spec: WorkerSpec, section: str, world_size: int) -> None:
     where = f"{section}.zero_optimization"
     if zero.offload_param.device != "none" and zero.stage != 3:
         raise ConfigError(
-            f"{where}.offload_param.device: got {zero.offload_param.device!r}, and stage {zero.stage} keeps "
+            f"{where}.offload_param.device: got {zero.offload_param.device!r}, but stage {zero.stage} keeps "
             "parameters whole on every rank: set stage=3"
         )
     if zero.overlap_comm and zero.stage == 1:
