@@ -173,7 +173,7 @@ FRAGMENTS = (
     Fragment(
         name="megatron, gradients summed during the backward pass",
         keys=("trainer.strategy=megatron", "trainer.policy.megatron_config.ddp_config.overlap_grad_reduce=true"),
-        refused=r"ddp_config\.overlap_grad_reduce: got true; calls of forward_backward add up",
+        refused=r"ddp_config\.overlap_grad_reduce: got true; gradients accumulate over calls",
     ),
     Fragment(
         name="megatron, parameters gathered during the forward pass",

@@ -132,7 +132,7 @@ def test_meshes_that_work_are_let_through(spec_of, model, world_size, options):
         (MOE, 32, {TP: 2, EP: 2, ETP: 16}, "16 does not divide the model's 24 units of each expert", f"{ETP}=8"),
         (DENSE, 2, {PP: 2, VPP: 3}, "8 layers", f"{PP}=2, {VPP}=1"),
         (DENSE, 2, {VPP: 2}, "need more than one pipeline stage", f"{VPP}=1"),
-        (DENSE, 2, {PP: 2, VPP: 2, FIRST: 4, LAST: 4}, "two stages with first and last counts", f"{PP}=2"),
+        (DENSE, 2, {PP: 2, VPP: 2, FIRST: 4, LAST: 4}, "splits the layers wrongly with two stages", f"{PP}=2"),
     ],
 )
 def test_impossible_meshes_are_refused_with_the_nearest_that_works(
@@ -280,12 +280,12 @@ def test_a_token_budget_holds_the_longest_sequence_padded_for_the_mesh():
             LATENT,
             {PP: 2},
             {"target_modules": ("q_proj", "k_proj", "v_proj")},
-            r"k_proj, q_proj, v_proj are no layers",
+            r"k_proj, q_proj, v_proj are not layers",
         ),
         (LATENT, {PP: 2}, {"target_modules": ("o_proj", "gate_proj", "up_proj")}, None),
         (DENSE, {}, {"target_modules": ("q_proj",)}, r"k_proj, q_proj, v_proj are one matrix"),
         (DENSE, {}, {"target_modules": ("o_proj",), "exclude_modules": ("o_proj",)}, r"no layer is left"),
-        (DENSE, {}, {"target_modules": ("lm_head",)}, r"'lm_head' is none of q_proj, "),
+        (DENSE, {}, {"target_modules": ("lm_head",)}, r"got 'lm_head'; expected layers .*q_proj, "),
     ],
 )
 def test_layers_that_cannot_have_adapters_are_refused(spec_of, model, mesh, lora, message, monkeypatch):

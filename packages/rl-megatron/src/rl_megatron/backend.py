@@ -94,7 +94,7 @@ class MegatronBackend:
     def proof_obstacle(self) -> str | None:
         """Why a model cannot be checked here: Transformer Engine has no kernels for CPUs."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
-            return "Transformer Engine is installed, and this machine has no GPU to run it on"
+            return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
@@ -109,7 +109,9 @@ class MegatronBackend:
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
     """Runs the check on rank 0, whose machine has the model."""
     if (reason := require_proof(backend, spec)) is not None:
-        raise ConfigError(f"{SECTIONS[spec.role]}.model.path: Megatron's way to compute it is not proved: {reason}")
+        raise ConfigError(
+            f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"
+        )
 
 
 def _has_accelerator() -> bool:

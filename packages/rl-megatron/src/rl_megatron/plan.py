@@ -25,11 +25,11 @@ def plan_ranks(
     section = SECTIONS[spec.role]
     if setup.shape is None:
         raise ConfigError(
-            f"{section}.model.path: {spec.model.path} is no local model directory, so its sizes are not known; give "
-            "the directory, or let the recipe make it first"
+            f"{section}.model.path: {spec.model.path} is not a local model directory, so its sizes are unknown; set a "
+            "directory, or let the recipe create the model first"
         )
     if spec.model.lora.rank > 0:
-        raise ConfigError(f"{section}.model.lora.rank: adapters are not planned for; set it to 0 to see the model")
+        raise ConfigError(f"{section}.model.lora.rank: the plan does not cover adapters; set it to 0 to plan the model")
     mesh = setup.mesh()
     chunks = setup.chunks(setup.shape.num_layers)
     return tuple(

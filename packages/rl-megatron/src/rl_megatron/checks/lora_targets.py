@@ -45,7 +45,8 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
         for name in given:
             if name not in _PARTS:
                 raise ConfigError(
-                    f"{section}.model.lora.{key}: {name!r} is none of {', '.join(_PARTS)}, which can have adapters here"
+                    f"{section}.model.lora.{key}: got {name!r}; expected layers that can have adapters here: "
+                    f"{', '.join(_PARTS)}"
                 )
     wanted = [name for name in names if name not in excluded]
     if not wanted:

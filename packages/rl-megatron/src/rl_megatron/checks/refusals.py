@@ -101,7 +101,7 @@ def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
     where = f"{section}.megatron_config"
     if spec.gradient_checkpointing == "selective":
         raise ConfigError(
-            f"trainer.gradient_checkpointing=selective: Megatron says itself what it computes again; set "
+            f"trainer.gradient_checkpointing=selective: Megatron has its own keys for what is recomputed; set "
             f"{where}.transformer_config_kwargs.recompute_granularity=selective and recompute_modules, with "
             "trainer.gradient_checkpointing=false"
         )
@@ -285,8 +285,8 @@ def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
-            f"{setup.key(_END_COUNTS[0])}: two stages with first and last counts and virtual stages are not split "
-            "right by Megatron-Core 0.16.1: set only one of the counts, or leave "
+            f"{setup.key(_END_COUNTS[0])}: Megatron-Core 0.16.1 splits the layers wrongly with two stages, counts for "
+            "both of them and virtual stages: set only one of the counts, or leave "
             "virtual_pipeline_model_parallel_size out"
         )
     return None
@@ -414,7 +414,7 @@ def _sequence_parallelism(setup: Setup) -> str | None:
             "tensor parallelism"
         )
     if value is True and tensor == 1:
-        return f"{setup.key(name)}: true needs tensor_model_parallel_size above 1, it is 1. Leave it out"
+        return f"{setup.key(name)}: true needs tensor_model_parallel_size above 1, got 1. Leave it out"
     return None
 
 
@@ -470,7 +470,7 @@ def _replay(setup: Setup) -> str | None:
         return f"{setup.key(name)}: the model has no experts whose choice could be replayed. Leave it out"
     if setup.fields.get("moe_router_fusion"):
         return (
-            f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and passes replayed routes by. "
+            f"{setup.key('moe_router_fusion')}: the fused router chooses experts itself and ignores replayed routes. "
             f"Leave it out, or set {name}=false"
         )
     if setup.fields.get("moe_expert_capacity_factor") is not None:
@@ -499,8 +499,9 @@ def _adapters_of_latent_attention(setup: Setup) -> str | None:
     if not adapted or setup.shape is None or setup.shape.latent is None:
         return None
     return (
-        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} are no layers of "
-        "latent attention, whose projections have no adapters here; name others (o_proj, gate_proj, up_proj, down_proj)"
+        f"{setup.where.rpartition('.')[0]}.model.lora.target_modules: {', '.join(sorted(adapted))} are not layers "
+        "of latent attention, whose projections cannot have adapters here; name others (o_proj, gate_proj, up_proj, "
+        "down_proj)"
     )
 
 

@@ -18,8 +18,8 @@ _CHOSEN_ELSEWHERE = {
     "clip_grad": "optimizer_config.max_grad_norm",
 }
 _FIXED = {
-    "optimizer": ("adam", "AdamW is what is trained with here"),
-    "decoupled_weight_decay": (True, "AdamW is what is trained with here"),
+    "optimizer": ("adam", "training here uses AdamW"),
+    "decoupled_weight_decay": (True, "training here uses AdamW"),
     "use_distributed_optimizer": (True, "its state is always split over data-parallel ranks"),
     "overlap_param_gather": (False, "weights must be whole when they are scored, saved or published"),
     "overlap_param_gather_with_optimizer_step": (False, "weights must be whole when they are scored or published"),
@@ -27,13 +27,13 @@ _FIXED = {
     "loss_scale": (None, "there is no loss scaling here; use trainer.bf16"),
     "optimizer_cpu_offload": (
         False,
-        "checkpoints and offloading here know an optimizer on the ranks' devices only. For memory, split its state "
-        "over more data-parallel ranks, or use trainer.strategy=fsdp with fsdp_config.cpu_offload=true",
+        "checkpoints and offloading here support only an optimizer on the ranks' devices. To save memory, split its "
+        "state over more data-parallel ranks, or use trainer.strategy=fsdp with fsdp_config.cpu_offload=true",
     ),
     "use_precision_aware_optimizer": (
         False,
-        "clipping, checkpoints and offloading here know float32 parameters and moments only. For memory, split the "
-        "optimizer's state over more data-parallel ranks",
+        "clipping, checkpoints and offloading here support only float32 parameters and moments. To save memory, split "
+        "the optimizer's state over more data-parallel ranks",
     ),
 }
 
@@ -51,7 +51,7 @@ def require_trainable(spec: WorkerSpec) -> None:
 
 def _require_sums(options: MegatronOptions, where: str) -> None:
     reasons = {
-        "overlap_grad_reduce": "calls of forward_backward add up, so no micro-batch is known to be the last",
+        "overlap_grad_reduce": "gradients accumulate over calls, so no micro-batch is known to be the last",
         "overlap_param_gather": "weights must be whole when they are scored, saved or published",
     }
     for name, reason in reasons.items():

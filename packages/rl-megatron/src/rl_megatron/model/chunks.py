@@ -213,7 +213,9 @@ def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None
         tied = {id(chunk.shared_embedding_or_output_weight())} if chunk.share_embeddings_and_output_weights else set()
         for name, parameter in chunk.named_parameters():
             if id(parameter) not in loaded | of_head | tied:
-                raise ConfigError(f"{model} has no weight for Megatron's {name}, which its configuration asks for")
+                raise ConfigError(
+                    f"{model} has no weight for Megatron's {name}, which the model's configuration requires"
+                )
 
 
 def is_vocabulary(name: str) -> bool:

@@ -36,7 +36,9 @@ def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: s
     )
     adapted = adapters(models, training=True)
     if not any(".adapter." in name for model in adapted for name, _ in model.named_parameters()):
-        raise ConfigError(f"{section}.model.lora.target_modules: {lora.target_modules!r}: no layer has such a name")
+        raise ConfigError(
+            f"{section}.model.lora.target_modules: got {lora.target_modules!r}, but no layer has such a name"
+        )
     return adapted
 
 

@@ -23,7 +23,7 @@ class RmsNorm(torch.nn.Module):
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ConfigError(
-                f"the model normalises by {config.normalization}; without Transformer Engine only RMSNorm is offered"
+                f"the model uses {config.normalization}; without Transformer Engine only RMSNorm is supported"
             )
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=torch.cuda.current_device()))
