@@ -177,6 +177,7 @@ def test_the_threads_of_a_machine_are_shared_by_all_ranks(monkeypatch: pytest.Mo
     [
         ({"engine_init_kwargs": {"max_model_length": 3}}, "no such engine argument. Did you mean 'max_model_len'"),
         ({"engine_init_kwargs": {"dtype": "float32"}}, "set it with generator.inference_engine.model_dtype"),
+        ({"engine_init_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: cannot be set, because training"),
         ({"expert_parallel_size": 3}, "expert_parallel_size: got 3.*set it to 1$"),
         ({"external_server_urls": ["10.0.0.7:8000"]}, "is not a URL"),
         ({"external_server_urls": ["http://a:1", "http://b:1"]}, "num_engines: got 1.*set it to 2"),
