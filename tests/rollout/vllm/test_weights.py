@@ -211,23 +211,36 @@ async def test_a_prepared_version_of_another_sync_is_not_loaded(dense_server):
 # --- changes alone --------------------------------------------------------------------------------------------------
 
 
-def change_a_little(trainer: Trainer) -> None:
-    """One element in fifty of every weight."""
-    for _, weight in trainer.worker.scorer.named_weights():
+def change_a_little(trainer: Trainer, part: str = "") -> None:
+    """One element in fifty of every weight whose name has `part`."""
+    weights = [weight for name, weight in trainer.worker.scorer.named_weights() if part in name]
+    assert weights
+    for weight in weights:
         with torch.no_grad():
             weight.view(-1)[::50] += 0.05
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
-async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(dense_server, transport, caplog):
-    client, share = await connect(dense_server), "weight_sync/sent_share"
-    async with policy_of(dense_server.model_path) as policy:
+@pytest.mark.parametrize(
+    ("is_moe", "part", "transport"),
+    [
+        (False, "", "shared_memory"),
+        (False, "", "broadcast"),
+        # vLLM packs the experts of a layer into tensors of its own.
+        (True, "experts", "shared_memory"),
+    ],
+)
+async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit(
+    dense_server, moe_server, is_moe, part, transport, caplog
+):
+    server = moe_server if is_moe else dense_server
+    client, share = await connect(server), "weight_sync/sent_share"
+    async with policy_of(server.model_path) as policy:
         trainer = trained(client, policy, transport)
         changes, whole = serving(policy, client, transport), serving(policy, client, transport, interval=None)
         assert (await changes.publish(trainer.version))[share] == 1.0
         before = await client.score([range(1, 20)])
         for version in (trainer.version + 1, trainer.version + 2):
-            change_a_little(trainer)
+            change_a_little(trainer, part)
             assert (await changes.publish(version))[share] < 0.3, "most of it are the tables of tiny tensors"
             after = await client.score([range(1, 20)])
             assert after != before
@@ -236,7 +249,7 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         assert not caplog.messages
 
         # The whole sync left no base, which the client cannot know.
-        change_a_little(trainer)
+        change_a_little(trainer, part)
         assert (await changes.publish(trainer.version + 4))[share] == 1.0
         assert "because the delta was refused" in caplog.text
         assert "this engine holds none" in caplog.text
@@ -244,6 +257,9 @@ async def test_log_probs_after_changes_are_those_after_whole_weights_bit_for_bit
         await whole.publish(trainer.version + 5)
         assert await client.score([range(1, 20)]) == again
         assert (await client.health()).version == trainer.version + 5
+        # Other tests compare the server's routes with the model's files.
+        async with policy_of(server.model_path) as untrained:
+            await serving(untrained, client, transport, interval=None).publish(trainer.version + 6)
     await client.close()
 
 
