@@ -79,7 +79,7 @@ def test_help_imports_nothing_heavy():
         (["train", "nope"], "error: 'nope' is not among the installed recipes"),
         (["train", "smal"], "Did you mean 'small'?"),
         (["train", "nope.yaml"], "error: nope.yaml: cannot be read"),
-        (["train", "trainer.epochs=2"], "stands where the recipe is expected"),
+        (["train", "trainer.epochs=2"], "got 'trainer.epochs=2' where a recipe is expected"),
         (
             ["train", "small", "trainer.epoch=2"],
             "error: trainer.epoch: unknown key (command line). Did you mean trainer.epochs?",

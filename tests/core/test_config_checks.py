@@ -200,7 +200,7 @@ def test_the_defaults_pass():
         ),
         (
             "trainer.algorithm.use_kl_loss=true trainer.placement.ref_num_gpus_per_node=2",
-            "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave those two out, or",
+            "colocate_policy_ref=true needs .* the policy has 1 nodes × 1, .* is 1 × 2. Leave both reference keys out",
         ),
         ("trainer.policy.model.lora.merge_lora=false", r"there is no adapter to send: set .*lora\.rank above 0"),
         (

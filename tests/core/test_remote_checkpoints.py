@@ -93,7 +93,7 @@ async def test_a_run_that_goes_on_from_a_copy_says_which_settings_and_rows_are_o
     with pytest.raises(Reached):
         await trainer_run._train(resolve(from_mapping({**keys, "trainer.train_batch_size": 8})), 0.0, Interrupts())
     assert "those of step_000003: trainer.train_batch_size: " in caplog.text
-    assert "data.val_data: the rows are not those that step_000003 was made with" in caplog.text
+    assert "data.val_data: the rows differ from those of step_000003" in caplog.text
 
 
 async def test_a_copy_that_was_cut_off_is_no_checkpoint_and_is_made_again(tmp_path: Path, address: str):

@@ -166,7 +166,7 @@ def test_a_run_names_what_changed_once(
 def test_held_out_rows_with_other_content_are_warned_of(
     stopped: Path, small_run: BuildConfig, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    told = "data.val_data: the rows are not those that step_000004 was made with"
+    told = "data.val_data: the rows differ from those of step_000004"
     same = other_rows(start / "few.parquet", tmp_path / "same.parquet", lambda table: table)
     preflight(small_run(stopped, data__val_data=[same]))
     assert told not in caplog.text

@@ -181,7 +181,7 @@ def plan(
 @rl.command()
 @_configured
 def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
-    """Run one rank's step of the full-size models on tensors without data; show memory (GiB, beside the plan's) and
+    """Run one rank's step of the full-size models on tensors without data; show memory (GiB, next to the plan's) and
     operations. Needs neither GPU nor weights."""
     from rl_core.cli import rehearsing, runs
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def load(source: str, overrides: Sequence[str], tiny: bool) -> configuration.Loaded:
     """The configuration that the command line describes."""
     if "=" in source:
-        raise ConfigError(f"{source!r} stands where the recipe is expected: rl COMMAND RECIPE {source}")
+        raise ConfigError(f"got {source!r} where a recipe is expected; write rl COMMAND RECIPE {source}")
     return configuration.load(source, overrides, tiny=tiny)
 
 

@@ -305,7 +305,7 @@ def _gather_critic(config: Config, mistakes: Mistakes) -> None:
         message = (
             "trainer.placement: colocate_all=true needs as many critic ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, critic_num_nodes × critic_num_gpus_per_node is {critic[0]} × "
-            f"{critic[1]}. Leave those two out, or set colocate_all=false"
+            f"{critic[1]}. Leave both critic keys out, or set colocate_all=false"
         )
         mistakes.add(ConfigError(message))
 

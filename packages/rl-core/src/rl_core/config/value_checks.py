@@ -262,8 +262,8 @@ def _lora(config: Config) -> Iterator[ConfigError]:
             )
     if policy.max_cpu_loras is not None and policy.max_cpu_loras < policy.max_loras:
         yield ConfigError(
-            f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, which are in "
-            "one batch; set it at least as high, or leave it out"
+            f"{where}.max_cpu_loras: {policy.max_cpu_loras} is less than max_loras={policy.max_loras}, the number of "
+            "adapters in one batch; set it to at least max_loras, or leave it out"
         )
 
 
@@ -282,7 +282,7 @@ def reference_apart(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             "trainer.placement: colocate_policy_ref=true needs as many reference ranks as policy ranks; the policy has "
             f"{policy[0]} nodes × {policy[1]}, ref_num_nodes × ref_num_gpus_per_node is {reference[0]} × "
-            f"{reference[1]}. Leave those two out, or set colocate_policy_ref=false"
+            f"{reference[1]}. Leave both reference keys out, or set colocate_policy_ref=false"
         )
 
 

@@ -120,8 +120,7 @@ def warn_of_changes(checkpoint: Path, now: Mapping[str, Any]) -> None:
     held_out = before["data"].get("held_out_sha256"), now["data"]["held_out_sha256"]
     if None not in held_out and held_out[0] != held_out[1]:
         logger.warning(
-            "data.val_data: the rows are not those that %s was made with: evaluations from now on cannot be compared "
-            "with those before",
+            "data.val_data: the rows differ from those of %s: later evaluations cannot be compared with earlier ones",
             checkpoint.name,
         )
 
