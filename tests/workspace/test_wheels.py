@@ -144,4 +144,6 @@ def test_rl_rollout_stands_alone_and_rl_examples_brings_all_its_recipes_need(env
     environment.import_all("rl_environments")
     environment.install("rl-examples")
     environment.import_all("rl_examples")
+    # What recipes import in other processes, or only when they run.
+    assert {"bm25s", "math-verify"} <= environment.distributions()
     assert "trainer" in environment.run("rl", "config", "quickstart")
