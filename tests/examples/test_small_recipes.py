@@ -1,5 +1,5 @@
-"""The recipes that teach a small model mathematics, programs and puzzles: their problems, their demonstrations, and
-their tiny runs."""
+"""The recipes that teach a small model mathematics, programs, puzzles and word problems: their problems, their
+demonstrations, and their tiny runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from rl_core.config import load
-from rl_core.interfaces import Action
+from rl_core.interfaces import Action, StepResult
 from rl_core.trainer.run import run_training
 from rl_environments.code import CodeEnvironment
+from rl_environments.gsm8k_turns import Gsm8kTurnsEnvironment
 from rl_environments.mathematics import MathematicsEnvironment
 from rl_environments.reasoning_gym import ReasoningGymEnvironment
-from rl_examples import arithmetic, code, mathematics, reasoning_gym, small_runs
+from rl_examples import arithmetic, code, gsm8k_turns, mathematics, reasoning_gym, small_runs
 
 pytestmark = [
     # cellpylib, which reasoning-gym imports, compares with `is`.
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 Problems = dict[str, list[dict[str, Any]]]
-RECIPES = {"mathematics": mathematics, "code": code, "reasoning_gym": reasoning_gym}
+RECIPES = {"mathematics": mathematics, "code": code, "reasoning_gym": reasoning_gym, "gsm8k_turns": gsm8k_turns}
 
 
 @pytest.fixture(scope="module")
@@ -35,40 +36,40 @@ def problems() -> Problems:
     return {name: module.problems() for name, module in RECIPES.items()}
 
 
-def reward(environment: Any, row: dict[str, Any], text: str, **options: Any) -> float:
-    async def played() -> float:
+def results(environment: Any, row: dict[str, Any], *texts: str, **options: Any) -> list[StepResult]:
+    async def played() -> list[StepResult]:
         episode = environment(row, options)
         await episode.reset()
-        return (await episode.step(Action(text=text, tokens=(), stop_reason="stop"))).reward
+        return [await episode.step(Action(text=text, tokens=(), stop_reason="stop")) for text in texts]
 
     return asyncio.run(played())
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_problems_differ_and_fit_into_the_model(name: str, problems: Problems):
-    config, rows = RECIPES[name].recipe.config, problems[name]
-    assert len(rows) > 2 * RECIPES[name].NUM_HELD_OUT
-    assert len({row["prompt"] for row in rows}) == len(rows)
-    longest = max(len(row["prompt"]) for row in rows)
-    assert longest <= config["generator.max_input_length"]
-    assert longest + config["generator.sampling_params.max_generate_length"] <= 64
+def reward(environment: Any, row: dict[str, Any], text: str, **options: Any) -> float:
+    return results(environment, row, text, **options)[0].reward
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_model_can_read_every_prompt_and_sample_every_demonstration(name: str, problems: Problems, tmp_path: Path):
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    module = RECIPES[name]
+    module, rows = RECIPES[name], problems[name]
+    assert len({row["prompt"] for row in rows}) == len(rows) > 2 * module.NUM_HELD_OUT
     getattr(module, "write_model", arithmetic.write_model)(tmp_path, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    rng, limit = random.Random(0), module.recipe.config["generator.sampling_params.max_generate_length"]
-    for row in problems[name][:1000]:
-        answer = module.demonstrated(row, rng)["answer"]
-        prompt_tokens, tokens = (
-            tokenizer(text, add_special_tokens=False).input_ids for text in (row["prompt"], answer)
-        )
-        assert (tokenizer.decode(prompt_tokens), tokenizer.decode(tokens)) == (row["prompt"], answer)
-        assert len(tokens) < limit
+    tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
+    max_positions = AutoConfig.from_pretrained(tmp_path).max_position_embeddings
+    longest_input = module.recipe.config["generator.max_input_length"]
+    longest_answer = module.recipe.config["generator.sampling_params.max_generate_length"]
+    for row in rows[:300]:
+        shown = module.demonstrated(row, rng)
+        lengths = []
+        for text in (shown["prompt"], shown["answer"]):
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert tokenizer.decode(tokens) == text
+            lengths.append(len(tokens))
+        assert lengths[0] <= longest_input
+        assert lengths[1] < longest_answer
+        assert sum(lengths) < max_positions
 
 
 def test_some_demonstrated_products_are_right_and_the_others_are_quotients(problems: Problems):
@@ -107,6 +108,21 @@ def test_a_word_backward_is_right_and_no_word_is_both_held_out_and_trained_on(pr
     assert reward(ReasoningGymEnvironment, row, f"<answer>{word[::-1]}</answer>") == 1.0
     assert reward(ReasoningGymEnvironment, row, f"<answer>{word}</answer>") < 1.0
     assert reward(ReasoningGymEnvironment, row, word[::-1]) == 0.0
+
+
+def test_a_conversation_is_shown_as_the_environment_plays_it(problems: Problems):
+    rng = random.Random(0)
+    options = {"max_tries": gsm8k_turns.MAX_TRIES}
+    for problem in problems["gsm8k_turns"][:100]:
+        shown = gsm8k_turns.demonstrated(problem, rng)
+        said = [*shown["prompt"].removeprefix(problem["prompt"]).split("$")[:-1], shown["answer"]]
+        said = [f"####{text.rpartition('####')[2]}" for text in said]
+        *earlier, last = results(Gsm8kTurnsEnvironment, problem, *said, **options)
+        assert not any(result.done for result in earlier)
+        heard = [str(result.observation) for result in earlier]
+        turns = "".join(f"{text}${observation}" for text, observation in zip(said, heard, strict=False))
+        assert shown["prompt"] == problem["prompt"] + turns
+        assert last.reward == float(last.metrics["accuracy"]) == float(said[-1] == f"#### {problem['answer']}")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -28,10 +28,10 @@ ends elsewhere, so seed 0 begins at 0.177 in some rows and at 0.234 in others. `
 pretrained model: the mean reward of sampled replies to held-out questions. `guess_moe_…` are the recipe `guess`, a game
 of several turns: which of the ten numbers are found greedily, all of them trained on, so a tenth is one number.
 `calculator_…`, `look_up_…`, `second_try_…` and `smollm2_calculator` are recipes of those names, with tools or several
-tries: the mean reward of sampled episodes of held-out problems. `mathematics_…`, `code_…` and `reasoning_gym_…` are
-recipes of those names, each with the environment of its name: which held-out problems are solved by sampled answers
-(`reasoning_gym`: the mean score). `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those names on the quick start's
-problems.
+tries: the mean reward of sampled episodes of held-out problems. `mathematics_…`, `code_…`, `reasoning_gym_…` and
+`gsm8k_turns_…` are recipes of those names, each with the environment of its name: the fraction of held-out problems
+that sampled episodes solve (`reasoning_gym`: the mean score). `dapo`, `ppo`, `gspo` and `async_r3` are recipes of those
+names on the quick start's problems.
 
 ![Held-out accuracy against the step, a panel per case](learning.png)
 

@@ -263,6 +263,7 @@ CASES = (
             ("mathematics", "a small model learns to multiply fractions, judged by math-verify"),
             ("code", "a small model learns to write functions from examples; tests in a sandbox give the reward"),
             ("reasoning_gym", "a small model learns to spell words backward, scored by reasoning-gym"),
+            ("gsm8k_turns", "a small model learns to solve word problems in three tries"),
         )
         for seed in (0, 1)
     ),
@@ -292,7 +293,7 @@ CASES = (
                     "the same with rewards given to another prompt's samples: must not learn",
                     "trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages",
                 )
-                for recipe in ("second_try", "mathematics", "code", "reasoning_gym")
+                for recipe in ("second_try", "mathematics", "code", "reasoning_gym", "gsm8k_turns")
             ),
         )
     ),

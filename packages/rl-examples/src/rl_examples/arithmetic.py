@@ -19,6 +19,7 @@ from rl_core.stored_files import sync
 
 CHARACTERS = "0123456789+-*/=<>()., ?"
 END = "$"
+TOKEN_PATTERN = "</?[a-z]+>|."
 NUM_HELD_OUT = 1000
 DATA_SEED = 0
 
@@ -79,7 +80,14 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     unfinished.replace(path)
 
 
-def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARACTERS) -> None:
+def write_model(
+    directory: Path,
+    *,
+    seed: int,
+    characters: Sequence[str] = CHARACTERS,
+    token_pattern: str = TOKEN_PATTERN,
+    max_positions: int = 64,
+) -> None:
     """Writes a freshly initialised Qwen3 of 149,440 parameters and its tokenizer, one token per character.
 
     Args:
@@ -87,11 +95,14 @@ def write_model(directory: Path, *, seed: int, characters: Sequence[str] = CHARA
         seed: seed of the weights.
         characters: its vocabulary besides the end token; includes `?`, which stands for unknown characters. Tags such
             as `<search>` are one token each.
+        token_pattern: regular expression of a token; what stands between two matches is a token too.
+        max_positions: the longest conversation in tokens.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _tokenizer(characters)
-    _write(Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), tokenizer, directory, seed=seed)
+    tokenizer = _tokenizer(characters, token_pattern)
+    shape = {**_shape(tokenizer), "max_position_embeddings": max_positions}
+    _write(Qwen3ForCausalLM, Qwen3Config(**shape), tokenizer, directory, seed=seed)
 
 
 def write_small_model(directory: Path, *, seed: int) -> None:
@@ -141,12 +152,12 @@ def _write(model_class: Any, config: Any, tokenizer: Any, directory: Path, *, se
     tokenizer.save_pretrained(directory)
 
 
-def _tokenizer(characters: Sequence[str] = CHARACTERS) -> Any:
+def _tokenizer(characters: Sequence[str] = CHARACTERS, token_pattern: str = TOKEN_PATTERN) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {character: index for index, character in enumerate([*characters, END])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("</?[a-z]+>|."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(token_pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token="?")

@@ -27,7 +27,7 @@ from rl_core.interfaces import Recipe
 from rl_examples.small_runs import SmallRun, write_problems, write_start_model
 
 NUM_HELD_OUT = 129
-START_ACCURACY = 0.12
+START_ACCURACY = 0.2
 CHARACTERS = "0123456789+*(),=:fabdelmxy` \n?"
 
 _RUN = SmallRun(name="code")
@@ -40,6 +40,7 @@ recipe = Recipe(
         "environment.options.reward": "fraction",
         "trainer.train_batch_size": 16,
         "trainer.policy_mini_batch_size": 16,
+        "trainer.eval_interval": 20,
         "generator.sampling_params.max_generate_length": 33,
     },
     tiny=_RUN.tiny,
@@ -69,8 +70,8 @@ def prepare(config: Config) -> None:
         demonstrate=lambda rng: demonstrated(rng.choice(trained), rng),
         write_model=write_model,
         target_accuracy=START_ACCURACY,
-        updates_per_check=50,
-        rows_per_check=100,
+        updates_per_check=100,
+        rows_per_check=200,
     )
 
 
