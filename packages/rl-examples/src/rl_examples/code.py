@@ -4,10 +4,10 @@ Asked `f(0,0)=4,f(1,0)=6,f(0,1)=7`, it writes `f=lambda x,y:2*x+3*y+4` in a fenc
 in the sandbox of the environment `code`; the reward is the fraction that passes, so one right coefficient of two gets a
 half. The model is warm-started on demonstrations that forget to subtract the constant from half of the coefficients,
 `6*x` instead of `2*x`. Held-out functions occur in no demonstration or training problem.
-Deliberately omitted: a reference model and a KL term, syntax errors (the model is shown none), programs with input and
-output.
+Deliberately omitted: a reference model and a KL term, programs with input and output.
 
-Run:      rl train code       (see what it writes: rl generate code --output episodes.jsonl)
+Run:      rl train code       (needs bubblewrap, or root and Landlock: docs/sandbox.md)
+Look:     rl generate code --output episodes.jsonl
 Here:     rl train code --tiny      (two steps of an untrained model: tests the code path, learns nothing)
 Control:  rl train code trainer.algorithm.advantage_estimator=rl_examples.controls:permuted_grpo_advantages
 """
