@@ -37,7 +37,7 @@ PYPROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart quickstart-picture real-model test check learn soak bench docs public-api constraints release parity gpu gpu-check clean
+.PHONY: help setup quickstart quickstart-picture real-model test check types fast-tests learn soak bench docs public-api constraints release parity gpu gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,7 +78,13 @@ endif
 check: $(READY)  ## lint, format, types, fast tests: under three minutes
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	@$(MAKE) --no-print-directory --jobs=2 types fast-tests
+
+# Side by side, because the tests do not keep both cores busy.
+types: $(READY)
 	$(VENV)/bin/pyright
+
+fast-tests: $(READY)
 	$(RUN)python -m pytest $(SIDE_BY_SIDE) tests/core tests/workspace -m "not slow and not learn and not soak and not gpu" $(ARGS)
 
 learn: $(READY)  ## train until the curves of docs/ are reached, hours (CASE=name runs one)
