@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from pathlib import Path
@@ -23,6 +24,10 @@ os.environ.setdefault("RL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytes
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Ray then listens on loopback alone, on Linux too.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+# A garbage collection in a forked process would write to, and so copy, all objects of the process that it comes from:
+# a third of the processor time of tests with several ranks.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # The same examples on every machine and in every run; no deadline, because a shared machine may pause for seconds.
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)
@@ -50,6 +55,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None
     """For `--dist=loadscope`. (Groups of `--dist=loadgroup` are part of a test's id, which xdist 3.8 cannot change
     under pytest 9.2: without a word, every process started all servers.)"""
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live until the end, so no collection needs to look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from multiprocessing.pool import Pool
@@ -40,7 +41,7 @@ def spec_of(path: str, **changes: Any) -> WorkerSpec:
 
 def proofs() -> Pool:
     """A context; give it `proved` to apply."""
-    return fork_server().Pool(processes=1, maxtasksperchild=1)
+    return fork_server().Pool(processes=1, maxtasksperchild=1, initializer=gc.freeze)
 
 
 def proved(backend: MegatronBackend, config: dict[str, Any], **changes: Any) -> Differences | str:

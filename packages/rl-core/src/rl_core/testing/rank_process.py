@@ -7,6 +7,7 @@ unblocked by it, by the test's process closing the connection, or killed.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import traceback
@@ -82,6 +83,8 @@ def serve(connection: Connection, backend: Backend, spec: WorkerSpec, rank: Rank
     )
     if setting.hides_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A collection would write to, and so copy, every object of the process that this one was forked from.
+    gc.freeze()
     torch.set_num_threads(1)
     host: SuiteHost | None = None
     with setting.stack_file(rank.rank).open("w") as stack_file:

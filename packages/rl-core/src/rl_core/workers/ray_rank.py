@@ -6,6 +6,7 @@ other ranks in the worker's collectives; unblocked by them, or killed by the con
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -115,6 +116,9 @@ class RayRank:
             self._host = RankHost(backend, spec, rank)
             if self._kept_port is not None:
                 self._kept_port.close()
+            # Modules and the model live as long as the process; scanning them would take a tenth of a small step.
+            gc.collect()
+            gc.freeze()
             return self._host.abilities
 
         return self._answer("start", build)
