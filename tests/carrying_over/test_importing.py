@@ -22,6 +22,7 @@ set -x
 # a comment with key=value trainer.epochs=99
 : "${DATA_DIR:="$HOME/data/gsm8k"}"
 : "${NUM_GPUS:=4}"
+: "${EPOCHS:=1}" # change to 20 for a full run
 LOGGER=console  # default to "console"
 INFERENCE_BACKEND="vllm"
 
@@ -36,6 +37,7 @@ uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_train.entrypoints.main_bas
   generator.weight_sync_backend=nccl \\
   generator.batched=true \\
   trainer.policy.optimizer_config.lr=1.0e-6 \\
+  trainer.epochs=$EPOCHS \\
   trainer.recompute_old_logprobs_per_minibatch=true \\
   trainer.run_name="$RUN" \\
   trainer.logger="$LOGGER" \\
@@ -207,6 +209,36 @@ def test_a_key_that_nobody_knows_is_listed_and_the_rest_loads(tmp_path: Path):
     translation = translate(read(write(tmp_path, "run.sh", text)))
     assert translation.values == {"trainer.epochs": 2}
     assert [reason.partition(":")[0] for reason in translation.left] == ["trainer.secret", "trainer.seed"]
+
+
+def test_an_environment_of_skyrl_gym_keeps_its_name_and_its_section(tmp_path: Path):
+    text = (
+        "python -m skyrl.train.main trainer.epochs=2 environment.env_class=text2sql "
+        "environment.skyrl_gym.text2sql.db_path=/d/sql environment.skyrl_gym.max_env_workers=8\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    environment = load(str(write(tmp_path, "run.yaml", translation.as_yaml()))).config.environment
+    assert environment.env_class == "skyrl_gym"
+    assert environment.options == {"env": "text2sql", "config": {"db_path": "/d/sql"}}
+    assert any("text2sql is taken from skyrl-gym" in said for said in translation.changed)
+    own = translate(read(write(tmp_path, "own.sh", text.replace("=text2sql ", "=mine.module:Mine "))))
+    assert own.values["environment.env_class"] == "mine.module:Mine"
+
+
+def test_keys_without_a_counterpart_say_what_does_it_here(tmp_path: Path):
+    text = (
+        "python -m skyrl.train.main trainer.epochs=2 trainer.fully_async.enabled=true "
+        "trainer.fully_async.max_staleness_steps=2 trainer.fully_async.num_parallel_generation_workers=64 "
+        "+trainer.algorithm.overlong_buffer.len=512 trainer.policy.use_torch_compile=true\n"
+    )
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.values == {"trainer.epochs": 2, "trainer.max_staleness": 2}
+    workers, overlong = translation.left
+    assert "set generator.max_concurrency, which counts episodes" in workers
+    assert "overlong_buffer" in overlong
+    assert "the recipe dapo" in overlong
+    assert any("use_torch_compile: has no effect" in said for said in translation.changed)
 
 
 @pytest.mark.parametrize(("name", "text"), [("run.sh", "echo hello\n"), ("empty.yaml", "{}\n"), ("list.yaml", "- a\n")])

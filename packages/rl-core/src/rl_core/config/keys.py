@@ -108,7 +108,6 @@ LOSS_SECTIONS = {f"trainer.algorithm.{name}": name for name in ("sapo", "clip_co
 
 RENAMED = {
     "trainer.fully_async.max_staleness_steps": "trainer.max_staleness",
-    "trainer.fully_async.num_parallel_generation_workers": "generator.max_concurrency",
     "trainer.algorithm.clip_ratio": "trainer.algorithm.eps_clip_low",
     "trainer.algorithm.clip_ratio_low": "trainer.algorithm.eps_clip_low",
     "trainer.algorithm.clip_ratio_high": "trainer.algorithm.eps_clip_high",
@@ -167,7 +166,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.algorithm.value_head_prefix": Unsupported("a critic's head is called value_head", ("value_head",)),
     "trainer.sequence_parallel_backend": Unsupported(_ONE_RANK, ("ulysses",)),
     "trainer.use_expandable_segments": Unsupported(_ALLOCATOR, is_harmless=True),
-    "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (False,)),
+    "trainer.policy.use_torch_compile": Unsupported("the policy is not compiled", (True, False)),
     "trainer.policy.record_memory": Unsupported("memory is not recorded", (False,)),
     "trainer.policy.torch_profiler_config": Unsupported(_PROFILER, is_harmless=True),
     "trainer.policy.torch_profiler_config.enable": Unsupported(_PROFILER, (False,)),
@@ -186,6 +185,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.mtp": Unsupported(_MTP, is_harmless=True),
     "trainer.mtp.enabled": Unsupported(_MTP, (False,)),
     "trainer.fully_async": Unsupported("trainer.max_staleness says how asynchronous a run is", (None, False)),
+    "trainer.fully_async.num_parallel_generation_workers": Unsupported(
+        "set generator.max_concurrency, which counts episodes: the workers times generator.n_samples_per_prompt"
+    ),
     "trainer.fully_async.sample_full_batch": Unsupported(
         "trainer.algorithm.dynamic_sampling.type=filter samples until a batch is full", (False,)
     ),
@@ -214,6 +216,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.vocab_entropy_chunk_memory_mb": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.fused_lm_head_logprob": Unsupported(_CHUNKS, is_harmless=True),
     "trainer.fused_lm_head_logprob_backend": Unsupported(_CHUNKS, is_harmless=True),
+    "trainer.algorithm.overlong_buffer": Unsupported(
+        "an environment adds the penalty to its reward; the recipe dapo does, with soft_overlong_penalty"
+    ),
     "trainer.algorithm.zero_variance_filter_tol": Unsupported(
         "rewards of a group are compared exactly", (0, 0.0, 1e-6)
     ),

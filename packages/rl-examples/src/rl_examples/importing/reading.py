@@ -16,7 +16,7 @@ from rl_core.config.yaml12 import Yaml12Loader
 from rl_core.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?$""", re.DOTALL)
+_DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
 _ALL_ARGUMENTS = ("$@", "$*", "${@}")

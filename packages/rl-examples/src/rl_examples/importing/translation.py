@@ -10,11 +10,12 @@ from typing import Any, Literal
 import attrs
 import yaml
 
+from rl_core import plugins
 from rl_core.config import ConfigWarning, Given, from_mapping
 from rl_core.config.keys import translated
 from rl_core.config.plugin_options import is_known
 from rl_core.config.yaml12 import Yaml12Dumper
-from rl_core.errors import ConfigErrors, Mistakes, RLError
+from rl_core.errors import ConfigErrors, Mistakes, RLError, install
 from rl_examples.importing.reading import Read
 from rl_examples.importing.verl_keys import KEYS, NO_EFFECT
 
@@ -42,6 +43,7 @@ class Translation:
 
 _CLIP = "actor_rollout_ref.actor.clip_ratio"
 _OF_A_MODEL = re.compile(r"^megatron_config\.(policy|ref)\.")
+_ENV_CLASS = "environment.env_class"
 _NAMES = {"skyrl": "SkyRL", "verl": "verl"}
 
 
@@ -61,6 +63,8 @@ def translate(found: Read) -> Translation:
     changed, left = [], []
     if dialect == "verl":
         values, changed, left = _from_verl(values)
+    else:
+        values, changed = _skyrl_gym(values)
     values, more, refused = _loadable(values)
     return Translation(
         dialect=dialect, values=values, changed=(*changed, *more), left=(*found.remarks, *left, *refused)
@@ -91,6 +95,19 @@ def _from_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
         "reward: verl chooses a function by data_source; set environment.env_class or environment.reward_functions"
     ]
     return values, changed, left
+
+
+def _skyrl_gym(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Lets skyrl-gym play an environment of a script that is not installed here under its name."""
+    name = given.get(_ENV_CLASS)
+    here = [plugin.name for plugin in plugins.installed("rl_core.environments")]
+    if not isinstance(name, str) or name in here or ":" in name:
+        return dict(given), []
+    section = f"environment.skyrl_gym.{name}."
+    values = {key.replace(section, "environment.options.config.", 1): value for key, value in given.items()}
+    values |= {_ENV_CLASS: "skyrl_gym", "environment.options.env": name}
+    remark = f"{_ENV_CLASS}: {name} is taken from skyrl-gym ({install('rl-environments[skyrl-gym]')})"
+    return values, [f"{remark}; if it is your own, set environment.options.env=package.module:Class"]
 
 
 def _set_engines(given: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -135,7 +152,7 @@ def _mistakes_in(values: Mapping[str, Any]) -> list[RLError]:
 
 
 def _plain(text: str) -> str:
-    return text.replace(" ()", "")
+    return text.replace(" ()", "").replace(" (code)", "")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
