@@ -85,7 +85,9 @@ def test_help_imports_nothing_heavy():
             "error: trainer.epoch: unknown key (command line). Did you mean trainer.epochs?",
         ),
         (["train", "small", "trainer.policy_mini_batch_size=3"], "3 does not divide trainer.train_batch_size=4"),
-        (["train", "small", "--tiny"], "has no tiny variant"),
+        (["train", "small", "--tiny"], "has no tiny variant; leave --tiny out"),
+        (["train", "small", "--trainer.seed=1"], "A configuration key has no dashes: write trainer.seed=value"),
+        (["train", "small", "trainer.seed", "=", "1"], "key.path=value without spaces"),
         (["train", "cli_recipes:unprepared"], "error: data.train_data: the file train.jsonl does not exist"),
         (
             ["train", "small", "trainer.policy.slim_config.width=13"],
@@ -323,7 +325,8 @@ def test_training_prepares_then_runs_and_says_what_came_out(rl: Run, monkeypatch
     assert code == 0
     assert Path("train.jsonl").exists()
     assert [config.trainer.seed for config in seen] == [9]
-    assert out == "7 steps in 4 s\nheld-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
+    first = "7 steps done; this command took 4 s (3 s of training and evaluation)\n"
+    assert out == first + "held-out accuracy 0.250 → 0.900\nreport: runs/run/report.html\n"
 
 
 @pytest.mark.parametrize("ending", ["after a step", "at once"])

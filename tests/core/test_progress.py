@@ -45,7 +45,7 @@ def test_piped_output_is_bounded_for_fast_steps_and_has_the_first_and_the_last()
     lines = piped_lines(1000, seconds_per_step=0.01)
     assert len(lines) == 1 + 4 + 1
     assert lines[0].startswith("warm start: 1/1,000 steps")
-    assert lines[-1] == "warm start: 1,000/1,000 steps · loss 1.0e-03 · after 10 s"
+    assert lines[-1] == "warm start: 1,000/1,000 steps · loss 0.0010 · after 10 s"
 
 
 def test_work_of_unknown_length_shows_its_numbers_and_no_time_left():
@@ -139,6 +139,7 @@ def test_a_terminal_gets_a_live_display_with_the_phase(monkeypatch):
         (1.5, "1.50"),
         (0.9134, "0.913"),
         (0.0, "0.000"),
+        (0.0078, "0.0078"),
         (2.1e-5, "2.1e-05"),
         (-0.25, "-0.250"),
         (7, "7"),

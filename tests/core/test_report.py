@@ -193,7 +193,7 @@ def test_the_numbers_at_the_top_are_those_of_the_files(tmp_path):
     text = Page(html_of(run_directory(tmp_path / "run"))).text
     assert "Held-out accuracy 92.0 % from 20.0 %" in text
     assert "Steps 30" in text
-    assert "accuracy after 92.0 % rl seconds 3 min 05 s seed 0" in text
+    assert "accuracy after 92.0 % training and evaluation 3 min 05 s seed 0" in text
     assert "fsdp seed 3" in text
 
 
@@ -332,7 +332,7 @@ def test_smoothing_is_not_bent_by_a_lone_spike_and_keeps_gaps():
 
 def test_sampled_tokens_are_those_that_the_policy_sampled(tmp_path):
     text = Page(html_of(run_directory(tmp_path / "run"))).text
-    assert re.search(r"Sampled tokens 30,720 1,024 per second", text), "not the prompts' too, which are 122,880"
+    assert re.search(r"Sampled tokens 30,720 median 1,024 per second", text), "not the prompts' too, which are 122,880"
 
 
 def test_ticks_of_close_values_are_decimal_numbers_that_tell_neighbours_apart():

@@ -37,14 +37,14 @@ def test_a_loss_takes_its_own_logprobs_in_the_first_step_and_later_mini_batches_
     scoring = scoring_of({f"{ALGORITHM}.policy_loss_type": loss})
     assert (scoring.covers_batch, scoring.first_is_own, scoring.keeps_first) == (False, True, True)
     assert scoring.extent == "mini-batches from the second of 2"
-    assert scoring.reason == f"the first optimizer step of {loss} computes its old log-probs itself"
+    assert scoring.reason == f"the first optimizer step computes its own old log-probs (policy_loss_type={loss})"
 
 
 def test_one_optimizer_step_per_batch_needs_no_pass():
-    text = "none: the first optimizer step of regular computes its old log-probs itself"
+    text = "none: the first optimizer step computes its own old log-probs (policy_loss_type=regular)"
     assert str(scoring_of(ONE_STEP)) == text
     several = scoring_of(ONE_STEP | {"trainer.update_epochs_per_batch": 2})
-    assert several.reason.endswith("its old log-probs itself, kept for later epochs")
+    assert several.reason.endswith("its own old log-probs, kept for later epochs (policy_loss_type=regular)")
 
 
 def test_staleness_alone_does_not_matter_but_its_correction_does():

@@ -59,6 +59,9 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
         result = rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings)
         return result if isinstance(result, int) else 0  # a package's command may return anything
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+            key = error.option_name.lstrip("-")
+            error.message += f" A configuration key has no dashes: write {key}=value after the recipe."
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):

@@ -91,7 +91,8 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
     if missing:
         return f"{config.trainer.max_training_steps or 'as many as the data gives'} ({missing[0]} will be made first)"
     rows = len(read_rows(config.data.train_data, key="data.train_data", prompt_key=config.data.prompt_key))
-    return f"{num_steps(config, rows)} ({rows} prompts, {config.trainer.epochs} epochs)"
+    epochs = config.trainer.epochs
+    return f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
 
 
 def _resume_command(loaded: configuration.Loaded) -> str:
@@ -111,7 +112,10 @@ def _resume_command(loaded: configuration.Loaded) -> str:
 
 
 def _show_summary(summary: RunSummary) -> None:
-    click.echo(f"{summary.steps} steps in {summary.total_seconds:.0f} s")
+    from rl_core.reports.progress import duration
+
+    parts = f"{duration(summary.total_seconds)} ({duration(summary.rl_seconds)} of training and evaluation)"
+    click.echo(f"{summary.steps} steps done; this command took {parts}")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         click.echo(f"held-out accuracy {summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}")
     click.echo(f"report: {summary.run_dir / 'report.html'}")

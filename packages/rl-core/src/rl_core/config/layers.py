@@ -78,7 +78,7 @@ def _override(override: str, mistakes: Mistakes) -> Layer:
     key, separator, text = override.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise ConfigError(f"{override!r}: an override is key.path=value, e.g. trainer.epochs=2")
+        raise ConfigError(f"{override!r}: an override is key.path=value without spaces, e.g. trainer.epochs=2")
     if not re.fullmatch(r"[\w.-]+", key):
         raise ConfigError(f"{override!r}: {key!r} is not a key; an override is key.path=value without any prefix")
     loader = Yaml12Loader(text)

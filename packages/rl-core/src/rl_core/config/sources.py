@@ -88,7 +88,7 @@ def load(source: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> L
     layers = [mapping_layer(recipe.config, f"{RECIPE}{source}", mistakes)]
     if tiny:
         if recipe.tiny is None:
-            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant")
+            raise ConfigError(f"--tiny: the recipe {source!r} has no tiny variant; leave --tiny out")
         layers.append(mapping_layer(recipe.tiny, f"{RECIPE}{source} --tiny", mistakes))
     loaded = _loaded([*layers, override_layer(overrides, mistakes)], mistakes)
     makes = frozenset(expanded(loaded.config, f"{RECIPE}{source}", path) for path in recipe.makes)

@@ -147,13 +147,15 @@ def duration(seconds: float) -> str:
 
 
 def readable(value: float) -> str:
-    """A number in few characters: `12,431`, `0.913`, `2.1e-05`."""
+    """A number in few characters: `12,431`, `0.913`, `0.0078`, `2.1e-05`."""
     size = abs(value)
     if isinstance(value, int) or size >= 100:
         return f"{value:,.0f}"
     if size >= 1:
         return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-    return f"{value:.3f}" if size >= 0.01 or size == 0 else f"{value:.1e}"
+    if size >= 0.01 or size == 0:
+        return f"{value:.3f}"
+    return f"{value:.4f}" if size >= 0.001 else f"{value:.1e}"
 
 
 def _split(number: tuple[str, float]) -> tuple[str, str]:

@@ -75,10 +75,10 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         ("Steps", f"{_num_steps(rows):,}", ""),
     ]
     if seconds := values.get("time/step"):
-        tiles.append(("Time", duration(sum(seconds)), f"{readable(statistics.median(seconds))} s a step"))
+        tiles.append(("Time", duration(sum(seconds)), f"median {readable(statistics.median(seconds))} s a step"))
     if tokens := values.get("rollout/sampled_tokens"):
         speeds = [row["rollout/sampled_tokens"] / row["time/step"] for row in rows if _has_speed(row)]
-        remark = f"{readable(statistics.median(speeds))} per second" if speeds else ""
+        remark = f"median {readable(statistics.median(speeds))} per second" if speeds else ""
         tiles.append(("Sampled tokens", _large(sum(tokens)), remark))
     if failed := sum(values.get("rollout/failed", [])):
         kinds = {name: sum(counts) for name, counts in values.items() if name.startswith("rollout/failed/")}
@@ -102,12 +102,16 @@ def _from_first_to_last(label: str, values: Sequence[float]) -> tuple[str, str, 
     return label, show(values[-1]), f"from {show(values[0])}" if len(values) > 1 else ""
 
 
+_SUMMARY_LABELS = {"rl_seconds": "training and evaluation", "total_seconds": "the whole command"}
+
+
 def _summary(path: Path) -> list[tuple[str, str]]:
     if not path.exists():
         return []
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        return [(name.replace("_", " "), _summary_value(name, value)) for name, value in summary.items()]
+        labels = {name: _SUMMARY_LABELS.get(name, name.replace("_", " ")) for name in summary}
+        return [(labels[name], _summary_value(name, value)) for name, value in summary.items()]
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a JSON object ({error})") from error
 

@@ -83,7 +83,7 @@ def _extent(config: Config) -> str:
 
 def _why_less(config: Config, loss: LossSpec) -> str:
     kept = ", kept for later epochs" if config.trainer.update_epochs_per_batch > 1 else ""
-    return f"the first optimizer step of {loss.name} computes its old log-probs itself{kept}"
+    return f"the first optimizer step computes its own old log-probs{kept} (policy_loss_type={loss.name})"
 
 
 def _reader(
