@@ -350,6 +350,10 @@ def test_an_interrupted_run_ends_with_130_and_the_command_that_goes_on(
     complete_checkpoint(begin_checkpoint(Path("my run/checkpoints"), state))
     going_on = "to resume from step_000007:\n  rl train 'my run/config.yaml' trainer.resume_mode=latest\n"
     assert going_on in interrupted()
+    finish_with(monkeypatch, WorkerError("rank 0"))
+    assert rl("train", "small", "trainer.run_dir=my run")[::2] == (1, f"error: rank 0\n{going_on}")
+    finish_with(monkeypatch, CheckpointError("step_000007: damaged"))
+    assert going_on not in rl("train", "small", "trainer.run_dir=my run")[2]
 
 
 def test_a_key_given_twice_is_one_warning_line(rl: Run):

@@ -20,10 +20,13 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from rl_core.cli.commands import CommandGroup
-from rl_core.errors import ConfigError, DataError, PluginError, RLError
+from rl_core.errors import CheckpointError, ConfigError, DataError, PluginError, RLError
 
 RANK_THREAD = "rl-rank-"
 """Prefix of the names of `rl_core.workers.inline`'s threads. Not imported from there, because that imports torch."""
+
+_AS_ASKED = (ConfigError, PluginError, DataError)
+"""Errors that say what to change. The same command would fail again, and so would one that resumes."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SOURCE_HELP = """RECIPE is a recipe's name (see `rl plugins`), a .yaml file, or package.module:recipe.
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.path.append(str(Path.cwd()))
     # transformers reads this when it is imported. Its progress bars would appear between the lines of a run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    settings = {"traceback": bool(os.environ.get("RL_DEBUG"))}
+    settings: dict[str, Any] = {"traceback": bool(os.environ.get("RL_DEBUG"))}
     with warnings.catch_warnings():
         _show_config_warnings_plainly()
         status = _status(arguments, settings)
@@ -54,7 +57,7 @@ def _end_beside_a_busy_rank(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
+def _status(arguments: Sequence[str] | None, settings: dict[str, Any]) -> int:
     try:
         result = rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings)
         return result if isinstance(result, int) else 0  # a package's command may return anything
@@ -73,7 +76,11 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, bool]) -> int:
         else:
             click.secho("error: ", fg="red", bold=True, nl=False, err=True)
             click.echo(error, err=True)
-        return 2 if isinstance(error, ConfigError | PluginError | DataError) else 1
+        if isinstance(error, _AS_ASKED):
+            return 2
+        if "resume" in settings and not isinstance(error, CheckpointError):
+            click.echo(settings["resume"], err=True)
+        return 1
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -115,7 +122,14 @@ def train(source: str, overrides: tuple[str, ...], tiny: bool, dry_run: bool) ->
     started = time.perf_counter()
     _log_to_stderr()
     loaded = runs.load(source, overrides, tiny)
-    return runs.describe(loaded) if dry_run else runs.train(loaded, started)
+    if dry_run:
+        return runs.describe(loaded)
+    try:
+        return runs.train(loaded, started)
+    except RLError:
+        if runs.has_checkpoint(loaded):
+            click.get_current_context().obj["resume"] = runs.resume_command(loaded)
+        raise
 
 
 @rl.command("eval")

@@ -31,10 +31,10 @@ def train(loaded: configuration.Loaded, started: float) -> int:
     try:
         summary = run_training(loaded, started=started)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; {_resume_command(loaded)}", err=True)
+        click.echo(f"interrupted; {resume_command(loaded)}", err=True)
         return 130
     if summary.interrupted:
-        click.echo(f"interrupted after step {summary.steps}; {_resume_command(loaded)}", err=True)
+        click.echo(f"interrupted after step {summary.steps}; {resume_command(loaded)}", err=True)
         return 130
     _show_summary(summary)
     return 0
@@ -95,7 +95,15 @@ def _planned_steps(loaded: configuration.Loaded) -> str:
     return f"{num_steps(config, rows)} ({rows} prompts, {epochs} epoch{'s' * (epochs != 1)})"
 
 
-def _resume_command(loaded: configuration.Loaded) -> str:
+def has_checkpoint(loaded: configuration.Loaded) -> bool:
+    """Whether the run's directory has a checkpoint to resume from."""
+    from rl_core.trainer.checkpoint import list_checkpoints
+    from rl_core.trainer.run_directory import newest_config
+
+    return newest_config(loaded.config.run_dir).exists() and bool(list_checkpoints(loaded.config.ckpt_dir))
+
+
+def resume_command(loaded: configuration.Loaded) -> str:
     """The checkpoint from which the run can be resumed, and the command to do so."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config
