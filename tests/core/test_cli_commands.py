@@ -376,6 +376,14 @@ def test_a_dry_run_checks_and_counts_but_starts_and_makes_nothing(
     assert "steps      3 (3 prompts, 4 epochs)" in rl("train", "cli_recipes:unprepared", "--dry-run")[1]
 
 
+def test_a_dry_run_says_that_ranks_of_their_own_need_ray(rl: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert rl("train", "small", "--dry-run")[0] == 0
+    code, _, err = rl("train", "small", "trainer.placement.policy_num_gpus_per_node=2", "--dry-run")
+    assert code == 2
+    assert "trainer.placement: the ranks of the policy (2) run on Ray, which is not installed: pip install" in err
+
+
 def test_nothing_is_prepared_for_a_directory_that_another_run_has(rl: Run):
     with held_directories(from_mapping({"trainer.run_dir": "mine"})):
         for more in ([], ["--dry-run"]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,28 @@ async def test_what_went_wrong_in_the_background_is_raised_at_the_next_wait(wait
             await (saver.save(state(2)) if wait == "save" else getattr(saver, wait)())
     assert saver.completed == []
     assert list_checkpoints(tmp_path) == []
+
+
+async def test_a_disk_that_stays_full_is_told_once_and_so_is_the_first_checkpoint_after_it(
+    models: RecordedModels,
+    new_saver: Callable[..., CheckpointSaver],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    saver, write = new_saver(in_background=False), models.write
+
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(models, "write", no_room)
+    for step in (1, 2, 3):
+        await saver.save(state(step))
+        assert saver.is_behind
+    monkeypatch.setattr(models, "write", write)
+    await saver.save(state(4))
+    await saver.save(state(5))
+    full, room = (record.getMessage() for record in caplog.records)
+    assert full.startswith("disk full: ")
+    assert "step_000001.partial was removed" in full
+    assert room.startswith("there is room again: ")
+    assert room.endswith("step_000004 is written")

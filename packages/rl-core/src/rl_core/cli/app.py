@@ -62,10 +62,10 @@ def _status(arguments: Sequence[str] | None, settings: dict[str, Any]) -> int:
         result = rl.main(arguments, prog_name="rl", standalone_mode=False, obj=settings)
         return result if isinstance(result, int) else 0  # a package's command may return anything
     except click.ClickException as error:
+        error.show()
         if isinstance(error, click.NoSuchOption) and "." in error.option_name:
             key = error.option_name.lstrip("-")
-            error.message += f" A configuration key has no dashes: write {key}=value after the recipe."
-        error.show()
+            click.echo(f"A configuration key has no dashes: write {key}=value after the recipe.", err=True)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)

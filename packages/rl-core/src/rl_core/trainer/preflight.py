@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rl_core.config.context import EVALUATION, TRAINING
 from rl_core.config.file_checks import gather_files
 from rl_core.config.resolving import value_at
 from rl_core.config.value_checks import gather_values
-from rl_core.errors import ConfigError, DataError, Mistakes, PluginError
+from rl_core.errors import ConfigError, DataError, Mistakes, PluginError, install
 from rl_core.interfaces import Completion, GenerateRequest, Role, RowChecking
 from rl_core.layout.mesh import Mesh
 from rl_core.rank_kit.model_proof import require_proof, written_config
@@ -381,6 +382,7 @@ def _gather_ranks(config: Config, train_rows: Sequence[DataRow] | None, mistakes
     for role in roles:
         if not mistakes.about(SECTIONS[role]):
             mistakes.passes(_require_trainable, config, role, steps, mistakes)
+    mistakes.passes(_require_ray, config, roles)
 
 
 def _planned_steps(config: Config, train_rows: Sequence[DataRow] | None) -> int:
@@ -399,6 +401,20 @@ def _require_trainable(config: Config, role: Role, num_training_steps: int, know
         backend.validate(spec, nodes * per_node)
     if not known.about(*_BUDGET_READS):
         require_token_budget(config, backend.mesh(spec.options, nodes * per_node))
+
+
+def _require_ray(config: Config, roles: Sequence[Role]) -> None:
+    """Requires Ray if a model of the run has ranks outside this process."""
+    if not roles or find_spec("ray") is not None:
+        return
+    shapes, backend = model_shapes(config), plugins.load("rl_core.backends", config.trainer.strategy)
+    apart: list[Role] = [role for role in roles if shapes[role] != (1, 1) or backend.needs_own_process()]
+    if apart:
+        nodes, per_node = shapes[apart[0]]
+        raise ConfigError(
+            f"trainer.placement: the ranks of the {apart[0]} ({nodes * per_node}) run on Ray, which is not installed: "
+            f"{install('rl-core[ray]')}"
+        )
 
 
 def _prove_models(config: Config) -> tuple[str, ...]:

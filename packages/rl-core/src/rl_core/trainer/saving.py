@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ from rl_core.trainer.stored_groups import StoredGroup
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_REPEAT_S = 60.0
+"""Seconds between two warnings about the same full disk, which is tried after every step."""
 
 
 class CheckpointSaver:
@@ -67,6 +70,7 @@ class CheckpointSaver:
         self._copies = copies
         self._partial: Path | None = None
         self._full: BaseException | None = None
+        self._told_full_at: float | None = None
         self._deadline: float | None = None
 
     @property
@@ -164,6 +168,12 @@ class CheckpointSaver:
                 raise
             self._partial, self._full = None, error
             remove_unfinished(partial)
+            self._tell_full(partial, error)
+
+    def _tell_full(self, partial: Path, error: Exception) -> None:
+        now = time.monotonic()
+        if self._told_full_at is None or now - self._told_full_at >= _REPEAT_S:
+            self._told_full_at = now
             logger.warning(
                 "disk full: %s was removed; the run continues and saves as soon as there is room (%s)", partial, error
             )
@@ -174,5 +184,8 @@ class CheckpointSaver:
             await self._copies.send_within(self._root, self._timeout_s)
 
     def _completed(self, path: Path) -> None:
+        if self._told_full_at is not None:
+            self._told_full_at = None
+            logger.warning("there is room again: %s is written", path)
         delete_old_checkpoints(self._root, self._keep)
         self._on_complete(step_of(path), path)
