@@ -87,7 +87,7 @@ class RayRank:
         keep_freed_memory()
         self._name = "a rank"
         self._host: RankHost | None = None
-        self._call = ("nothing", 0.0, 0)
+        self._call = ("computes nothing", 0.0, 0)
         self._kept_port: socket.socket | None = None
 
     def address(self) -> RankAddress:
@@ -160,7 +160,7 @@ class RayRank:
             text = traceback.format_exc()
             return Failure(summary=f"{type(error).__name__}: {error}", traceback=text, user_error=_pickled(error))
         finally:
-            self._call = ("nothing", 0.0, 0)
+            self._call = ("computes nothing", 0.0, 0)
 
 
 def kept_port() -> socket.socket:

@@ -42,6 +42,7 @@ _ONLY_READ: frozenset[Callable[..., Any]] = frozenset({RankHost.publish, Worker.
 """Calls that do not change the training state. When one raises on a rank, no rank is left in a collective."""
 _ASK_S = 2.0
 """Seconds that a rank which missed the deadline has to report what it is doing."""
+_NO_ANSWER = "does not answer the question what it is doing"
 _BEAT_S = 10.0
 """Seconds between requests for the pulse of ranks in a call."""
 _OBSERVER_S = 60.0
@@ -325,7 +326,7 @@ class RayRanks:
 
     async def _doing(self, ranks: Sequence[int]) -> dict[int, str]:
         answers = await self._asked("doing", ranks, _ASK_S)
-        said = {rank: answers.get(rank, "does not say") for rank in ranks}
+        said = {rank: answers.get(rank, "does not answer the question what it is doing") for rank in ranks}
         return {rank: what.summary if isinstance(what, Failure) else what for rank, what in said.items()}
 
     def _name(self, rank: int) -> str:
@@ -383,7 +384,8 @@ async def _answer_of(ref: Awaitable[Any]) -> Any:
     try:
         return await ref
     except RayActorError as error:
-        return Failure(summary=" ".join(str(error).split()), died=True)
+        # Ray's list of possible causes is the same for every death.
+        return Failure(summary=" ".join(str(error).split()).partition(" Some common causes include:")[0], died=True)
     except RayError as error:
         return Failure(summary=f"{type(error).__name__}: {error}")
 
