@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, GenerationError
 from rl_core.tasks import IdleTime
 from rl_rollout.vllm import wire
 from rl_rollout.vllm.client import RemoteInferenceClient
+from rl_rollout.vllm.connection import open_session
 from rl_rollout.vllm.pool import Member, Pool, Wanted
 from rl_rollout.vllm.server import ServerAddress
-from rl_rollout.vllm.supervisor import Heartbeat, Supervisor
+from rl_rollout.vllm.supervisor import ExternalServer, Heartbeat, Startable, Supervisor
 
 
 async def _pool(*versions: int) -> tuple[Pool, list[Member]]:
@@ -145,3 +147,48 @@ async def test_a_server_that_starts_while_others_sleep_goes_to_sleep_too():
     await supervisor.start()
     assert server.told == [adapter]
     await supervisor.close()
+
+
+class DoesNotStart:
+    """A server of the run that cannot be started."""
+
+    async def start(self) -> ServerAddress:
+        raise GenerationError("no memory")
+
+    def kill(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("server", "told", "retried"),
+    [
+        (DoesNotStart(), "vLLM server 0 has failed; it is restarted: hung", "vLLM server 0 could not be restarted: "),
+        (
+            ExternalServer("http://127.0.0.1:1", "token", timeout_s=0.0),
+            "vLLM server 0 has failed; start it again, the run waits for it: hung",
+            "vLLM server 0 is not back: ",
+        ),
+    ],
+    ids=["its own", "external"],
+)
+async def test_the_warning_about_a_lost_server_says_who_starts_it_again(
+    server: Startable, told: str, retried: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING)
+    pool, (member,) = await _pool(0)
+    member.hung = "hung"
+    supervisor = Supervisor(pool, [server], Heartbeat(interval_s=0.01, hung_after_s=1.0), control_token="token")
+    supervisor._session = open_session("token")
+    watching = asyncio.create_task(supervisor._watch(member, server))
+    async with asyncio.timeout(20):
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await supervisor._session.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == told
+    assert said[1].startswith(retried)

@@ -139,7 +139,10 @@ class Supervisor:
             suspected.clear()
             reason = await self._fault(member)
             if reason is not None:
-                logger.warning("%s has failed and is restarted: %s", member, reason)
+                remedy = (
+                    "start it again, the run waits for it" if isinstance(server, ExternalServer) else "it is restarted"
+                )
+                logger.warning("%s has failed; %s: %s", member, remedy, reason)
                 await self._pool.left(member, reason)
                 await self._bring_back(member, server)
 
@@ -167,7 +170,8 @@ class Supervisor:
             try:
                 await self._start(member, server)
             except RLError as error:
-                logger.error("%s could not be restarted: %s", member, error)
+                told = "is not back" if isinstance(server, ExternalServer) else "could not be restarted"
+                logger.error("%s %s: %s", member, told, error)
                 member.why_down = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RESTART_PAUSE_S)
