@@ -226,6 +226,29 @@ def test_an_environment_of_skyrl_gym_keeps_its_name_and_its_section(tmp_path: Pa
     assert own.values["environment.env_class"] == "mine.module:Mine"
 
 
+def test_keys_in_arrays_of_a_script_are_read(tmp_path: Path):
+    text = """\
+EPOCHS=3
+DATA=(
+    data.train_data="['/d/train.parquet']"  # the rows
+    # trainer.epochs=99
+    trainer.epochs=${EPOCHS}
+)
+MORE=(generator.n_samples_per_prompt=8)
+MORE+=(trainer.seed=7 "${DATA[@]}")
+python -m skyrl.train.main "${MORE[@]}" trainer.strategy=fsdp2 "$@"
+"""
+    translation = translate(read(write(tmp_path, "run.sh", text)))
+    assert translation.left == ()
+    assert translation.values == {
+        "generator.n_samples_per_prompt": 8,
+        "trainer.seed": 7,
+        "data.train_data": ["/d/train.parquet"],
+        "trainer.epochs": 3,
+        "trainer.strategy": "fsdp",
+    }
+
+
 def test_keys_without_a_counterpart_say_what_does_it_here(tmp_path: Path):
     text = (
         "python -m skyrl.train.main trainer.epochs=2 trainer.fully_async.enabled=true "

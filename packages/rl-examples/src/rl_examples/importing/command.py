@@ -32,6 +32,6 @@ def import_config(file: Path, output: Path | None) -> int:
         click.echo(f"changed          {remark}", err=True)
     for reason in translation.left:
         click.echo(f"not translated   {reason}", err=True)
-    there = output or "a file"
+    there = output or "FILE"
     click.echo(f"{len(translation.values)} keys; rl train {there} --dry-run checks them", err=True)
     return int(bool(translation.left))

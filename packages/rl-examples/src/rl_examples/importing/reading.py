@@ -17,6 +17,8 @@ from rl_core.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _DEFAULT = re.compile(r"""^:\s+"?\$\{(\w+):?=(.*?)\}"?\s*(?:#.*)?$""", re.DOTALL)
+_ARRAY = re.compile(r"^[ \t]*(?:[a-z]+\s+(?:-a\s+)?)?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
+_WHOLE_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _KEY = re.compile(r"^(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w-]+)*)(?:=(.*))?$", re.DOTALL)
 _ALL_ARGUMENTS = ("$@", "$*", "${@}")
@@ -52,7 +54,7 @@ def read(path: Path) -> Read:
 def script(text: str, name: str) -> Read:
     """Reads the last Python command in a script that has `key=value` words; substitutes the script's own variables."""
     variables, module, values, remarks = dict(_environment()), None, {}, []
-    for line in _commands(text):
+    for line in _commands(_without_arrays(text)):
         for word in _assignments(line):
             if found := _DEFAULT.match(word):
                 variables.setdefault(found[1], _unquoted(_expanded(found[2], variables)))
@@ -124,6 +126,22 @@ def _commands(text: str) -> Iterator[str]:
             whole = ""
     if whole.strip():
         yield whole.strip()
+
+
+def _without_arrays(text: str) -> str:
+    """The script with the elements of its arrays, `NAME=(…)`, wherever it uses a whole one, `"${NAME[@]}"`."""
+    arrays: dict[str, str] = {}
+
+    def keep(found: re.Match[str]) -> str:
+        before = arrays.get(found[1], "") if found[2] else ""
+        lines = [line.strip().removesuffix("\\") for line in found[3].splitlines()]
+        arrays[found[1]] = " ".join([before, *(line for line in lines if not line.startswith("#"))]).strip()
+        return ""
+
+    text = _ARRAY.sub(keep, text)
+    for _ in range(3):  # arrays of arrays
+        text = _WHOLE_ARRAY.sub(lambda found: arrays.get(found[1], found[0]), text)
+    return text
 
 
 def _assignments(line: str) -> list[str]:

@@ -152,7 +152,7 @@ def _mistakes_in(values: Mapping[str, Any]) -> list[RLError]:
 
 
 def _plain(text: str) -> str:
-    return text.replace(" ()", "").replace(" (code)", "")
+    return text.replace(" ()", "").replace(" (code)", "").replace(", code)", ")")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
