@@ -16,6 +16,7 @@ from typing import Any
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Row, StepResult
 from rl_core.stored_files import sync
+from rl_examples.tiny_model import save_model
 
 CHARACTERS = "0123456789+-*/=<>()., ?"
 END = "$"
@@ -148,8 +149,7 @@ def _write(model_class: Any, config: Any, tokenizer: Any, directory: Path, *, se
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save_model(model, tokenizer, directory)
 
 
 def _tokenizer(characters: Sequence[str] = CHARACTERS, token_pattern: str = TOKEN_PATTERN) -> Any:

