@@ -169,7 +169,7 @@ def show_config(source: str, overrides: tuple[str, ...], tiny: bool, as_yaml: bo
     listing.show_config(runs.load(source, overrides, tiny), as_yaml=as_yaml)
 
 
-@rl.command()
+@rl.command(short_help="Show each rank's part and the memory.")
 @_configured
 @click.option(
     "--gpu-memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one GPU. Fail if a phase needs more."
@@ -195,7 +195,7 @@ def plan(
     planning.show_plan(loaded, gpu_memory_gib=gpu_memory, host_memory_gib=host_memory, context=context)
 
 
-@rl.command()
+@rl.command(short_help="Measure one rank's step at full size.")
 @_configured
 def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
     """Run one rank's step of the full-size models on tensors without data; show memory (GiB, next to the plan's) and
@@ -205,7 +205,7 @@ def rehearse(source: str, overrides: tuple[str, ...], tiny: bool) -> None:
     rehearsing.show_rehearsal(runs.load(source, overrides, tiny))
 
 
-@rl.command()
+@rl.command(short_help="Upload a run's model to the hub.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("name")
 @click.option("--public", is_flag=True, help="Create the repository as public. Default: private.")
