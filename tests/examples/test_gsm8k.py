@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from rl_core.config import load
-from rl_core.errors import DataError
+from rl_core.errors import ConfigErrors, DataError
 from rl_core.interfaces import Action
 from rl_core.trainer.data import read_rows
+from rl_core.trainer.preflight import preflight
 from rl_core.trainer.run import run_training
 from rl_examples.gsm8k import Gsm8kEnvironment, ground_truth, prepare
 from rl_examples.gsm8k_data import converted, final_answer, main
@@ -89,3 +90,15 @@ def test_the_recipe_makes_only_its_own_missing_files(tmp_path: Path, monkeypatch
     assert Path(train).read_text() == "mine"
     assert Path(model, "config.json").exists()
     assert own.makes == {model, train, held_out}
+
+
+def test_who_lacks_the_data_is_told_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = r"train\.parquet does not exist .*; make it from GSM8K's own two files: python -m rl_examples\.gsm8k_data"
+    for name in ("gsm8k", "qwen3_30b_a3b"):
+        with pytest.raises(ConfigErrors, match=told):
+            preflight(load(name))
+    with pytest.raises(ConfigErrors) as raised:
+        preflight(load("gsm8k", ["data.train_data=[mine.parquet]", "data.val_data=[more.parquet]"]))
+    assert "mine.parquet does not exist" in str(raised.value)
+    assert "gsm8k_data" not in str(raised.value)

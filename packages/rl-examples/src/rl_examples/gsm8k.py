@@ -16,7 +16,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.errors import DataError
 from rl_core.interfaces import Action, Prompt, Recipe, Row, StepResult
-from rl_examples.gsm8k_data import final_answer, write_tiny_data
+from rl_examples.gsm8k_data import HOW_TO_MAKE, final_answer, write_tiny_data
 
 _TINY_TRAIN = "runs/gsm8k_tiny_data/train.parquet"
 _TINY_VALIDATION = "runs/gsm8k_tiny_data/validation.parquet"
@@ -55,6 +55,7 @@ recipe = Recipe(
         "generator.sampling_params.max_generate_length": 32,
     },
     prepare="rl_examples.gsm8k:prepare",
+    needs=HOW_TO_MAKE,
     makes=(_TINY_TRAIN, _TINY_VALIDATION, _TINY_MODEL),
 )
 

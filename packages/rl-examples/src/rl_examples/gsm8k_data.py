@@ -16,6 +16,10 @@ import click
 from rl_core.errors import DataError, RLError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+HOW_TO_MAKE = (
+    "make it from GSM8K's own two files: "
+    "python -m rl_examples.gsm8k_data --train train.jsonl --test test.jsonl --output ~/data/gsm8k"
+)
 _FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from rl_core.interfaces import Recipe
 from rl_examples import gsm8k
+from rl_examples.gsm8k_data import HOW_TO_MAKE
 from rl_examples.tiny_copies import MADE, TINY, tiny_copy
 
 _MODEL = "Qwen/Qwen3-30B-A3B"
@@ -45,5 +46,6 @@ recipe = Recipe(
         "trainer.policy.megatron_config.expert_model_parallel_size": 2,
     },
     prepare="rl_examples.tiny_copies:prepare",
+    needs=HOW_TO_MAKE,
     makes=(*MADE, tiny_copy(_MODEL)),
 )

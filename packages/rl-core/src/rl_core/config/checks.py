@@ -59,7 +59,9 @@ _ENGINE_READS = (
 )
 
 
-def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Container[str] = ()) -> None:
+def gather_playing(
+    config: Config, mistakes: Mistakes, *, reads: str, makes: Container[str] = (), needs: str = ""
+) -> None:
     """Notes every mistake that prevents playing the prompts of the key `reads` without training. Keys that only
     training needs may be missing or wrong.
 
@@ -67,7 +69,7 @@ def gather_playing(config: Config, mistakes: Mistakes, *, reads: str, makes: Con
         makes: paths that may be missing because they will be created.
     """
     gather_playing_values(config, mistakes)
-    gather_data(config, [reads], mistakes, makes=makes)
+    gather_data(config, [reads], mistakes, makes=makes, needs=needs)
     gather_policy_model(config, mistakes, makes=makes)
     _gather_unloadable(config, _PLAYING, mistakes)
     _gather_refusals(config, mistakes)

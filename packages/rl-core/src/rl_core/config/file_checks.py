@@ -33,15 +33,17 @@ def check_files(config: Config, *, makes: Container[str] = ()) -> None:
     mistakes.raise_found()
 
 
-def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = ()) -> None:
-    """Notes what `check_files` raises."""
-    gather_data(config, ("data.train_data", "data.val_data"), mistakes, makes=makes)
+def gather_files(config: Config, mistakes: Mistakes, *, makes: Container[str] = (), needs: str = "") -> None:
+    """Notes what `check_files` raises. `needs`: how to get the data files."""
+    gather_data(config, ("data.train_data", "data.val_data"), mistakes, makes=makes, needs=needs)
     _gather_models(config, mistakes, makes)
     mistakes.passes(_resume_path_exists, config)
     _gather_directories(config, mistakes)
 
 
-def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str]) -> None:
+def gather_data(
+    config: Config, keys: Sequence[str], mistakes: Mistakes, *, makes: Container[str], needs: str = ""
+) -> None:
     """Notes every missing file of the keys, once even if several keys name it. Also notes if the first key names no
     file."""
     if not value_at(config, keys[0]):
@@ -50,16 +52,17 @@ def gather_data(config: Config, keys: Sequence[str], mistakes: Mistakes, *, make
     for key in keys:
         for file in value_at(config, key):
             if file not in seen and (file not in makes or Path(file).exists()):
-                mistakes.passes(_require_data, key, file)
+                mistakes.passes(_require_data, key, file, needs)
             seen.add(file)
 
 
-def _require_data(key: str, file: str) -> None:
+def _require_data(key: str, file: str, needs: str) -> None:
     """Looks for a local or remote file. Accepts every data set: loading it reports what is wrong with it."""
     if Path(file).is_file() or is_data_set(file):
         return
     if not is_remote(file):
-        raise ConfigError(f"{key}: the file {file} does not exist (seen from {Path.cwd()})")
+        remedy = f"; {needs}" if needs else ""
+        raise ConfigError(f"{key}: the file {file} does not exist (seen from {Path.cwd()}){remedy}")
     if not exists(file):
         raise ConfigError(f"{key}: there is no file {file}")
 

@@ -52,6 +52,12 @@ class Loaded:
         """Keys that the user gave, in a file or on the command line."""
         return frozenset(key for key, given in self.given.items() if not given.source.startswith(RECIPE))
 
+    @property
+    def needs(self) -> str:
+        """How to get the recipe's data files; empty if the user chose others."""
+        is_own = self.chosen_keys.isdisjoint(("data.train_data", "data.val_data"))
+        return (self.recipe.needs or "") if self.recipe is not None and is_own else ""
+
 
 @attrs.frozen
 class Origin:

@@ -93,6 +93,8 @@ class Recipe:
     prepare: str | None = None
     """`package.module:function`, called as `function(config)` before a run. It creates the paths of `makes` that the
     configuration uses and that do not exist."""
+    needs: str | None = None
+    """How to get the data files of `config` that `prepare` does not make. Ends the error about a missing one."""
     makes: tuple[str, ...] = ()
     """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
     paths must exist."""

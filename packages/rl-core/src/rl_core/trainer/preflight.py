@@ -109,7 +109,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
     config, loaded = config_of(run), _loaded(run)
     mistakes = Mistakes()
     gather_values(config, mistakes)
-    gather_files(config, mistakes, makes=loaded.makes)
+    gather_files(config, mistakes, makes=loaded.makes, needs=loaded.needs)
     gather_plugins(config, mistakes, chosen=loaded.chosen_keys)
     mistakes.passes(_prepare_function, loaded)
     rows = _gather_rows(loaded, _TRAINING_DATA, mistakes)
@@ -194,7 +194,7 @@ def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = N
     if output is not None:
         mistakes.passes(_require_new, output)
     mistakes.passes(_require_playing, config)
-    gather_playing(config, mistakes, reads=reads, makes=loaded.makes)
+    gather_playing(config, mistakes, reads=reads, makes=loaded.makes, needs=loaded.needs)
     mistakes.passes(_prepare_function, loaded)
     _gather_prompts(config, _gather_rows(loaded, [reads], mistakes), mistakes, makes=loaded.makes)
     mistakes.raise_found()
