@@ -110,10 +110,13 @@ def _summary(path: Path) -> list[tuple[str, str]]:
         return []
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        labels = {name: _SUMMARY_LABELS.get(name, name.replace("_", " ")) for name in summary}
-        return [(labels[name], _summary_value(name, value)) for name, value in summary.items()]
+        return [(_summary_label(name), _summary_value(name, value)) for name, value in summary.items()]
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a JSON object ({error})") from error
+
+
+def _summary_label(name: str) -> str:
+    return _SUMMARY_LABELS.get(name, name.replace("_", " "))
 
 
 def _summary_value(name: str, value: Any) -> str:
