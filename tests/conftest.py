@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Otherwise libraries that count their objects at exit report leaks."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where there is no GPU, a test that needs one is skipped, and says so."""
     if item.get_closest_marker("gpu"):
