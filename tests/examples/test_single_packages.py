@@ -91,6 +91,43 @@ def test_the_padded_advantages_of_a_critic_are_those_of_the_recursion(shown: dic
     assert not advantages_NW[~mask_NW].any()
 
 
+@pytest.mark.parametrize("padded_on", ["left", "right"])
+def test_packed_log_probs_are_those_of_each_row_alone_and_every_row_is_in_one_micro_batch(
+    shown: dict[str, Any], padded_on: str
+):
+    generator = torch.Generator().manual_seed(0)
+    lengths, table_VV = [3, 1, 6, 2], torch.randn(9, 9, generator=generator).double().requires_grad_()
+    width_W = torch.arange(7)
+    masks = [(width_W < n) if padded_on == "right" else (width_W >= 7 - n) for n in lengths]
+    mask_NW, tokens_NW = torch.stack(masks), torch.randint(1, 9, (4, 7), generator=generator)
+
+    def model(tokens: Tensor, positions: Tensor, boundaries: Tensor) -> Tensor:
+        """Looks at all earlier tokens of the segment and at the position."""
+        segments = tokens.tensor_split(boundaries[1:-1])
+        summed = torch.cat([table_VV[segment].cumsum(0) for segment in segments])
+        return summed * (1 + positions[:, None])
+
+    logprobs_NW, planned = torch.zeros(4, 7, dtype=torch.float64), []
+    for rank in (0, 1, 2, 3, 4):
+        micro_batches = shown["rows_of_micro_batches"](mask_NW, rank=rank, num_ranks=5, max_tokens=6)
+        assert len(micro_batches) == 1, "also of the rank without rows"
+        for rows in micro_batches:
+            planned.extend(rows.tolist())
+            logprobs_NW = logprobs_NW + shown["packed_logprobs"](model, tokens_NW, mask_NW, rows)
+    assert sorted(planned) == [0, 1, 2, 3]
+    together_NW = shown["packed_logprobs"](model, tokens_NW, mask_NW, [2, 0, 3, 1])
+    expected_NW = torch.zeros(4, 7, dtype=torch.float64)
+    for row, columns in enumerate(mask_NW):
+        tokens = tokens_NW[row, columns]
+        logits = model(tokens, torch.arange(len(tokens)), torch.tensor([0, len(tokens)]))
+        alone = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+        expected_NW[row, columns] = torch.cat([torch.zeros(1), alone])
+    torch.testing.assert_close(logprobs_NW, expected_NW)
+    torch.testing.assert_close(together_NW, expected_NW)
+    (gradient_VV,) = torch.autograd.grad(together_NW.sum(), table_VV, retain_graph=True)
+    torch.testing.assert_close(gradient_VV, torch.autograd.grad(expected_NW.sum(), table_VV)[0])
+
+
 def test_the_script_of_one_rank_trains_through_megatron_and_with_two_names_changed_through_fsdp(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
