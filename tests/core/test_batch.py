@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -171,7 +173,7 @@ def test_rectangles_padded_on_both_sides_are_read_too():
     [
         ([[True, True], [False, False]], "row 1 has no tokens"),
         ([[True, False, True], [True, True, True]], "row 0 has padding between its tokens"),
-        ([[1, 1], [1, 0]], "expected bool"),
+        ([[1, 1], [1, 0]], r"expected bool \[N, W\], got torch.int64 \[2, 2\]; convert .* with .bool\(\)"),
     ],
 )
 def test_masks_that_are_no_padding_are_refused(mask, message):
@@ -180,6 +182,12 @@ def test_masks_that_are_no_padding_are_refused(mask, message):
         Batch.from_padded(
             PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(mask.shape, dtype=torch.int64)})
         )
+
+
+def test_a_mask_that_is_no_tensor_is_refused():
+    mask: Any = [[True, True]]
+    with pytest.raises(ShapeError, match="attention_mask: expected a bool tensor"):
+        Batch.from_padded(PaddedBatch(attention_mask=mask, columns={"tokens": torch.zeros(1, 2, dtype=torch.int64)}))
 
 
 def test_a_column_of_another_shape_than_the_mask_is_refused():

@@ -206,3 +206,11 @@ def test_a_token_held_twice_or_outside_the_stream_is_named():
         inverse_index([np.array([3])], 3)
     with pytest.raises(ShapeError, match="sequence 2 is not in a batch of 2 sequences"):
         packed_layout([0, 1, 2], [2])
+
+
+@pytest.mark.parametrize("lengths_or_worse", [[3, 1, 2], [0, 3, 3], [], [[0, 3]]])
+def test_lengths_in_place_of_offsets_are_refused(lengths_or_worse):
+    with pytest.raises(ShapeError, match=r"offsets: got \[.*\]; expected 0 and then the running sum of the lengths"):
+        packed_layout(lengths_or_worse, [0])
+    with pytest.raises(ShapeError, match=r"offsets: got \[0, 1, 1, 1, 1, 1, …\]; expected"):
+        padded_layout([0, *[1] * 40], [0])

@@ -185,8 +185,11 @@ class Batch:
             ShapeError: a row has no tokens or has padding between tokens, or a column does not fit the mask.
         """
         mask = padded.attention_mask
+        if not isinstance(mask, Tensor):
+            raise ShapeError(f"attention_mask: expected a bool tensor [N, W], got {type(mask).__name__}")
         if mask.dtype != torch.bool or mask.dim() != 2:
-            raise ShapeError(f"attention_mask: expected bool [N, W], got {mask.dtype} {tuple(mask.shape)}")
+            remedy = "; convert a mask of 0 and 1 with .bool()" if mask.dim() == 2 else ""
+            raise ShapeError(f"attention_mask: expected bool [N, W], got {mask.dtype} {list(mask.shape)}{remedy}")
         width = torch.arange(mask.shape[1])
         spans = torch.where(mask, width, -1).amax(1) - torch.where(mask, width, mask.shape[1]).amin(1) + 1
         wrong = (mask.sum(1) != spans).nonzero()
@@ -264,7 +267,8 @@ def field_of(name: str) -> Field:
         return PREPARED
     if name not in FIELDS:
         raise ShapeError(
-            f"{name!r} is not a column of a batch.{nearest(name, FIELDS)} A loss's own column is named 'x_…'"
+            f"{name!r} is not a column of a batch (rl_core.columns.FIELDS lists them).{nearest(name, FIELDS)} "
+            "A loss's own column is named 'x_…'"
         )
     return FIELDS[name]
 

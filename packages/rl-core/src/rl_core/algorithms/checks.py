@@ -15,7 +15,8 @@ def require_same_length(**tensors: Tensor) -> None:
     for name, values in tensors.items():
         _require_tensor(name, values)
         if values.dim() != 1:
-            raise ShapeError(f"{name}: expected one axis, got shape {tuple(values.shape)}")
+            remedy = "; index padded tensors by a bool mask: values_NW[mask_NW]" if values.dim() > 1 else ""
+            raise ShapeError(f"{name}: expected one axis, got shape {tuple(values.shape)}{remedy}")
     (first, reference), *others = tensors.items()
     for name, values in others:
         if values.numel() != reference.numel():
@@ -49,7 +50,8 @@ def require_bool(**tensors: Tensor) -> None:
         _require_tensor(name, values)
         if values.dtype != torch.bool:
             raise ShapeError(
-                f"{name}: expected torch.bool, got {values.dtype}; a mask says yes or no, weights are separate"
+                f"{name}: expected torch.bool, got {values.dtype}; convert a mask of 0 and 1 with .bool() "
+                "(weights are separate)"
             )
 
 
@@ -85,6 +87,8 @@ def require_between(low: float, high: float, **settings: float) -> None:
 def _require_tensor(name: str, values: object) -> None:
     if isinstance(values, Tensor):
         return
+    if isinstance(values, str):
+        raise ShapeError(f"{name}: expected a tensor, got {values!r}; pass settings by name, as setting={values!r}")
     items = list(values) if isinstance(values, Iterable) else [values]
     is_text = any(isinstance(item, str) for item in items)
     remedy = "number them, equal numbers for equal texts" if is_text else "convert it with torch.as_tensor"

@@ -155,8 +155,9 @@ def _require_divisor(world_size: int, sizes: dict[str, int]) -> None:
         return
     used = {name: size for name, size in sizes.items() if size > 1}
     product = " × ".join(f"{name} {size}" for name, size in used.items())
+    total = f" = {math.prod(used.values())}" if len(used) > 1 else ""
     raise ConfigError(
-        f"mesh: {product} = {math.prod(used.values())} does not divide the {world_size} ranks. "
+        f"mesh: {product}{total} does not divide the {world_size} ranks. "
         f"Nearest that fit: {', '.join(_nearest(world_size, used))}."
     )
 

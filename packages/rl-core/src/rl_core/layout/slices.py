@@ -165,10 +165,20 @@ def index_runs(starts: IntArray, counts: IntArray) -> IntArray:
 
 def _starts_and_lengths(offsets: npt.ArrayLike, sequences: npt.ArrayLike) -> tuple[IntArray, IntArray]:
     offsets, sequences = np.asarray(offsets, np.int64), np.asarray(sequences, np.int64)
+    if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+        raise ShapeError(
+            f"offsets: got {_first_few(offsets)}; expected 0 and then the running sum of the lengths, such as "
+            "[0, 3, 4, 6] for lengths 3, 1 and 2"
+        )
     wrong = np.flatnonzero((sequences < 0) | (sequences >= len(offsets) - 1))
     if len(wrong):
         raise ShapeError(f"sequence {sequences[wrong[0]]} is not in a batch of {len(offsets) - 1} sequences")
     return offsets[sequences], np.diff(offsets)[sequences]
+
+
+def _first_few(values: IntArray) -> str:
+    shown = ", ".join(map(str, values.ravel()[:6]))
+    return f"[{shown}, …]" if values.size > 6 else f"[{shown}]"
 
 
 def _layout(starts: IntArray, lengths: IntArray, widths: IntArray) -> Layout:

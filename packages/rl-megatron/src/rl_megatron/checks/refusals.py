@@ -191,12 +191,11 @@ def _ranks_divide(setup: Setup) -> str | None:
     dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     experts = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
     for names in (dense, experts):
-        sizes = {name: setup.size(name) for name in names}
+        sizes = {name: setup.size(name) for name in names if setup.size(name) > 1}
         if setup.world_size % math.prod(sizes.values()):
-            product = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            return (
-                f"{setup.where}: {product} = {math.prod(sizes.values())} does not divide the {setup.world_size} ranks"
-            )
+            product = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            total = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
+            return f"{setup.where}: {product}{total} does not divide the {setup.world_size} ranks"
     return None
 
 
