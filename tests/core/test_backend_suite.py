@@ -464,6 +464,12 @@ def test_the_suite_finds_a_wrong_worker(worker_class, variant: Variant, check: s
         run_check(worker_class, variant, check, tmp_path)
 
 
+def test_names_that_are_not_the_checkpoints_are_counted_and_the_first_are_shown(tmp_path: Path):
+    check = "test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets"
+    with pytest.raises(AssertionError, match=r"24 missing, such as model\.emb.*; 24 unexpected, such as module\.m"):
+        run_check(ExportsWithAPrefix, ONE, check, tmp_path)
+
+
 def test_a_worker_that_computes_in_bfloat16_passes_and_misses_float32_as_far_as_it_says(tmp_path: Path):
     run_check(ComputesInBfloat16, ONE, BFLOAT16, tmp_path)
 

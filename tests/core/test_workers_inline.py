@@ -14,7 +14,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import CheckpointError, ConfigError, DeadlineError, ForeignCodeError, WorkerError
-from rl_core.interfaces import ModelConfig, OptimizerUpdate, RankInfo, WorkerSpec
+from rl_core.interfaces import LossSpec, ModelConfig, OptimizerUpdate, RankInfo, WorkerSpec
 from rl_core.layout.mesh import Mesh
 from rl_core.workers import MicroBatchLimits, WorkerGroup
 
@@ -41,7 +41,16 @@ class RecordedWorker:
             raise CheckpointError("told to fail")
         if self.fault == "hang":
             time.sleep(0.5)
+        if self.fault == "nothing":
+            return None  # pyright: ignore[reportReturnType]
+        if self.fault == "short":
+            return {"logprobs": batch["tokens"].float()[:1]}
         return {"logprobs": batch["tokens"].float()}
+
+    def forward_backward(
+        self, batch: Batch, plan: Any, loss: LossSpec, *, temperature: float, returns: Any = ()
+    ) -> Any:
+        return {"ratio": (5.0, 5.0)}
 
     def close(self) -> None:
         self.threads.append(threading.get_ident())
@@ -121,6 +130,32 @@ async def test_a_model_gets_what_it_reads_and_a_plan_of_its_own_part():
     await forward(worker)
     assert worker.columns == ["tokens"]
     assert [list(micro_batch) for micro_batch in worker.plan] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nothing", "forward of the backend 'recorded' returned NoneType on rank 0; expected a dict"),
+        ("short", r"logprobs: a rank returned shape \[1\] for a part of 5 tokens; expected one entry per token"),
+    ],
+)
+async def test_scores_that_are_missing_or_too_short_say_what_was_expected(fault: str, message: str):
+    with pytest.raises(WorkerError, match=message):
+        await forward(RecordedWorker(fault))
+
+
+async def test_a_training_pass_without_loss_or_the_scores_asked_for_says_so():
+    group = await WorkerGroup.launch(RecordedBackend(RecordedWorker()), SPEC, timeout_s=30.0)
+    try:
+        with pytest.raises(WorkerError, match="'recorded': no rank returned the metric 'loss'; expected"):
+            await group.forward_backward(BATCH, LIMITS, LossSpec(name="reinforce"), temperature=1.0)
+        message = r"returned \['ratio'\] on rank 0; expected a dict with logprobs from this rank"
+        with pytest.raises(WorkerError, match=message):
+            await group.forward_backward(
+                BATCH, LIMITS, LossSpec(name="reinforce"), temperature=1.0, returns=("logprobs",)
+            )
+    finally:
+        await group.close()
 
 
 @pytest.mark.parametrize("fault", ["raise", "timeout"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
 
-from rl_core.errors import RLError
+from rl_core.errors import RLError, WorkerError
 from rl_core.interfaces import RankInfo
 
 T = TypeVar("T")
@@ -29,7 +29,17 @@ def own_device(rank: RankInfo) -> torch.device:
 
 
 def join_process_group(rank: RankInfo, device: torch.device) -> None:
-    """Creates the default process group; returns when all ranks have joined."""
+    """Creates the default process group; returns when all ranks have joined.
+
+    Raises:
+        WorkerError: the process has one already, of another model.
+    """
+    if dist.is_initialized():
+        raise WorkerError(
+            f"rank {rank.rank} of {rank.world_size}: this process already has a process group. The models of a run "
+            "that have a single rank share the controller's process: return True from the backend's needs_own_process, "
+            "or let a rank alone use the group that is there (torch.distributed.is_initialized) or none"
+        )
     is_alone = rank.world_size == 1
     dist.init_process_group(
         # gloo is for CPU tensors: offloaded parameters, checkpoints, messages.
@@ -49,14 +59,16 @@ def new_cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def _is_rehearsed() -> bool:
-    """Whether this is a rehearsal (`scoring/rehearsal.py`), in which a single rank runs without the others."""
-    return dist.get_backend() == "fake"
+def _runs_alone() -> bool:
+    """Whether there is no process group, or this is a rehearsal (`scoring/rehearsal.py`) of one rank without the
+    others."""
+    return not dist.is_initialized() or dist.get_backend() == "fake"
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 and returns its result on all ranks. An RLError raised there is raised on all ranks."""
-    if _is_rehearsed():
+    """Calls `make` on rank 0 and returns its result on all ranks. An RLError raised there is raised on all ranks.
+    Without a process group, this rank is alone."""
+    if _runs_alone():
         return make()
     made: list[tuple[T | None, RLError | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -73,8 +85,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 def agree(act: Callable[[], T]) -> T:
     """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise the
-    first one."""
-    if _is_rehearsed():
+    first one. Without a process group, this rank is alone."""
+    if _runs_alone():
         return act()
     result, error = None, None
     try:

@@ -744,7 +744,7 @@ class BackendConformance:
         loaded_at: str | None = None,
     ) -> None:
         """Measures the largest absolute difference of tensors by name."""
-        assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
+        require_same_names(actual, expected, quantity)
         for name, tensor in expected.items():
             assert actual[name].shape == tensor.shape, f"{name}: {actual[name].shape}, expected {tensor.shape}"
         worst = max(expected, key=lambda name: largest_difference({name: actual[name]}, {name: expected[name]}))
@@ -753,7 +753,7 @@ class BackendConformance:
 
     def require_same_gradients(self, case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         """Raises AssertionError naming the parameter, unless all gradients agree."""
-        assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
+        require_same_names(actual, expected, "gradients")
         whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         errors = {name: (actual[name] - gradient).norm().item() for name, gradient in expected.items()}
         for name, gradient in expected.items():
@@ -858,9 +858,20 @@ def require_no_gradient(gradients: Mapping[str, Tensor]) -> None:
         assert not bool(gradient.any()), f"the gradient of {name} is not 0"
 
 
+def require_same_names(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    """Raises AssertionError that says how many names are missing and unexpected, and shows the first of each."""
+    missing, unexpected = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+    found = [
+        f"{len(names)} {kind}, such as {names[0]}"
+        for names, kind in ((missing, "missing"), (unexpected, "unexpected"))
+        if names
+    ]
+    assert not found, f"{what}: names differ from the checkpoint's: {'; '.join(found)}"
+
+
 def require_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Raises AssertionError unless both have the same names and bit-identical tensors."""
-    assert set(actual) == set(expected), f"{what}: names differ: {sorted(set(actual) ^ set(expected))}"
+    require_same_names(actual, expected, what)
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), f"{what}: {name} differs"
 

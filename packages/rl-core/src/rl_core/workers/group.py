@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch, read_of_tokens
 from rl_core.columns import INPUT_COLUMNS
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, WorkerError
 from rl_core.interfaces import (
     Backend,
     BackgroundSaver,
@@ -162,7 +162,7 @@ class WorkerGroup:
         asked = {} if returns is None or not self._is_of_version(3) else {"returns": tuple(returns)}
         async with self._on_devices():
             results = await self._ranks.call_on_parts(Worker.forward, inputs, parts, temperature=temperature, **asked)
-        return _on_stream(batch, self._of_results(parts, results))
+        return _on_stream(batch, self._of_results("forward", parts, results, names=asked.get("returns", ())))
 
     async def forward_backward(
         self,
@@ -185,11 +185,16 @@ class WorkerGroup:
             results = await self._ranks.call_on_parts(
                 Worker.forward_backward, batch, parts, loss, temperature=temperature, **asked
             )
-        answers = list(self._of_results(parts, results))
+        answers = list(self._of_results("forward_backward", parts, results, names=returns))
         scores = _on_stream(batch, [(part, {name: result[name] for name in returns}) for part, result in answers])
         metrics = add_metrics(
             {name: value for name, value in result.items() if name not in returns} for _, result in answers
         )
+        if "loss" not in metrics:
+            raise WorkerError(
+                f"forward_backward of {self._named}: no rank returned the metric 'loss'; expected 'loss': (sum, 1.0), "
+                "as rl_core.rank_kit.total_metrics returns it"
+            )
         # The loss is a weighted sum over the mini-batch, so its parts are added, not averaged.
         return {**metrics, "loss": (metrics["loss"][0], 1.0), **scores}
 
@@ -285,10 +290,24 @@ class WorkerGroup:
                 f"follows version {self._backend.contract_version} (docs/plugins.md#contract-versions)"
             )
 
-    def _of_results(self, parts: Sequence[Part], results: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
+    @property
+    def _named(self) -> str:
+        return "the workers" if self._backend is None else f"the backend {self._backend.name!r}"
+
+    def _of_results(
+        self, call: str, parts: Sequence[Part], results: Sequence[Any], *, names: Sequence[str]
+    ) -> Iterator[tuple[Part, Mapping[str, Any]]]:
+        """The answers of ranks that hold results. Raises WorkerError unless each is a dict with these names."""
         for rank, result in enumerate(results):
-            if self.mesh.returns_results(rank):
-                yield parts[self.mesh.data_rank(rank)], result
+            if not self.mesh.returns_results(rank):
+                continue
+            if not isinstance(result, Mapping) or any(name not in result for name in names):
+                got = sorted(result) if isinstance(result, Mapping) else type(result).__name__
+                with_names = f" with {', '.join(names)}" if names else ""
+                raise WorkerError(
+                    f"{call} of {self._named} returned {got} on rank {rank}; expected a dict{with_names} from this rank"
+                )
+            yield parts[self.mesh.data_rank(rank)], result
 
     def _parts(self, batch: Batch, limits: MicroBatchLimits) -> list[Part]:
         lengths_N, members, counts_N = batch.lengths.numpy(), None, None
@@ -332,6 +351,11 @@ def _on_stream(batch: Batch, results: Iterable[tuple[Part, Mapping[str, Any]]]) 
         positions = batch.token_index(torch.from_numpy(part.sequences)).numpy()
         for name, values in result.items():
             values = np.asarray(values)
+            if values.shape[:1] != (num_sent := int(batch.lengths[part.sent].sum()),):
+                raise WorkerError(
+                    f"{name}: a rank returned shape {list(values.shape)} for a part of {num_sent} tokens; expected one "
+                    "entry per token of its batch, in the batch's order"
+                )
             column = columns.setdefault(name, np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype))
             column[positions] = values[: len(positions)]
     return {name: torch.from_numpy(column) for name, column in columns.items()}
