@@ -400,6 +400,26 @@ def test_an_options_class_that_cannot_hold_keys_is_the_plug_ins_error(name: str,
         engine_spec(config_of(backend=f"rl_beam:{name}"))
 
 
+@pytest.mark.parametrize("given", [{}, {"trainer.policy.odd_config.width": 2}])
+def test_a_backends_option_without_a_default_is_the_plug_ins_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+):
+    source = """
+import attrs
+from tests.core.plain_backend import PlainBackend, PlainWorker
+
+@attrs.frozen(kw_only=True)
+class OddOptions:
+    width: int
+
+odd = PlainBackend(worker_class=PlainWorker, name="odd", config_section="odd_config", options_class=OddOptions)
+"""
+    install(tmp_path, monkeypatch, "rl_odd", source, backends__odd="rl_odd:odd")
+    message = "trainer.strategy: 'odd': its option 'width' has no default; give it one in OddOptions"
+    with pytest.raises(PluginError, match=message):
+        from_mapping({"trainer.policy.model.path": "model", "trainer.strategy": "odd", **given})
+
+
 def test_a_broken_engine_is_named_where_an_unknown_key_may_be_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, "rl_broken", "import no_such_module", inference__broken="rl_broken:engine")
     config_of(beam_width=4)

@@ -56,6 +56,13 @@ class AnswersToEveryName:
         return object()
 
 
+@attrs.frozen
+class SlottedBackend:
+    """Its class answers `contract_version` with a member descriptor."""
+
+    contract_version: int = 3
+
+
 class TakesRow:
     """An environment that is built with its row alone."""
 
@@ -130,6 +137,7 @@ opens_by_position = OpensByPosition()
 WRONG = [
     ("rl_core.backends", "math:sqrt", "the function sqrt has no name, config_section, options_class, mesh and 3 more"),
     ("rl_core.backends", f"{IDLE}:Backend", "it is the class Backend and not an object of it"),
+    ("rl_core.backends", f"{HERE}:SlottedBackend", "it is the class SlottedBackend and not an object of it"),
     ("rl_core.backends", f"{HERE}:nameless_backend", "its name is None, expected str"),
     (
         "rl_core.backends",

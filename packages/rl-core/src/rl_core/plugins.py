@@ -145,7 +145,7 @@ def fitted(group: str, plugin: Any, name: str, where: str = "") -> Any:
         _require(seam, plugin, name, where)
         return plugin
     stated = getattr(plugin, "contract_version", contract.unstated)
-    if stated is None:
+    if type(stated) is not int:  # a class instead of an object, for example: say that first
         _require(seam, plugin, name, where, contract.oldest)
     problem = _version_problem(contract, stated)
     if stated is None or problem is not None:

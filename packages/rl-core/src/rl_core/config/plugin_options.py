@@ -85,21 +85,31 @@ def options_of(plugin_name: str, values: Mapping[str, Any], section: Section, *,
     return options
 
 
-def _require_usable(cls: Any, section: Section, where: str) -> None:
+def require_options_class(cls: Any, where: str) -> list[str]:
+    """The keys that a plug-in's options class declares.
+
+    Raises:
+        PluginError: it is no attrs class, its types cannot be read, or a field has no default.
+    """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PluginError(f"{where}: its options_class is {cls!r}; expected an attrs class")
     try:
         names = own_keys(cls)
     except NameError as error:
         raise PluginError(f"{where}: the types of {cls.__name__} cannot be read: {error}") from error
+    unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
+    if unset:
+        raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
+    return list(names)
+
+
+def _require_usable(cls: Any, section: Section, where: str) -> None:
+    names = require_options_class(cls, where)
     taken = [name for name in names if name in hints(section.cls)]
     if taken:
         raise PluginError(
             f"{where}: its option {taken[0]!r} is already a key of {section.path}; rename it in {cls.__name__}"
         )
-    unset = [field.name for field in attrs.fields(cls) if field.default is attrs.NOTHING]
-    if unset:
-        raise PluginError(f"{where}: its option {unset[0]!r} has no default; give it one in {cls.__name__}")
 
 
 def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistakes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rl_core.config.loading import known_paths
 from rl_core.config.tree import Config
 from rl_core.config.yaml12 import Yaml12Dumper
 from rl_core.errors import ConfigError, Mistakes, PluginError, nearest
-from rl_core.interfaces import HostSharing
+from rl_core.interfaces import Backend, HostSharing
 
 _T = TypeVar("_T")
 
@@ -144,7 +144,7 @@ def resolve(config: Config) -> Config:
             config = with_value(config, rule.key, rule.value(config))
     backend = None
     with mistakes.gathered():
-        backend = plugins.load("rl_core.backends", config.trainer.strategy, key="trainer.strategy")
+        backend = _load_backend(config.trainer.strategy)
     mistakes.raise_found()
     assert backend is not None
     for key in (f"trainer.{model}.backend_sections" for model in ("policy", "ref", "critic")):
@@ -182,6 +182,13 @@ def unresolved(config: Config) -> Config:
     return config
 
 
+def _load_backend(name: str) -> Backend:
+    """The backend. Raises PluginError if it cannot be loaded or its options class cannot hold keys."""
+    backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
+    plugin_options.require_options_class(backend.options_class, f"trainer.strategy: {name!r}")
+    return backend
+
+
 def section_class(strategy: str) -> Callable[[str], type | None]:
     """Returns a function from the name of a `<backend>_config` section to the class that it is loaded into. The class
     is `dict` if the backend is known but not installed, or if the section may belong to the selected backend and that
@@ -193,7 +200,7 @@ def section_class(strategy: str) -> Callable[[str], type | None]:
         is_selected_missing = False
         for name in dict.fromkeys([strategy, *(plugin.name for plugin in plugins.installed("rl_core.backends"))]):
             try:
-                backend = plugins.load("rl_core.backends", name, key="trainer.strategy")
+                backend = _load_backend(name)
             except PluginError as error:
                 if name == strategy:
                     is_selected_missing = True  # `resolve` raises the error
