@@ -47,10 +47,17 @@ class Odd:
             await asyncio.sleep(600)
         if self._row.get("raises") == "wrong":
             return 1.0
+        if "answers" in self._row:
+            return StepResult(**{"reward": 0.0, "done": False, **self._row["answers"]})
         return StepResult(reward=float(len(action.text)), done=True)
 
     async def close(self) -> None:
         print("closed")
+
+
+class NotAsync(Odd):
+    def step(self, action: Action) -> Any:
+        return StepResult(reward=0.0, done=True)
 
 
 class TwoTurns:
@@ -71,13 +78,38 @@ class TwoTurns:
     async def close(self) -> None: ...
 
 
-ODD = "tests.environments.test_trying:Odd"
-TWO_TURNS = "tests.environments.test_trying:TwoTurns"
+HERE_MODULE = "tests.environments.test_trying"
+ODD = f"{HERE_MODULE}:Odd"
+TWO_TURNS = f"{HERE_MODULE}:TwoTurns"
 
 
 def rl(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
     command = [RL, "try", *arguments]
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=240, cwd=HERE, check=False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"reward": None}, "the environment's reward is None, expected a finite number"),
+        ({"reward": float("nan")}, "the environment's reward is nan, expected a finite number"),
+        ({"metrics": {"accuracy": "high"}}, "the environment's metric 'accuracy' is 'high', expected a finite number"),
+        ({}, "an observation must be text or a list of messages with 'role' and 'content', got None"),
+        ({"observation": [{"role": "assistant", "content": "x"}]}, "a message of the role 'assistant'"),
+    ],
+)
+def test_answers_that_would_fail_in_a_run_fail_here(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], message: str
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    with pytest.raises(DataError, match=re.escape(message)):
+        try_environment.main([ODD, "--row", json.dumps({"answers": answers})], standalone_mode=False)
+
+
+def test_a_method_that_is_not_async_is_refused_as_a_run_would(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    with pytest.raises(DataError, match="step returned StepResult, expected an awaitable; define it with `async def"):
+        try_environment.main([f"{HERE_MODULE}:NotAsync", "--row", ROW], standalone_mode=False)
 
 
 def test_a_game_is_played_to_its_end():

@@ -21,7 +21,15 @@ import yaml
 
 from rl_core import plugins
 from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
-from rl_core.interfaces import Action, StepResult, require_messages, require_tools
+from rl_core.interfaces import (
+    Action,
+    StepResult,
+    require_messages,
+    require_observed_messages,
+    require_observed_text,
+    require_step_result,
+    require_tools,
+)
 
 T = TypeVar("T")
 _OPTIONS = "environment.options."
@@ -79,22 +87,23 @@ def play_by_hand(name: str, row: Mapping[str, Any], options: Mapping[str, Any], 
         require_row(row)
     with asyncio.Runner() as runner:
 
-        def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        def call(method: Callable[..., Any], *arguments: Any, is_async: bool = True) -> Any:
             # Not `runner.run`, which loses a Ctrl-C that arrives just after the coroutine has returned.
-            return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s))
+            return runner.get_loop().run_until_complete(_answer(method, arguments, timeout_s, is_async=is_async))
 
-        environment = call(factory, row, options)
+        environment = call(factory, row, options, is_async=False)
         try:
-            _show_prompt(call(environment.reset))
+            prompt = call(environment.reset)
+            _show_prompt(prompt)
             offered: Any = getattr(environment, "tools", None)
             if offered is not None:
                 _show_tools(call(offered))
-            return _play(lambda action: call(environment.step, action))
+            return _play(lambda action: call(environment.step, action), begins_with_text=isinstance(prompt, str))
         finally:
             call(environment.close)
 
 
-def _play(step: Callable[[Action], Any]) -> int:
+def _play(step: Callable[[Action], Any], *, begins_with_text: bool) -> int:
     total, turns = 0.0, 0
     while True:
         response = _read_response()
@@ -103,9 +112,9 @@ def _play(step: Callable[[Action], Any]) -> int:
             return 0
         turns += 1
         # There is no tokenizer, so one token per character, as in the conformance suite.
-        result = step(Action(text=response, tokens=tuple(map(ord, response)), stop_reason="stop"))
-        if not isinstance(result, StepResult):
-            raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
+        result = require_step_result(step(Action(text=response, tokens=tuple(map(ord, response)), stop_reason="stop")))
+        if not result.done:
+            (require_observed_text if begins_with_text else require_observed_messages)(result.observation)
         total += result.reward
         _show_result(result)
         if result.done:
@@ -127,13 +136,18 @@ def _read_response() -> str | None:
         lines.append(line.removesuffix("\\"))
 
 
-async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_s: float) -> Any:
+async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_s: float, *, is_async: bool) -> Any:
     what = getattr(method, "__name__", str(method))
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
             found = method(*arguments)
-            return await _awaited(found) if inspect.isawaitable(found) else found
+            if is_async and not inspect.isawaitable(found):
+                raise DataError(
+                    f"the environment's {what} returned {type(found).__name__}, expected an awaitable; define it with "
+                    f"`async def {what}`"
+                )
+            return await _awaited(found) if is_async else found
     except RLError:
         raise
     except (Exception, SystemExit) as error:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import Message, Prompt, require_messages
+from rl_core.errors import ConfigError
+from rl_core.interfaces import Message, Prompt, require_observed_messages, require_observed_text
 from rl_rollout.chat import TokenCodec
 from rl_rollout.turn_tokens import TurnTokens
 
@@ -52,11 +52,7 @@ class TextHistory:
         self._codec = codec
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
-        if not isinstance(observation, str):
-            raise DataError(
-                f"the episode began with text, so the environment's observations must be text; got {observation!r:.200}"
-            )
-        return prompt + response + self._codec.encode_text(observation)
+        return prompt + response + self._codec.encode_text(require_observed_text(observation))
 
 
 class ChatHistory:
@@ -67,7 +63,7 @@ class ChatHistory:
         self._opening = opening
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
-        messages = _observed(observation)
+        messages = require_observed_messages(observation)
         change = self._turns.how_it_changes(self._opening, messages)
         if change:
             raise ConfigError(
@@ -88,7 +84,7 @@ class RenderedHistory:
         self._messages = list(opening)
 
     def next_prompt(self, prompt: Tokens, response: Tokens, observation: Prompt | None) -> Tokens:
-        messages = _observed(observation)
+        messages = require_observed_messages(observation)
         before = self._codec.render(self._messages) + self._codec.response_text(response)
         self._messages += [{"role": "assistant", "content": self._codec.response_text(response)}, *messages]
         if not self._turns.how_it_changes(self._opening, messages):
@@ -97,12 +93,3 @@ class RenderedHistory:
         if text.startswith(before):
             return prompt + response + self._turns.behind(before, response, text[len(before) :])
         return self._codec.encode_text(text)
-
-
-def _observed(observation: Prompt | None) -> Sequence[Message]:
-    if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
-    messages = require_messages(observation, "an observation")
-    if any(message["role"] == "assistant" for message in messages):
-        raise DataError("an observation has a message of the role 'assistant'; only the policy writes such messages")
-    return messages

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import attrs
 import numpy as np
@@ -17,11 +16,11 @@ from rl_core.interfaces import (
     TrajectoryEnd,
     TrajectoryStep,
     Turn,
+    require_step_result,
 )
 from rl_rollout.conversation import History, Tokens
 from rl_rollout.environment_pool import EnvironmentCalls
 
-_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _TAKEN_METRICS = {"reward", "response_length", "failed"}
 
 
@@ -131,24 +130,10 @@ def _what_follows(
 
 
 def _checked(result: object) -> StepResult:
-    if not isinstance(result, StepResult):
-        raise DataError(f"the environment's step returned {type(result).__name__}, expected StepResult")
-    if not isinstance(result.metrics, Mapping):
-        raise DataError(f"the environment's metrics are {type(result.metrics).__name__}, expected a mapping")
-    metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
-    if taken := _TAKEN_METRICS & metrics.keys():
+    checked = require_step_result(result)
+    if taken := _TAKEN_METRICS & checked.metrics.keys():
         raise DataError(f"the environment's metric {min(taken)!r} has a name that the trainer uses; rename it")
-    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
-
-
-def _number(value: Any, name: str) -> float:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= _FLOAT32_MAX:
-        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
-    return number
+    return checked
 
 
 def _shown(result: StepResult) -> str | None:

@@ -17,6 +17,7 @@ A training package implements `Backend` and `Worker`. A rollout package implemen
     inference   token ids in, token ids out: `InferenceClient`, `InferencePlugin`
     messages    chat messages and tools, as chat templates read them
     rollouts    `Environment`, `Trajectory`, `Generator`, `GeneratorPlugin`
+    results     checks of what `Environment.step` answers
     options     keys of a plug-in's own: `Configurable`, and validators for them
     runs        `Recipe`, `Tracker`, `Callback`
     version     which versions of each contract are accepted: `CONTRACTS`
@@ -58,6 +59,7 @@ from rl_core.interfaces.messages import (
     require_tools,
 )
 from rl_core.interfaces.options import Configurable, above, at_least, between
+from rl_core.interfaces.results import require_observed_messages, require_observed_text, require_step_result
 from rl_core.interfaces.rollouts import (
     Action,
     Closable,
@@ -147,6 +149,9 @@ __all__ = [
     "ToolSchema",
     "require_messages",
     "require_tools",
+    "require_observed_messages",
+    "require_observed_text",
+    "require_step_result",
     "Role",
     "Row",
     "StopReason",

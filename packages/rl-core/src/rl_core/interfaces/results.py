@@ -1,0 +1,56 @@
+"""Checks of what an environment's `step` answers, for everything that plays environments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from rl_core.errors import DataError
+from rl_core.interfaces.messages import Message, require_messages
+from rl_core.interfaces.rollouts import StepResult
+
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def require_step_result(result: object) -> StepResult:
+    """The result with reward and metrics as floats. Raises DataError unless it is a StepResult whose numbers are
+    finite."""
+    if not isinstance(result, StepResult):
+        raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
+    if not isinstance(result.metrics, Mapping):
+        raise DataError(f"the environment's metrics are {type(result.metrics).__name__}; expected a mapping")
+    metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
+    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
+
+
+def require_observed_text(observation: object) -> str:
+    """The observation of an episode that began with text. Raises DataError if it is no text."""
+    if not isinstance(observation, str):
+        raise DataError(
+            f"the episode began with text, so the environment's observations must be text; got {observation!r:.200}"
+        )
+    return observation
+
+
+def require_observed_messages(observation: object) -> Sequence[Message]:
+    """The observation of an episode that began with messages; text becomes a user message. Raises DataError if it is
+    neither text nor messages, or speaks as the assistant."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    messages = require_messages(observation, "an observation")
+    if any(message["role"] == "assistant" for message in messages):
+        raise DataError("an observation has a message of the role 'assistant'; only the policy writes such messages")
+    return messages
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _FLOAT32_MAX:
+        raise DataError(f"the environment's {name} is {value!r:.80}, expected a finite number (of float32's range)")
+    return number
