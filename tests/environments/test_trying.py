@@ -216,8 +216,16 @@ def test_a_mistake_is_one_message_and_an_exit_code():
             "not an option of the environment",
         ),
         (["guess", "--with", "guess", "--row", ROW], click.UsageError, "--with plays the recipe's rows"),
-        ([ODD, "--row", '{"raises": "init"}'], RLError, "the environment's Odd raised ValueError: no such game"),
-        ([ODD, "--row", '{"raises": "step"}'], RLError, "the environment's step raised SystemExit: gone"),
+        (
+            [ODD, "--row", '{"raises": "init"}'],
+            RLError,
+            "Odd raised ValueError: no such game (test_trying.py:",
+        ),
+        (
+            [ODD, "--row", '{"raises": "step"}'],
+            RLError,
+            "step raised SystemExit: gone (test_trying.py:",
+        ),
         ([ODD, "--row", '{"raises": "wrong"}'], DataError, "step returned float; expected StepResult"),
         ([ODD, "--row", '{"raises": "hang"}', "--timeout-s", "0.5"], DeadlineError, "step did not answer within 0.5 s"),
     ],

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -52,6 +54,21 @@ class Raises(Blocks):
 class CannotBeMade(Blocks):
     def __init__(self, row: Any, options: Any) -> None:
         raise OSError("no such container")
+
+
+class ReadsJson(Blocks):
+    async def step(self, action: Any) -> StepResult:
+        return json.loads("no JSON")
+
+
+class ResetsAtOnce(Blocks):
+    def reset(self) -> Any:
+        return "2+2="
+
+
+class StepsAtOnce(Blocks):
+    def step(self, action: Any) -> Any:
+        return StepResult(reward=1.0, done=True)
 
 
 def generator_of(environment: Any, *, timeout_s: float = 300.0, placement: Any = None) -> EnvironmentGenerator:
@@ -163,11 +180,24 @@ async def test_a_thread_that_blocks_past_its_deadline_is_left_alone_and_closes_l
 
 @pytest.mark.parametrize(
     ("environment", "failure"),
-    [(Raises, "rows:1: KeyError: 'no such answer'"), (CannotBeMade, "rows:1: OSError: no such container")],
+    [
+        (Raises, "rows:1: KeyError: 'no such answer' (test_environment_calls.py:{})"),
+        (CannotBeMade, "rows:1: OSError: no such container (test_environment_calls.py:{})"),
+    ],
 )
-async def test_what_goes_wrong_in_a_thread_is_the_samples_failure(environment: Any, failure: str):
+async def test_what_goes_wrong_in_a_thread_is_the_samples_failure_with_its_line(environment: Any, failure: str):
     (trajectory,), _ = await play(environment)
-    assert trajectory.failure == failure
+    raising = environment.step if environment is Raises else environment.__init__
+    assert trajectory.failure == failure.format(raising.__code__.co_firstlineno + 1)
+    until_threads_end()
+
+
+async def test_the_line_of_a_failure_in_a_library_is_the_environments_own():
+    (trajectory,), _ = await play(ReadsJson)
+    line = ReadsJson.step.__code__.co_firstlineno + 1
+    assert trajectory.failure is not None
+    assert trajectory.failure.startswith("rows:1: JSONDecodeError: Expecting value")
+    assert trajectory.failure.endswith(f"(test_environment_calls.py:{line})")
     until_threads_end()
 
 
@@ -250,6 +280,19 @@ PLACES = ("thread", "process", "in_process")
 
 
 @pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_a_method_that_is_not_async_says_so(placement: str, method: str):
+    environment = {"reset": ResetsAtOnce, "step": StepsAtOnce}[method]
+    generator = generator_of(environment, placement=placement)
+    (trajectory,) = await generator.generate(request_of())
+    assert trajectory.failure is not None
+    assert f"DataError: the environment's `{method}` returned " in trajectory.failure
+    assert trajectory.failure.endswith(f"expected an awaitable; define it with `async def {method}`")
+    await generator.aclose()
+    until_threads_end()
+
+
+@pytest.mark.parametrize("placement", PLACES)
 async def test_whatever_an_environment_raises_is_its_samples_failure(placement: str):
     generator = generator_of(Throws, placement=placement)
     for kind, error in RAISED.items():
@@ -259,7 +302,9 @@ async def test_whatever_an_environment_raises_is_its_samples_failure(placement: 
             for waits in (False, True) if where != "made" else (False,):
                 (trajectory,) = await generator.generate(request_of(where=where, raises=kind, waits=waits))
                 assert trajectory.failure_kind == kind
-                assert trajectory.failure == f"rows:1: {kind}: {error}"
+                assert trajectory.failure is not None
+                place = "" if kind == "ConfigError" else r" \(odd_environments\.py:\d+\)"
+                assert re.fullmatch(re.escape(f"rows:1: {kind}: {error}") + place, trajectory.failure)
     await generator.aclose()
     until_threads_end()
 

@@ -185,7 +185,9 @@ async def test_one_failing_sample_leaves_the_others_alone(tokenizer):
             return await super().step(action)
 
     trajectories = await generator_of(tokenizer, EchoClient(tokenizer), FailsOnce).generate(request_of())
-    assert [t.failure for t in trajectories] == [None, "train.parquet:12: OSError: the judge did not answer", None]
+    line = FailsOnce.step.__code__.co_firstlineno + 3
+    failure = f"train.parquet:12: OSError: the judge did not answer (test_generator.py:{line})"
+    assert [t.failure for t in trajectories] == [None, failure, None]
 
 
 async def test_a_refused_prompt_is_a_failure(tokenizer):

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ParamSpec
 
 _P = ParamSpec("_P")
@@ -156,3 +159,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     longer = [k for k in names if k.startswith(name)] or [k for k in names if name in k]
     close = longer if len(name) >= 3 and longer else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def raised_at(error: BaseException) -> str:
+    """`(file.py:line)` of the last frame outside of installed packages and the standard library, else of the last one;
+    empty for an error that was never raised."""
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in lines if not file.startswith(libraries)]
+    return next((f"({Path(file).name}:{line})" for file, line in reversed(own or lines)), "")

@@ -20,7 +20,7 @@ import click
 import yaml
 
 from rl_core import plugins
-from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
+from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, raised_at
 from rl_core.interfaces import (
     Action,
     StepResult,
@@ -153,7 +153,8 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and deadline.expired():
             raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s") from error
-        raise EnvironmentRaised(f"the environment's {what} raised {type(error).__name__}: {error}") from error
+        raised = f"{type(error).__name__}: {error} {raised_at(error)}".strip()
+        raise EnvironmentRaised(f"the environment's {what} raised {raised}") from error
 
 
 async def _awaited(found: Awaitable[T]) -> T:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Self, TypeVar
 
-from rl_core.errors import DataError, DeadlineError
+from rl_core.errors import DataError, DeadlineError, RLError, raised_at
 from rl_core.interfaces import ToolSchema, require_tools
 from rl_core.tasks import is_foreign
 
@@ -25,11 +25,22 @@ class EnvironmentFailure(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The failure that describes `error`."""
-        return cls(type(error).__name__, str(error))
+        """The failure that describes `error`, with the line that raised it unless the message is one of ours."""
+        place = "" if isinstance(error, RLError) else raised_at(error)
+        return cls(type(error).__name__, f"{error} {place}".strip())
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.args[1]}"
+
+
+def awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
+    """What a method of the environment returned. Raises DataError if it cannot be awaited."""
+    if not inspect.isawaitable(found):
+        raise DataError(
+            f"the environment's `{method}` returned {type(found).__name__}, expected an awaitable; define it with "
+            f"`async def {method}`"
+        )
+    return found
 
 
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
