@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from rl_core.errors import ConfigError, DataError, DeadlineError, RLError
+from rl_core.errors import ConfigError, DataError, DeadlineError, PluginError, RLError
 from rl_core.interfaces import Action, StepResult
 from rl_environments.trying import try_environment
 from rl_examples.arithmetic import write_rows
@@ -199,6 +199,14 @@ def test_a_mistake_is_one_message_and_an_exit_code():
     assert played.returncode == 2
     assert "Did you mean 'guess'" in played.stderr
     assert "Traceback" not in played.stderr
+
+
+@pytest.mark.parametrize("given", ["riddles", "riddles.py"])
+def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str):
+    (tmp_path / "riddles.py").write_text("class Riddle: ...\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PluginError, match=r"\. Name an object of your riddles\.py as riddles:NAME$"):
+        try_environment.main([given, "--row", ROW], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, version
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -114,11 +115,18 @@ def _is_receiver(found: Any) -> bool:
     return inspect.isclass(found) and RECEIVER.problem(found, None) is None
 
 
+def _of_own_file(name: str) -> str:
+    """How to name an object of a file in the current directory whose name was given; empty if there is none."""
+    module = name.removesuffix(".py")
+    is_file = module.isidentifier() and Path(f"{module}.py").is_file()
+    return f" Name an object of your {module}.py as {module}:NAME" if is_file else ""
+
+
 def _entry_point_object(group: str, name: str, where: str) -> Any:
     found = _installed(group)
     if name not in found:
         package = _PACKAGES.get((group, name))
-        remedy = _how_to_get(package) if package else nearest(name, found)
+        remedy = _how_to_get(package) if package else _of_own_file(name) or nearest(name, found)
         names = ", ".join(sorted(found)) or "none"
         raise PluginError(f"{where}{name!r} is not among the installed {GROUPS[group]} ({names}).{remedy}")
     try:
