@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import GroupRequest, SamplingParams
+from rl_core.interfaces import Action, GroupRequest, SamplingParams
 from rl_core.testing.environments import EnvironmentConformance
 from rl_core.testing.scripted_engine import ScriptedClient
-from rl_environments.tools import ToolEnvironment
+from rl_environments.tools import ToolEnvironment, tool
 from rl_rollout.chat import TokenCodec
 from rl_rollout.episode import Limits
 from rl_rollout.generator import EnvironmentGenerator, Episodes
@@ -76,3 +76,35 @@ def test_an_environment_without_tools_is_refused():
 
     with pytest.raises(ConfigError, match="Empty offers no tool: mark the methods"):
         Empty(ROW, {})
+
+
+class Offers(ToolEnvironment):
+    @tool
+    def price(self, article: str) -> float:
+        """The price of an article."""
+        return 1.0
+
+
+def test_what_cannot_work_is_refused_with_what_to_change():
+    class Renamed(Offers):
+        @tool
+        def reset(self, article: str) -> float:
+            """The price of an article."""
+            return 1.0
+
+    class Named(Offers):
+        call_format: Any = "hermes"
+
+    with pytest.raises(ConfigError, match="Renamed: the tool 'reset' has the name of a member of ToolEnvironment; ren"):
+        Renamed(ROW, {})
+    with pytest.raises(ConfigError, match=r"Named.call_format: got 'hermes'; .* into environment.options.call_format"):
+        Named(ROW, {})
+
+
+async def test_a_judge_that_is_not_async_says_so():
+    class Judges(Offers):
+        def judge(self, answer: str) -> Any:
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r"Judges.judge returned float, expected an awaitable; define it with `async"):
+        await Judges(ROW, {}).step(Action(text="1", tokens=(1,), stop_reason="stop"))

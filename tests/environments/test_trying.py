@@ -201,6 +201,23 @@ def test_a_mistake_is_one_message_and_an_exit_code():
     assert "Traceback" not in played.stderr
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import json\n\nROWS = json.loads('')\n", r"JSONDecodeError: Expecting value.* \(unsolved\.py:3\)"),
+        ("import no_such_module\n", r"ModuleNotFoundError: No module named 'no_such_module' \(unsolved\.py:1\)"),
+        ("class Riddle\n", r"SyntaxError: expected ':' \(unsolved\.py, line 1\)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+):
+    (tmp_path / "unsolved.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=f"^'unsolved:Riddle': importing unsolved failed: {reason}$"):
+        try_environment.main(["unsolved:Riddle", "--row", ROW], standalone_mode=False)
+
+
 @pytest.mark.parametrize("given", ["riddles", "riddles.py"])
 def test_a_file_of_ones_own_is_named_with_its_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str):
     (tmp_path / "riddles.py").write_text("class Riddle: ...\n")

@@ -164,7 +164,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def raised_at(error: BaseException) -> str:
     """`(file.py:line)` of the last frame outside of installed packages and the standard library, else of the last one;
     empty for an error that was never raised."""
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [(file, line) for file, line in frames if not file.startswith("<")]  # such as <frozen importlib._bootstrap>
     own = [(file, line) for file, line in lines if not file.startswith(libraries)]
     return next((f"({Path(file).name}:{line})" for file, line in reversed(own or lines)), "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rl_core.errors import PluginError, install, nearest
+from rl_core.errors import PluginError, install, nearest, raised_at
 from rl_core.function_settings import require_settings
 from rl_core.interfaces import CONTRACTS, Contract
 from rl_core.seams import PREPARATION, RECEIVER, SEAMS, Seam
@@ -115,6 +115,13 @@ def _is_receiver(found: Any) -> bool:
     return inspect.isclass(found) and RECEIVER.problem(found, None) is None
 
 
+def _import_problem(error: Exception, module: str) -> str:
+    """The error of an import, with the line that raised it if there is one and the message does not name it."""
+    is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+    place = "" if is_absent or isinstance(error, SyntaxError) else raised_at(error)
+    return f"{type(error).__name__}: {error} {place}".strip()
+
+
 def _of_own_file(name: str) -> str:
     """How to name an object of a file in the current directory whose name was given; empty if there is none."""
     module = name.removesuffix(".py")
@@ -132,7 +139,7 @@ def _entry_point_object(group: str, name: str, where: str) -> Any:
     try:
         return found[name].load()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = _import_problem(error, found[name].module)
         raise PluginError(
             f"{where}the plug-in {name!r} ({found[name].value}) could not be imported: {reason}"
         ) from error
@@ -266,9 +273,8 @@ def import_object(path: str, where: str = "") -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise PluginError(
-            f"{where}{path!r}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
+        reason = _import_problem(error, module_name)
+        raise PluginError(f"{where}{path!r}: importing {module_name} failed: {reason}") from error
     if not hasattr(module, attribute):
         raise PluginError(f"{where}{path!r}: {module_name} has no {attribute!r}.{nearest(attribute, dir(module))}")
     return getattr(module, attribute)

@@ -20,10 +20,11 @@ def require_step_result(result: object) -> StepResult:
     finite."""
     if not isinstance(result, StepResult):
         raise DataError(f"the environment's step returned {type(result).__name__}; expected StepResult")
+    reward = _number(result.reward, "reward")
     if not isinstance(result.metrics, Mapping):
         raise DataError(f"the environment's metrics are {type(result.metrics).__name__}; expected a mapping")
     metrics = {name: _number(value, f"metric {name!r}") for name, value in result.metrics.items()}
-    return attrs.evolve(result, reward=_number(result.reward, "reward"), metrics=metrics)
+    return attrs.evolve(result, reward=reward, metrics=metrics)
 
 
 def require_observed_text(observation: object) -> str:

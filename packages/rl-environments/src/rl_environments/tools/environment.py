@@ -56,6 +56,11 @@ class ToolEnvironment:
         """Number of calls so far, including wrong ones."""
         self.num_wrong_calls = 0
         name = options.get("call_format")
+        if type(self).call_format is not None and not callable(getattr(type(self).call_format, "read", None)):
+            raise ConfigError(
+                f"{type(self).__name__}.call_format: got {type(self).call_format!r}; expected an object with a method "
+                "`read` (rl_environments.tools.CallFormat). A name goes into environment.options.call_format"
+            )
         self._format = type(self).call_format or (None if name is None else format_of_name(name))
         known = _tool_functions(type(self))
         self._tools = {name: attrs.evolve(each, function=getattr(self, name)) for name, each in known.items()}
@@ -85,7 +90,13 @@ class ToolEnvironment:
         """See `Environment.step`."""
         calls = self._format_of(action).read(action.text)
         if not calls:
-            reward = await self.judge(without_thought(action.text).strip())
+            judged = self.judge(without_thought(action.text).strip())
+            if not inspect.isawaitable(judged):
+                raise ConfigError(
+                    f"{type(self).__name__}.judge returned {type(judged).__name__}, expected an awaitable; define it "
+                    "with `async def judge`"
+                )
+            reward = await judged
             return StepResult(reward=reward, done=True, metrics=self.metrics(reward))
         answers = await run_calls(
             calls,
@@ -119,5 +130,10 @@ def _tool_functions(environment: type) -> Mapping[str, ToolFunction]:
     if not found:
         raise ConfigError(
             f"{environment.__name__} offers no tool: mark the methods that the policy may call with @tool"
+        )
+    taken = [name for name in found if hasattr(ToolEnvironment, name)]
+    if taken:
+        raise ConfigError(
+            f"{environment.__name__}: the tool {taken[0]!r} has the name of a member of ToolEnvironment; rename it"
         )
     return {name: ToolFunction.of(getattr(environment, name).__get__(object())) for name in found}
