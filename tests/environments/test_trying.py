@@ -108,7 +108,7 @@ def test_answers_that_would_fail_in_a_run_fail_here(
 
 def test_a_method_that_is_not_async_is_refused_as_a_run_would(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
-    with pytest.raises(DataError, match="step returned StepResult, expected an awaitable; define it with `async def"):
+    with pytest.raises(DataError, match="`step` returned StepResult, expected an awaitable; define it with `async def"):
         try_environment.main([f"{HERE_MODULE}:NotAsync", "--row", ROW], standalone_mode=False)
 
 

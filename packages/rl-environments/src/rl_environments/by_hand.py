@@ -9,12 +9,11 @@ unblocked by the end of the input, Ctrl-C, an environment that is done
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import yaml
@@ -24,6 +23,7 @@ from rl_core.errors import ConfigError, DataError, DeadlineError, RLError, raise
 from rl_core.interfaces import (
     Action,
     StepResult,
+    require_awaitable,
     require_messages,
     require_observed_messages,
     require_observed_text,
@@ -31,7 +31,6 @@ from rl_core.interfaces import (
     require_tools,
 )
 
-T = TypeVar("T")
 _OPTIONS = "environment.options."
 
 
@@ -142,12 +141,7 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
     try:
         async with deadline:
             found = method(*arguments)
-            if is_async and not inspect.isawaitable(found):
-                raise DataError(
-                    f"the environment's {what} returned {type(found).__name__}, expected an awaitable; define it with "
-                    f"`async def {what}`"
-                )
-            return await _awaited(found) if is_async else found
+            return await require_awaitable(found, what) if is_async else found
     except RLError:
         raise
     except (Exception, SystemExit) as error:
@@ -155,10 +149,6 @@ async def _answer(method: Callable[..., Any], arguments: Sequence[Any], timeout_
             raise DeadlineError(f"the environment's {what} did not answer within {timeout_s:g} s") from error
         raised = f"{type(error).__name__}: {error} {raised_at(error)}".strip()
         raise EnvironmentRaised(f"the environment's {what} raised {raised}") from error
-
-
-async def _awaited(found: Awaitable[T]) -> T:
-    return await found
 
 
 def _show_prompt(prompt: Any) -> None:

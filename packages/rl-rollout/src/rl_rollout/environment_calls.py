@@ -33,16 +33,6 @@ class EnvironmentFailure(Exception):
         return f"{self.args[0]}: {self.args[1]}"
 
 
-def awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
-    """What a method of the environment returned. Raises DataError if it cannot be awaited."""
-    if not inspect.isawaitable(found):
-        raise DataError(
-            f"the environment's `{method}` returned {type(found).__name__}, expected an awaitable; define it with "
-            f"`async def {method}`"
-        )
-    return found
-
-
 async def answered(call: Callable[[], Awaitable[T]], timeout_s: float, name: str) -> T:
     """The environment's answer. A call that returns without awaiting anything sets no deadline: a deadline could not
     end it, and setting one for each of an episode's four calls would take a quarter of the episode's time.

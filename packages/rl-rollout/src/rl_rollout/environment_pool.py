@@ -29,8 +29,9 @@ from rl_core.interfaces import (
     Row,
     StepResult,
     ToolSchema,
+    require_awaitable,
 )
-from rl_rollout.environment_calls import EnvironmentFailure, answered, awaitable, offered_tools
+from rl_rollout.environment_calls import EnvironmentFailure, answered, offered_tools
 from rl_rollout.environment_processes import EnvironmentProcess, ProcessEnvironment
 from rl_rollout.environment_threads import LeftThreads, ThreadedEnvironment
 
@@ -167,14 +168,14 @@ class _InPlace:
 
     async def reset(self) -> Prompt:
         self._environment = self._make()
-        return await awaitable(self._environment.reset(), "reset")
+        return await require_awaitable(self._environment.reset(), "reset")
 
     async def tools(self) -> Sequence[ToolSchema]:
         return await offered_tools(self._environment)
 
     async def step(self, action: Action) -> StepResult:
         assert self._environment is not None, "reset comes first"
-        return await awaitable(self._environment.step(action), "step")
+        return await require_awaitable(self._environment.step(action), "step")
 
     async def close(self) -> None:
         if self._environment is not None:

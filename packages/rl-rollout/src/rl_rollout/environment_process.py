@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from rl_core.interfaces import Environment, EnvironmentFactory
-from rl_rollout.environment_calls import EnvironmentFailure, awaitable, caught, offered_tools
+from rl_core.interfaces import Environment, EnvironmentFactory, require_awaitable
+from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
 
 LENGTH = struct.Struct("<Q")
 
@@ -57,7 +57,7 @@ class EnvironmentHost:
     async def reset(self, factory: bytes, row: Any, options: Any) -> Any:
         """Also constructs the environment."""
         self._environment = self._factories[factory](row, options)
-        return await awaitable(self._environment.reset(), "reset")
+        return await require_awaitable(self._environment.reset(), "reset")
 
     async def tools(self) -> Any:
         """See `offered_tools`."""
@@ -66,7 +66,7 @@ class EnvironmentHost:
     async def step(self, action: Any) -> Any:
         """See `Environment.step`."""
         assert self._environment is not None
-        return await awaitable(self._environment.step(action), "step")
+        return await require_awaitable(self._environment.step(action), "step")
 
     async def close(self) -> None:
         """Closes the environment and leaves nothing behind for the next episode."""

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Action, Environment, Prompt, StepResult, ToolSchema
-from rl_rollout.environment_calls import EnvironmentFailure, awaitable, caught, offered_tools
+from rl_core.interfaces import Action, Environment, Prompt, StepResult, ToolSchema, require_awaitable
+from rl_rollout.environment_calls import EnvironmentFailure, caught, offered_tools
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ThreadedEnvironment:
 
         async def make_and_reset() -> Prompt:
             self._environment = self._make()
-            return await awaitable(self._environment.reset(), "reset")
+            return await require_awaitable(self._environment.reset(), "reset")
 
         return await self._in_thread(make_and_reset)
 
@@ -82,7 +82,7 @@ class ThreadedEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         """See `Environment.step`."""
-        return await self._in_thread(lambda: awaitable(self._made.step(action), "step"))
+        return await self._in_thread(lambda: require_awaitable(self._made.step(action), "step"))
 
     async def close(self) -> None:
         """Closes the environment and ends the thread; if the thread is still in an abandoned call, both happen when it

@@ -59,7 +59,12 @@ from rl_core.interfaces.messages import (
     require_tools,
 )
 from rl_core.interfaces.options import Configurable, above, at_least, between
-from rl_core.interfaces.results import require_observed_messages, require_observed_text, require_step_result
+from rl_core.interfaces.results import (
+    require_awaitable,
+    require_observed_messages,
+    require_observed_text,
+    require_step_result,
+)
 from rl_core.interfaces.rollouts import (
     Action,
     Closable,
@@ -149,6 +154,7 @@ __all__ = [
     "ToolSchema",
     "require_messages",
     "require_tools",
+    "require_awaitable",
     "require_observed_messages",
     "require_observed_text",
     "require_step_result",

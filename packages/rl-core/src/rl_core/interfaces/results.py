@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
@@ -12,7 +13,18 @@ from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, require_messages
 from rl_core.interfaces.rollouts import StepResult
 
+T = TypeVar("T")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
+    """What a method of an environment returned. Raises DataError if it cannot be awaited."""
+    if not inspect.isawaitable(found):
+        raise DataError(
+            f"the environment's `{method}` returned {type(found).__name__}, expected an awaitable; define it with "
+            f"`async def {method}`"
+        )
+    return found
 
 
 def require_step_result(result: object) -> StepResult:

@@ -41,6 +41,7 @@ from rl_core.interfaces import (
     StopReason,
     Tools,
     ToolSchema,
+    require_awaitable,
     require_messages,
     require_tools,
 )
@@ -270,7 +271,7 @@ class EnvironmentConformance:
                 action = Action(text=response, tokens=tuple(map(ord, response)), stop_reason=stop_reason)
                 # Yields to the event loop in each turn, so that concurrent episodes interleave.
                 await asyncio.sleep(0)
-                result = await environment.step(action)
+                result = await require_awaitable(environment.step(action), "step")
                 assert isinstance(result, StepResult), result
                 results.append(result)
         finally:
