@@ -13,7 +13,7 @@ from rl_core.rank_kit.worker_specs import SECTIONS
 from rl_megatron.checks.refusals import Setup, refuse_setup, setup_of
 
 _BYTES_OF_LOGITS = 3 * 4
-"""Bytes per token of a chunk and per row of the vocabulary: float32 logits, their softmax and its gradient."""
+"""Bytes per token of a chunk and per entry of the vocabulary: logits, their softmax and their gradient, in float32."""
 
 
 def plan_ranks(
@@ -100,15 +100,15 @@ def count_parameters(
 
 
 def _exported_elements(shape: ModelShape, mesh: Mesh) -> int:
-    """Elements of a gathered tensor, whole on every rank, and of the checkpoint tensors cut out of it. Experts with the
-    same local number on all expert ranks are exported at once."""
+    """The most elements that an export gathers at a time, whole on every rank, and those of the checkpoint tensors cut
+    out of them. Experts with the same local number on all expert ranks are gathered together."""
     experts = 3 * shape.hidden_size * shape.expert_ffn_hidden_size * mesh.expert
     return 2 * max(shape.vocabulary_parameters(), 3 * shape.hidden_size * shape.ffn_hidden_size, experts)
 
 
 def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> float:
-    """The largest number of micro-batches, in units of all the stage's layers, that have run forward but not yet
-    backward."""
+    """The largest number of micro-batches that have run forward but not yet backward on a stage. One that has run
+    through only one of the stage's n chunks counts as 1/n."""
     after = mesh.pipeline - stage
     if mesh.virtual_pipeline == 1:
         return min(num_micro_batches, after)
@@ -119,7 +119,8 @@ def _micro_batches_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> 
 def _activation_elements(
     spec: WorkerSpec, setup: Setup, mesh: Mesh, layers: Sequence[int], tokens: float, in_flight: float
 ) -> float:
-    """Activation elements of the transformer layers; with recomputation, all layers' inputs and one full layer."""
+    """Activation elements of the transformer layers. With recomputation: all layers' inputs and the largest layer;
+    without an optimizer: the largest layer."""
     shape = setup.shape
     assert shape is not None
     sizes = {"tensor": mesh.tensor, "expert_tensor": mesh.expert_tensor}

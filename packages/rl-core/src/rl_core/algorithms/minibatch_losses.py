@@ -2,8 +2,9 @@
 
 See `losses` for the conventions of all losses.
 
-Their `prepare` functions run on the controller, once per mini-batch, on log-probs and entropies from the start of the
-update. So the choice of tokens depends neither on the split nor on the progress of the update.
+Each loss has a `prepare` function (`token_loss.prepared_by`), which chooses the tokens. It runs on the controller, once
+per mini-batch, on log-probs and entropies from the start of the update. So the choice depends neither on how the
+mini-batch is split nor on the progress of the update.
 """
 
 from __future__ import annotations

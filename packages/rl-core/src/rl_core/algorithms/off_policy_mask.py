@@ -22,13 +22,13 @@ def off_policy_sequence_mask(
     """The tokens that keep their policy loss: those with advantage >= 0, or in a sequence that is still likely.
 
     M_t = 0 where A_t < 0 and mean over the sequence's trained tokens of (rollout_logprobs − logprobs) > delta, else 1.
-    The mean estimates KL(sampling policy ‖ current policy) in nats per token, so M changes during an update. It
-    multiplies only the policy loss; KL, entropy and denominators do not change.
+    The mean estimates KL(sampling policy ‖ current policy) in nats per token. As the current policy changes during an
+    update, so does M. M multiplies only the policy loss; KL, entropy and denominators do not change.
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1 (off-policy sequence masking).
 
     Args:
         logprobs_T: current policy.
-        rollout_logprobs_T: distribution that was sampled from; tokens that are not finite do not count.
+        rollout_logprobs_T: distribution that was sampled from; tokens where it is not finite are left out of the mean.
         advantages_T: any range; only the sign matters.
         mask_T: bool, the trained tokens.
         sequence_T: int64, non-decreasing.

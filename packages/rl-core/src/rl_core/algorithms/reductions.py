@@ -1,9 +1,9 @@
 """Reductions as loss weights: the minimised quantity is sum_t loss_weights[t] · loss[t] over a whole mini-batch.
 
 The controller computes the weights from the mini-batch (the tokens of one optimizer step) before it is split, and
-workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of means sum to 1. A
-sequence or prompt without a trained token does not count in any denominator. A mask without any trained token gives
-zeros.
+workers only sum. So micro-batches, packing and ranks cannot change the gradient. The weights of `token_mean`,
+`sequence_mean` and `prompt_mean` sum to 1. A sequence or prompt without a trained token does not count in any
+denominator. A mask without any trained token gives zeros.
 
 Every reduction finally divides by a number of tokens, sequences or prompts. If a mini-batch arrives in parts (of whole
 prompts), `Reduction.summed` gives each part's weights before this division, and its divisor. Gradients and divisors are
@@ -45,7 +45,8 @@ class SummedWeights(NamedTuple):
 
 
 class Reduction(Generic[P]):
-    """A reduction by name and parameters. Called with a whole mini-batch, it gives the loss weights, float32 [T]."""
+    """A reduction, with the name and parameters of the function that it wraps. Called with a whole mini-batch, it gives
+    the loss weights, float32 [T]."""
 
     def __init__(self, summed: Callable[P, SummedWeights]):
         self.summed = summed
@@ -93,7 +94,7 @@ def sequence_mean(loss_mask_T: Tensor, sequence_T: Tensor) -> SummedWeights:
         Weights float32 [T].
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
     """
     _require_stream(loss_mask_T, sequence_T)
     tokens_S = sequence_sum(loss_mask_T, sequence_T)
@@ -116,7 +117,7 @@ def prompt_mean(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -> Sum
         Weights float32 [T].
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
     """
     _require_stream(loss_mask_T, sequence_T)
     require_int64(group_N=group_N)
@@ -144,7 +145,7 @@ def seq_mean_token_sum_norm(loss_mask_T: Tensor, sequence_T: Tensor, *, max_seq_
         Weights float32 [T].
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
         ConfigError: `max_seq_len` is not positive.
     """
     _require_stream(loss_mask_T, sequence_T)
@@ -170,7 +171,7 @@ def prompt_token_sum(loss_mask_T: Tensor, sequence_T: Tensor, group_N: Tensor) -
         Weights float32 [T].
 
     Raises:
-        ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
+        ShapeError: lengths or dtypes do not fit, or `sequence_T` decreases somewhere.
     """
     _require_stream(loss_mask_T, sequence_T)
     require_int64(group_N=group_N)
@@ -200,6 +201,6 @@ def _require_stream(loss_mask_T: Tensor, sequence_T: Tensor) -> None:
 
 
 def _weights(loss_mask_T: Tensor, sequence_T: Tensor, denominator_S: Tensor) -> Tensor:
-    # A denominator is 0 only if no token is trained. 1 in its place avoids 0 · inf.
+    # A denominator is 0 only if no token of the sequence or prompt is trained. 1 in its place avoids 0 · inf.
     weight_S = torch.where(denominator_S > 0, denominator_S, 1.0).double().reciprocal()
     return weight_S[sequence_T] * loss_mask_T

@@ -1,7 +1,7 @@
 """Selects the samples to train on, and counts what was dropped and why.
 
-Everything is a pure function of its arguments, including a seed for random choices. Nothing depends on the order of the
-rows. Metrics are (sum, weight) pairs, as everywhere.
+Everything is a pure function of its arguments, including a seed for random choices. Which samples are selected does not
+depend on the order of the rows. Metrics are (sum, weight) pairs: a metric's value is sum / weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GroupSelection(NamedTuple):
     group_R: Tensor
     """int64, new group of each row. A copy has the id of the group that it replaces."""
     is_copy_R: Tensor
-    """bool, whether the row is a copy that replaces another group's. It needs its own trajectory id."""
+    """bool, whether the row belongs to a copy that replaces another group. Such a row needs a new trajectory id."""
     is_complete: bool
     """Whether enough groups were informative. If not, sample more prompts and select again from all of them."""
     metrics: Metrics
@@ -151,7 +151,7 @@ def dynamic_sampling_replace(
 
     The informative groups are shuffled and used in turn, so that none is copied twice before all were copied once. The
     same seed gives the same copies for any order of the rows.
-    Source: An et al. 2025, POLARIS (a recipe without paper equation), https://hkunlp.github.io/blog/2025/Polaris.
+    Source: An et al. 2025, POLARIS (a blog post, no equation), https://hkunlp.github.io/blog/2025/Polaris.
 
     Args:
         scores_N: outcome reward of each trajectory, finite, any range.

@@ -1,8 +1,9 @@
 """Policy losses with the ratio of a whole sequence. See `losses` for the conventions of all losses.
 
-`sequence_T` defines the sequences; only their trained tokens count. With the reduction `sequence_mean` the loss sum is
-the papers' objective. The mean over a sequence is clamped to ±20 before `exp`, instead of each token's log-ratio, so
-that outlier tokens affect the mean as in the papers. Beyond the clamp there is no gradient.
+`sequence_T` defines the sequences; only their trained tokens count. With the reduction `sequence_mean`, the weighted
+sum of the losses is the negative of the papers' objective. The clamp to ±20 before `exp` applies to a sequence's mean
+log-ratio, not to each token's, so that outlier tokens affect the mean as in the papers. Beyond the clamp there is no
+gradient.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def gspo_token_loss(
     eps_clip_low: float = 3e-4,
     eps_clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """GSPO for advantages that differ within a sequence: value of the sequence's ratio, gradient of the token.
+    """GSPO for advantages that differ within a sequence: the ratio has the sequence's value and the token's gradient.
 
-    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)), then as `gspo_loss`. If advantages and
-    weights are equal within each sequence, value and gradient equal those of `gspo_loss`.
+    s_t = stop_gradient(s_i) · exp(logprobs_t − stop_gradient(logprobs_t)) replaces s_i of `gspo_loss`. If advantages
+    and weights are equal within each sequence, value and gradient equal those of `gspo_loss`.
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 13 and 14.
 
     Args:

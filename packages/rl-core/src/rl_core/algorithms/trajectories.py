@@ -52,10 +52,10 @@ def require_complete_trajectories(
 
 
 def trajectory_scores(scores_N: Tensor, trajectory_N: Tensor, is_last_step_N: Tensor) -> Tensor:
-    """The value of each trajectory's last step: its score, or any other column of steps, such as the group.
+    """The score of each trajectory's last step.
 
     Args:
-        scores_N: any dtype; only last steps are read.
+        scores_N: scores of the steps, or another value of each, such as its group; any dtype. Only last steps are read.
         trajectory_N: int64, equal for the steps of one trajectory, in any order.
         is_last_step_N: bool, true for exactly one step of each trajectory.
 

@@ -57,9 +57,9 @@ class RouterChoices(RouterReplay):
         self.layer = layer
         """Transformer layer of the whole model, from 0."""
         self.summed_per_group = summed_per_group
-        """Number of best experts whose scores are summed to a group's score."""
+        """How many of a group's best experts have their scores summed to the group's score."""
         self.place = 0
-        """Index of that layer among the rank's M layers with experts."""
+        """Index of the router's layer among the rank's M layers with experts."""
         self.in_schedule = False
         self.keeps_for_backward = False
         self.records = False
@@ -85,10 +85,10 @@ class RouterChoices(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the chosen experts [S, K] and their scores [S, K], as (scores, experts), from scores [S, E].
+        """Returns the scores and the indices of the chosen experts, both [S, K], from the scores of all experts [S, E].
 
-        Megatron (`default_compute_topk`) sums the scores of a group's best `topk // group_topk` experts; in
-        transformers their number depends on the model type.
+        `default_compute_topk`, Megatron's own choice, is not used: it sums the scores of a group's best
+        `topk // group_topk` experts, but in transformers their number depends on the model type.
         """
         if self.in_schedule and self.current is None:
             chosen_SK = self.kept.popleft()[1]
@@ -119,8 +119,8 @@ class RoutedChunks(Around):
     """The routers of one model's chunks on this rank; other models of the process are not touched.
 
     Tokens with a known route follow it, other tokens take the router's own choice, and padding is spread evenly over
-    the experts. Padding is excluded from the routers' statistics (expert bias, auxiliary losses). All state lasts for
-    one schedule; recorded choices last until the next.
+    the experts. Padding is excluded from the routers' statistics (expert bias, auxiliary losses). Recorded choices are
+    kept until the next schedule, all other state only during one schedule.
     """
 
     def __init__(self, chunks: Sequence[Any], place: Place, *, summed_per_group: int):
@@ -128,7 +128,7 @@ class RoutedChunks(Around):
         Args:
             chunks: the model's chunks on this rank, as passed to the schedule; none of their routers may be fused.
             place: this rank's place in the mesh.
-            summed_per_group: number of best experts whose scores are summed to a group's score.
+            summed_per_group: how many of a group's best experts have their scores summed to the group's score.
         """
         config = chunks[0].config
         self._place = place

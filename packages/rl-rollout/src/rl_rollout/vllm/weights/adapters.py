@@ -3,8 +3,8 @@ unchanged.
 
 vLLM keeps an adapter twice: as received, in the worker's memory (`registered`, at most `max_cpu_loras`), and in the
 buffers that a batch computes with (`active`, `max_loras` slots). The policy's adapter is pinned in memory, because it
-is in no file; other adapters may take its slot for a batch that does not need it, and it is then loaded again from
-memory.
+is in no file. Another adapter may take its slot for a batch that does not need it; the next batch that needs it copies
+it from memory again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rl_core.errors import WeightSyncError
 from rl_rollout.vllm.weights.stored_tensors import StoredTensor, require_matrix, tensors_of_file
 
 POLICY_ADAPTER = LoRARequest(lora_name="rl-policy", lora_int_id=1, lora_path="(sent by the trainer)")
-"""The LoRA request of the policy's requests. Its path is never read, because the adapter is always registered."""
+"""Added to a generation request, it selects the policy's adapter. Its path is never read, because that adapter is
+always registered."""
 
 
 def has_adapters(worker: Any) -> bool:
@@ -47,7 +48,8 @@ def built(worker: Any, tensors: Mapping[str, Tensor], config: Mapping[str, Any])
         config: as in peft's `adapter_config.json`.
 
     Raises:
-        WeightSyncError: its rank is above the engine's `max_lora_rank`, or a layer lacks one of its two matrices.
+        WeightSyncError: vLLM does not support the adapter (for example its rank is above `max_lora_rank`), it has no
+            layers, or a layer lacks one of its two matrices.
     """
     loras = worker.model_runner.lora_manager
     helper = PEFTHelper.from_dict(dict(config))
@@ -79,7 +81,7 @@ def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, Sto
     """Checks that the adapter at `path`, in peft's format, can be served; changes nothing.
 
     Raises:
-        Exception: an error of vLLM, or a WeightSyncError for a matrix that does not fit its layer.
+        Exception: an error of vLLM, or a WeightSyncError for a matrix that is missing or does not fit its layer.
     """
     adapter = worker.model_runner.lora_manager._load_adapter(LoRARequest(name, POLICY_ADAPTER.lora_int_id + 1, path))
     _require_both_matrices(adapter)
@@ -90,7 +92,8 @@ def require_loadable(worker: Any, name: str, path: str, stored: Mapping[str, Sto
 
 
 def known_layers(worker: Any, names: Sequence[str]) -> list[bool]:
-    """For each name, whether this worker's part of the model has it as a layer with adapters; vLLM skips the others."""
+    """For each name, whether it is a layer of this worker's part of the model that can have an adapter. vLLM ignores
+    adapter tensors of other names."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     known = {*adapters.modules, *(part for parts in adapters.packed_modules.values() for part in parts)}
     return [name in known for name in names]
