@@ -3,10 +3,10 @@
 Data:      python -m rl_environments.reasoning_gym chain_sum --count 2000 --output train.parquet --set max_terms=3
 Row:       `prompt` (messages), and the values from which the puzzle is regenerated for scoring: `task`, `seed`,
            `index`, and `difficulty`, the task's own settings as JSON text
-Reward:    the task's score of the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without one
+Reward:    the task's score of the text between the last `<answer>` and `</answer>`, from 0 to 1; 0 without these marks
 Metrics:   `accuracy` (the score), `is_right` (a score of 1), `has_answer`
 
-Tasks with a faulty scoring function are refused by name, with the reason (`FAULTY_TASKS`).
+Unusable tasks, most of them with a faulty scoring function, are refused by name, with the reason (`FAULTY_TASKS`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def rows_of(
         difficulty: the task's own settings.
 
     Raises:
-        DataError: no such task or setting, or the task's scoring function is faulty. ConfigError: the extra is missing.
+        DataError: no such task or setting, the task is one of `FAULTY_TASKS`, or it has fewer puzzles than `count`.
+        ConfigError: the extra is missing.
     """
     settings = json.dumps(dict(difficulty or {}), sort_keys=True)
     dataset = _dataset(task, seed, settings)

@@ -6,8 +6,8 @@ the advantage. Conventions of all losses in this package:
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
 - Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20 before `exp`, and have no
   gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
-- Positional parameters are columns, bound by name (see `objective`). Keyword-only parameters are settings with the
-  names of `trainer.algorithm`.
+- Positional parameters are columns of the batch, bound by the parameters' names (see `objective`). Keyword-only
+  parameters are settings with the names of `trainer.algorithm`.
 - ShapeError if lengths or dtypes do not fit; ConfigError if a setting is out of range.
 """
 
@@ -78,7 +78,7 @@ def dual_clip_loss(
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T, eps_clip_low, eps_clip_high: as in `ppo_clip_loss`.
-        clip_ratio_c: > 1, the largest ratio at which a token with negative advantage has a gradient.
+        clip_ratio_c: >= 1, the largest ratio at which a token with negative advantage has a gradient.
 
     Returns:
         Loss [T]; metrics as `ppo_clip_loss`, and dual_clip_fraction.
@@ -219,8 +219,8 @@ def dro_loss(
 
     loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²). log r_t is not clamped, so that the penalty pulls back
     tokens that are far from the old policy.
-    Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6, whose square of A − dro_beta · log r has this gradient
-    (over dro_beta); in this form, for policies trained from advantages, verl's and Tinker's `dro`.
+    Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6. Its loss, ½ (A − dro_beta · log r)², has dro_beta times this
+    gradient. The form above, which takes advantages, is that of verl's and Tinker's `dro`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.

@@ -65,7 +65,10 @@ def dppo_loss(
     delta_low: float = 0.2,
     delta_high: float = 0.2,
 ) -> TokenLoss:
-    """A trust region in the divergence (of the sampled token against all others) instead of the ratio.
+    """A trust region that bounds a divergence instead of the ratio.
+
+    The divergence is between the current policy and the rollout distribution, both reduced to two outcomes: the sampled
+    token, or any other token.
 
     With p = exp(logprobs_t), q = exp(rollout_logprobs_t):
     D_t = |p − q| (binary_tv) or q log(q/p) + (1 − q) log((1 − q)/(1 − p)) (binary_kl);
@@ -152,7 +155,7 @@ def _binary_tv(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
 
 
 def _binary_kl(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
-    # If p rounds to 1, log(1 − p) is −inf. The largest float below 1 keeps the divergence finite.
+    # If p rounds to 1, log(1 − p) is −inf. Log-probs of at most −eps (p at most 1 − eps) keep the divergence finite.
     highest = -torch.finfo(logprobs_T.dtype).eps
     p_T, q_T = logprobs_T.clamp(max=highest), rollout_logprobs_T.clamp(max=highest)
     rest_T = torch.log(-torch.expm1(q_T)) - torch.log(-torch.expm1(p_T))

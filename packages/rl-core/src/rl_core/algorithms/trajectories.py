@@ -1,7 +1,7 @@
 """Trajectories of several sequences (steps): one value per trajectory, independent of the order of rows.
 
 A step-wise batch has N rows (steps) of M trajectories. An outcome reward is on a trajectory's last step, so an
-estimator gets M rows, and its advantages are copied to all steps:
+advantage estimator gets only these M rows, and its advantages are copied to all steps:
 
     scores_M = trajectory_scores(scores_N, trajectory_N, is_last_step_N)
     group_M = trajectory_scores(group_N, trajectory_N, is_last_step_N)
