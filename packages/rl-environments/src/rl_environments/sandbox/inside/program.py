@@ -1,4 +1,4 @@
-"""Runs the untrusted program: as a script, or as a module of which a function is called or which a check examines.
+"""Runs the untrusted program as a script, or as a module: then calls one of its functions, or runs a check in it.
 
 This code shares the process with the program, so the program can lie about its own results, and can deceive a check
 that runs here. Therefore the expected results of scripts and functions never enter this process.
@@ -23,8 +23,10 @@ def run(program: str, test: dict[str, Any], record_fd: int, token: str) -> int:
     """Runs one test; returns the exit code.
 
     Args:
-        record_fd: descriptor to which the function's result, or that the check passed, is written.
-        token: proves that a record was not written by the program itself.
+        record_fd: descriptor to which a record is written: the function's result, that the check passed, or that the
+            program has a syntax error.
+        token: part of every record. A program that writes to `record_fd` does not know it, unless it searches this
+            process.
     """
     _open_standard_streams()
 
@@ -57,7 +59,7 @@ def _exit_code(program: str, test: dict[str, Any], record: Any) -> int:
         elif test["check"] is not None:
             exec(compile(test["check"], "check.py", "exec", dont_inherit=True), module.__dict__)
             record()
-        # Waits for non-daemon threads after the script has ended, as any Python does.
+        # Waits for the program's non-daemon threads, as the interpreter does at its end.
         getattr(threading, "_shutdown", lambda: None)()
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
@@ -89,7 +91,7 @@ def _open_standard_streams() -> None:
 
 
 def _end_quietly() -> None:
-    """Flushes as an interpreter does at its end, but a process that leaves by `_exit` does not."""
+    """Runs exit functions and flushes, as the interpreter does at its end; `os._exit`, which follows, does neither."""
     run_exit_functions = getattr(atexit, "_run_exitfuncs", None)
     for finish in (run_exit_functions, sys.stdout.flush, sys.stderr.flush):
         try:
