@@ -1,9 +1,9 @@
 """Advantages: how much better a sample, or a token, is than a baseline.
 
-Outcome estimators take one row per trajectory and return [N]; the caller copies each row's value to its tokens. Token
-estimators return `TokenAdvantages` [T]. A group consists of the samples of one prompt, in any row order. A group of one
-sample has no other sample as a baseline, and its raw score would push the policy by the reward's offset. So its
-advantage is 0, and it adds no gradient.
+Outcome estimators take one row per trajectory and return [N]; the caller copies each value to all tokens of that
+trajectory. Token estimators return `TokenAdvantages` [T]. A group consists of the samples of one prompt, in any row
+order. A sample that is alone in its group has no baseline, and its raw score would push the policy by the reward's
+offset. So its advantage is 0, and it adds no gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ ESTIMATOR_COLUMNS = (
     "trajectory_T",
 )
 """Names of the positional parameters that an estimator may have. `environment_scores_N` are scores without the KL
-penalty. `trajectory_T` is each token's trajectory, hence its row in `…_N`; `sequence_T` is its step."""
+penalty. `trajectory_T` is the index of each token's trajectory, which is also the row of that trajectory in `…_N`;
+`sequence_T` is the index of each token's step."""
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 
@@ -55,8 +56,8 @@ class TokenAdvantages(NamedTuple):
 def grpo_advantages(scores_N: Tensor, group_N: Tensor, *, grpo_norm_by_std: bool = True) -> Tensor:
     """Score minus its prompt's mean score, in units of the prompt's standard deviation.
 
-    A_i = (s_i − mean) / (std + 1e-6), std with n − 1 in the denominator; without `grpo_norm_by_std` (Dr. GRPO): s_i −
-    mean.
+    A_i = (s_i − mean) / (std + 1e-6), std with n − 1 in the denominator.
+    Without `grpo_norm_by_std` (Dr. GRPO): A_i = s_i − mean.
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; without the deviation: Liu et al. 2025, arXiv 2503.20783,
     section 3.2.
 
@@ -135,8 +136,8 @@ def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Te
     """Score minus its prompt's mean score, in units of that mean: the rarer a success, the larger its weight.
 
     A_i = (e_i − mean e) / mean e + p_i − mean p, with e the environment's score and p = s − e the (negative) KL penalty
-    in the score. With scores 0 and 1 the first part estimates a gradient between those of the success rate and of its
-    logarithm. The penalty does not count as success, so it is a separate reward.
+    in the score. With scores 0 and 1, the first part estimates a gradient that lies between the gradient of the success
+    rate and that of the success rate's logarithm. The penalty does not count as success, so it is a separate reward.
     Source: Tajwar et al. 2026, arXiv 2602.02710 (MaxRL), without a penalty.
 
     Args:
@@ -146,11 +147,11 @@ def maxrl_advantages(scores_N: Tensor, group_N: Tensor, environment_scores_N: Te
             None: `scores_N`.
 
     Returns:
-        Advantages [N]; 0 for a group of one and for a group without any success.
+        Advantages [N]; 0 for a group of one. In a group without any success only p_i − mean p remains.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        DataError: a score is negative, so that the mean is not a success rate.
+        DataError: a score without the penalty is negative, so the mean is not a success rate.
     """
     outcomes_N, penalty_N = _without_penalty(scores_N, environment_scores_N, group_N)
     if bool((outcomes_N < 0).any()):
@@ -216,12 +217,13 @@ def opo_advantages(scores_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tens
 def pass_at_k_advantages(
     scores_N: Tensor, group_N: Tensor, environment_scores_N: Tensor | None = None, *, k: int
 ) -> Tensor:
-    """Advantage of a sample for the reward that any of k samples succeeds, averaged over all k-subsets of its group.
+    """Advantage of a sample if k samples share one reward: 1 if any of them succeeds, else 0.
 
-    With n samples, c successes and q = C(n−c, k) / C(n, k): mean R = 1 − q and deviation sqrt(q (1 − q)) of the
-    subsets' rewards, A = (1 − R) / deviation for a success and (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation for a
-    failure, which simplify to sqrt(q / (1 − q)) and −c / (n − c) · sqrt(q / (1 − q)). The KL penalty in the scores,
-    p = s − e, is a separate reward and adds p_i − mean p.
+    It is averaged over all k-subsets of the sample's group that contain the sample. With n samples, c successes and
+    q = C(n−c, k) / C(n, k), the subsets' rewards have mean R = 1 − q and deviation sqrt(q (1 − q)).
+    For a success: A = (1 − R) / deviation = sqrt(q / (1 − q)).
+    For a failure: A = (1 − R − C(n−c−1, k−1) / C(n−1, k−1)) / deviation = −c / (n − c) · sqrt(q / (1 − q)).
+    The KL penalty in the scores, p = s − e, is a separate reward and adds p_i − mean p.
     Source: Chen et al. 2025, arXiv 2508.10751 (Pass@k training, analytical derivation), without a penalty.
 
     Args:
@@ -231,8 +233,8 @@ def pass_at_k_advantages(
         k: subset size, at least 1.
 
     Returns:
-        Advantages [N]. Their success part is 0 if all k-subsets have the same reward, and for a group smaller than k,
-        which has no k-subset.
+        Advantages [N]. The part without the penalty is 0 if all k-subsets of the group have the same reward, and for a
+        group smaller than k, which has no k-subset.
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
@@ -266,7 +268,7 @@ def pass_at_k(num_correct_P: Tensor, num_samples_P: Tensor, *, k: int) -> Tensor
 
     Raises:
         ShapeError: lengths or dtypes do not fit.
-        DataError: a prompt has fewer than k samples, or more correct ones than samples.
+        DataError: a prompt has fewer than k samples, or the number of correct ones is negative or above n.
         ConfigError: `k` is not positive.
     """
     require_same_length(num_correct_P=num_correct_P, num_samples_P=num_samples_P)

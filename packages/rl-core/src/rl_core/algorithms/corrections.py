@@ -5,9 +5,10 @@ samples come from a slightly different distribution. With log-ratio d_t = old_t 
 importance ratio. Over a sequence's trained tokens, exp(sum d) is the sequence's ratio and exp(mean d) its geometric
 mean.
 
-Truncation keeps a token with a bounded weight. A mask drops it from the loss and, because loss weights are computed
-from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite has no
-ratio and is dropped too. Ratios are compared and truncated in log space, so none overflows. Nothing carries a gradient.
+Truncation keeps a token with a bounded weight. A mask drops a token from the loss and, because loss weights are
+computed from the returned mask, also from the denominator. A token whose engine log-prob is missing (NaN) or not finite
+has no ratio and is dropped too. Ratios are compared and truncated in log space, so none overflows. Nothing carries a
+gradient.
 
 There are three kinds of log-ratio, all [T]: the token's (`rollout_log_ratios`), its sequence's (`sequence_log_ratios`)
 and the mean over its sequence (`geometric_log_ratios`). Three functions take any of them: `truncated_ratios`,
@@ -78,17 +79,18 @@ def off_policy_correction(
     4. drops sequences whose geometric mean or product of ratios (`sequence_mask_metric`) is out of bounds
 
     Values equal to a bound are kept. The parameters are the keys of `trainer.algorithm.off_policy_correction`; None
-    disables a step or a bound. Masked importance sampling is 2 with 3 (token), or 4 (product) with 3 (sequence), if the
-    cap is not below the mask's upper bound. Empty tensors are accepted, so that settings can be checked before a run.
+    disables a step or a bound. Two combinations are masked importance sampling: step 2 with token ratios in step 3, and
+    the product in step 4 with sequence ratios in step 3; the cap must not be below the mask's upper bound. Empty
+    tensors are accepted, so that settings can be checked before a run.
 
-    Metrics, each (sum, weight):
+    Metrics, each (sum, weight). The weight is the number of tokens or sequences named last:
         off_policy/logprob_diff: |d|, over the trained tokens with a finite engine log-prob
         off_policy/ratio: exp(d) with d clamped to ±20, over the same tokens
         off_policy/missing_tokens: tokens dropped by step 0, of the trained tokens
-        off_policy/outlier_sequences: sequences dropped by step 1, of those before it
-        off_policy/masked_tokens: tokens dropped by step 2, of those before it
-        off_policy/truncated_tokens: tokens whose ratio step 3 cut to the cap, of those before it
-        off_policy/masked_sequences: sequences dropped by step 4, of those before it
+        off_policy/outlier_sequences: sequences dropped by step 1, of those left by step 0
+        off_policy/masked_tokens: tokens dropped by step 2, of those left by step 1
+        off_policy/truncated_tokens: tokens whose weight step 3 cut to the cap, of those left by step 2
+        off_policy/masked_sequences: sequences dropped by step 4, of those left by step 2
         off_policy/kept_tokens: remaining tokens, of the trained tokens
 
     Args:
@@ -102,7 +104,7 @@ def off_policy_correction(
 
     Raises:
         ShapeError: lengths or dtypes do not fit, or `sequence_T` falls somewhere.
-        ConfigError: an unknown name, one token threshold without the other, or bounds that no ratio fits.
+        ConfigError: an unknown name, only one of the two token thresholds, or bounds that no ratio fits.
     """
     _require_choice("tis_ratio_type", tis_ratio_type, ("token", "sequence"))
     _require_choice("sequence_mask_metric", sequence_mask_metric, ("geometric", "product"))

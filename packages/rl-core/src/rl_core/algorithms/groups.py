@@ -1,8 +1,8 @@
 """Sums and means over rows that share an id, independent of the order of rows.
 
 Sums are in float64, and the caller rounds them at the end. So the order of rows makes no difference in float32, and a
-group of equal float32 scores has a deviation of exactly 0. Lengths that do not fit, and ids that are not a tensor of
-numbers, raise ShapeError.
+group of equal float32 scores has a deviation of exactly 0. The functions with `group_N` raise ShapeError if lengths do
+not fit or an argument is not a tensor; callers of `sequence_sum` check this themselves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens, and their coefficient.
+"""Estimates of KL(policy ‖ reference) per token, from the log-probs of sampled tokens; the adaptive KL coefficient.
 
-In the loss, `estimate_kl` carries a gradient; in the reward, `kl_penalty` does not. The estimators are unbiased, except
-`k2` and `abs`, and differ in variance and gradient. On fresh samples, only the gradient of `k2` is an unbiased estimate
-of the KL's gradient; the forms with the suffix `+` use it. On samples of an older policy, only `k3_unbiased` has
-unbiased value and gradient.
+In the loss, `estimate_kl` carries a gradient; in the reward, `kl_penalty` does not. On fresh samples, the values of all
+estimators but `k2` and `abs` (and these two with the suffix `+`) are unbiased; the gradient is an unbiased estimate of
+the KL's gradient only for `k2`, for the forms with the suffix `+`, which use the gradient of `k2`, and for
+`k3_unbiased`. On samples of an older policy, only `k3_unbiased` has unbiased value and gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from rl_core.algorithms.token_loss import log_ratio, require_tokens
 from rl_core.errors import ConfigError, nearest
 
 KL_LIMIT = 10.0
-"""An estimate of one token's KL is clamped to ± this, in nats; beyond it only the `+` forms have a gradient."""
+"""An estimate of one token's KL (for `k3_unbiased`, its factor k3) is clamped to ± this, in nats. Beyond this limit
+only the `+` forms have a gradient, and `k3_unbiased` through its ratio."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k3_unbiased")
 UNBIASED = "k3_unbiased"
-"""The estimator that also reads the log-probs of the policy that sampled."""
+"""The estimator that also reads the log-probs of the policy at the start of the update, which sampled."""
 
 
 def estimate_kl(
@@ -33,10 +34,10 @@ def estimate_kl(
     """An estimate of KL(policy ‖ reference) at each token.
 
     With d = logprobs − ref_logprobs, clamped to ±LOG_RATIO_LIMIT:
-    k1 = d · k2 = d²/2 · k3 = exp(−d) − 1 + d · abs = |d|, each clamped to ±KL_LIMIT.
+    k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, and abs = |d|, each clamped to ±KL_LIMIT.
     With the suffix `+`, the value is that of the estimator and the gradient that of d²/2, i.e. d · ∇logprobs.
-    k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs), the log-ratio clamped to ±LOG_RATIO_LIMIT and k3 to
-    ±KL_LIMIT; r carries gradient.
+    k3_unbiased = r · k3 with r = exp(logprobs − old_logprobs). The log-ratio is clamped to ±LOG_RATIO_LIMIT and k3 to
+    ±KL_LIMIT, but not their product; r carries gradient.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); their gradients: Tang & Munos 2025, arXiv
     2506.09477; k3_unbiased: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, section 3.1.
 
@@ -53,7 +54,7 @@ def estimate_kl(
 
     Raises:
         ConfigError: unknown estimator.
-        ShapeError: lengths differ.
+        ShapeError: lengths differ, or the mask is not bool.
     """
     require_tokens(mask_T, logprobs_T=logprobs_T, ref_logprobs_T=ref_logprobs_T)
     require_kl_estimator(estimator)
@@ -90,7 +91,7 @@ def kl_penalty(
 
     Raises:
         ConfigError: unknown estimator, or one for the loss only.
-        ShapeError: lengths differ.
+        ShapeError: lengths differ, or the mask is not bool.
     """
     if estimator.endswith("+") or estimator == UNBIASED:
         plain = estimator.removesuffix("+").removesuffix("_unbiased")

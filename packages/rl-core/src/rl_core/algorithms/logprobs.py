@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from rl_core.errors import ShapeError
 
 _LOWEST_LOGPROB = -1e4
-"""Replaces lower log-probs, including −inf, in products with their probability, which is 0 even in float64."""
+"""Replaces lower log-probs, including −inf, in products p · log p; such a p is 0 even in float64."""
 
 
 def chunked_logprobs(
@@ -32,8 +32,8 @@ def chunked_logprobs(
     Logits are stored in one buffer of `chunk_tokens` × V numbers (with entropy, in two of half that length), and for
     inputs of lower precision in a further one of that precision. Backward recomputes them: four matrix products instead
     of three. Matrix products use the dtype of `hidden_TH`; softmax and sums over chunks use float32 (float64 for
-    float64 inputs). Gradients flow through both results to hidden states, weight and bias; unneeded ones are skipped. A
-    bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
+    float64 inputs). Gradients flow through both results to hidden states, weight and bias, as far as each requires
+    one. A bias of −inf removes a token from the vocabulary: its probability is 0, and 0 · log 0 counts as 0.
 
     Args:
         hidden_TH: hidden state that predicts each target.

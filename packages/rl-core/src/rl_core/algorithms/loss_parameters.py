@@ -1,4 +1,4 @@
-"""Finds out from a loss function's parameters what it reads; see `objective` for their meaning."""
+"""Finds out what a loss function reads, from its parameters; `objective` says what each parameter means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ COLUMNS = tuple(name for name, field in FIELDS.items() if field.axes == "T" and 
 
 
 def require_loss_parameters(function: Callable[..., Any]) -> None:
-    """Raises PluginError unless all parameters of a loss and of its `prepare` function are known."""
+    """Raises PluginError unless all parameters of a loss and of its `prepare` function are known, fit each other, and
+    fit what the loss declares about corrections."""
     name, prepare = function_name(function), getattr(function, "prepare", None)
     parameters = positional_with_defaults(function, name)
     prepare_parameters = positional_with_defaults(prepare, name) if prepare else {}
@@ -54,8 +55,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def positional_with_defaults(function: Callable[..., Any], where: str) -> dict[str, bool]:
-    """Positional parameter → whether it has a default. Raises PluginError for a parameter without a name, such as
-    `*args`."""
+    """Positional parameter → whether it has a default. Raises PluginError for a parameter that cannot be passed by
+    name, such as `*args`."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:

@@ -4,8 +4,8 @@ r_t = exp(logprobs_t − old_logprobs_t) is the ratio of the current policy to t
 the advantage. Conventions of all losses in this package:
 
 - `mask_T` (bool) marks the trained tokens. Outside it inputs may be anything, and loss and gradient are 0.
-- Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20 before `exp`, and have no
-  gradient beyond (`token_loss.LOG_RATIO_LIMIT`).
+- Log-ratios (of a token, or in `sequence_losses` the mean over a sequence) are clamped to ±20
+  (`token_loss.LOG_RATIO_LIMIT`) before `exp`. Beyond this limit they have no gradient.
 - Positional parameters are columns of the batch, bound by the parameters' names (see `objective`). Keyword-only
   parameters are settings with the names of `trainer.algorithm`.
 - ShapeError if lengths or dtypes do not fit; ConfigError if a setting is out of range.
@@ -155,8 +155,8 @@ def sapo_loss(
 ) -> TokenLoss:
     """A smooth gate instead of the hard clip: the gradient fades as the ratio moves away from 1, on both sides.
 
-    loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r = 1 its gradient is
-    PPO's.
+    loss_t = −A_t · σ(τ (r_t − 1)) · 4 / τ, with τ = tau_pos where A_t > 0, else tau_neg. At r_t = 1 the gradient is
+    the same as PPO's.
     Source: Gao et al. 2025 (SAPO), arXiv 2511.20347, eq. 5 and 6.
 
     Args:
@@ -219,8 +219,8 @@ def dro_loss(
 
     loss_t = w_t · (−A_t · logprobs_t + ½ dro_beta · (log r_t)²). log r_t is not clamped, so that the penalty pulls back
     tokens that are far from the old policy.
-    Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6. Its loss, ½ (A − dro_beta · log r)², has dro_beta times this
-    gradient. The form above, which takes advantages, is that of verl's and Tinker's `dro`.
+    Source: Richemond et al. 2024, arXiv 2405.19107, eq. 6. The gradient of the paper's loss, ½ (A − dro_beta · log r)²,
+    is dro_beta times the gradient of the form above, which is that of verl's and Tinker's `dro`.
 
     Args:
         logprobs_T, old_logprobs_T, advantages_T, mask_T: as in `ppo_clip_loss`.

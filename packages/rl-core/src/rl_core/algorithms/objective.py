@@ -1,6 +1,6 @@
 """The loss sum to be minimised, built from a loss function and bound to batch columns by parameter name.
 
-Training backends call an `Objective` once per micro-batch, independent of the loss; losses are independent of backends.
+Training backends call an `Objective` once per micro-batch, whatever the loss; a loss does not depend on the backend.
 A function's positional parameters say what it reads:
 
     logprobs_T, entropies_T, predicted_values_T    scores of the current model, with gradient
@@ -59,7 +59,7 @@ class Objective:
     """`delta` of `off_policy_mask.off_policy_sequence_mask`, which removes tokens from the loss. None: not applied."""
     old_is_current: bool = False
     """Use the current log-probs, detached, as `old_logprobs`. Correct while the weights have not changed since the
-    start of the update. A call then does not read the column; `prepare` still does."""
+    start of the update. If True, a call does not read the column `old_logprobs`; `prepare` still does."""
 
     def __post_init__(self) -> None:
         require_kl_estimator(self.kl_estimator)
@@ -80,7 +80,8 @@ class Objective:
 
     @cached_property
     def corrections(self) -> Corrections:
-        """How this loss takes off-policy correction weights: as it declares, else as found by trying."""
+        """How this loss takes off-policy correction weights: as it declares, else as its parameters and `is_linear`
+        show."""
         declared = getattr(self.function, "corrections", None)
         if declared is not None:
             return declared
@@ -115,7 +116,7 @@ class Objective:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The scores of CURRENT that a call needs."""
+        """The scores of the current model (`CURRENT`) that a call needs."""
         read = {column_of(name) for name in self._required_parameters} & set(CURRENT)
         terms = {
             "logprobs": self.kl_coef or self.off_policy_sequence_mask is not None or self._takes_own,
@@ -176,7 +177,8 @@ class Objective:
         """The micro-batch's part of the sum, and its metrics. Does not synchronise with the device.
 
         With context parallelism, every rank of a context group calls this with its gathered whole sequences and gets
-        the same values. The gradient flows only to its own slice, and one of the ranks reports the metrics.
+        the same values. On each rank the gradient flows only to that rank's slice. One of the ranks reports the
+        metrics.
 
         Args:
             columns: the micro-batch's `call_columns`. Outside `loss_mask` they may hold anything.
@@ -229,8 +231,9 @@ class Objective:
         """Runs the function once on four tokens of two sequences, so that a broken one fails at start-up.
 
         Raises:
-            PluginError: the function raised (its error is the cause), or returned something other than a TokenLoss of T
-                values; or it declares that corrections scale it, but is not linear in the advantages.
+            RLError: the function raised it itself, for example a ConfigError for a setting.
+            PluginError: the function raised another error (the cause), or returned something other than a TokenLoss of
+                T values; or it declares that corrections scale it, but is not linear in the advantages.
         """
         sequence_T = torch.tensor([0, 0, 1, 1])
         self._tried({name: _example(name) for name in self.required_columns}, sequence_T)

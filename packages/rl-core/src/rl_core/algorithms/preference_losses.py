@@ -1,9 +1,10 @@
 """Pairwise losses: of two responses to a prompt, the one with the higher reward is preferred.
 
-A pair's loss is a function of one number, the margin Δ between its two responses. Its gradient is that function's slope
-times the gradient of Δ, which is a sum over tokens. So the controller computes the slopes before the batch is split,
-from scores at the start of the update, and workers only sum. The two responses of a pair may therefore be on different
-ranks or in different micro-batches. This is exact for one optimizer step per batch, which `pairwise` requires.
+A pair's loss is a function of one number, the margin Δ between its two responses. The gradient of the loss is the slope
+of that function times the gradient of Δ, and Δ is a sum over tokens. So the controller computes the slopes before the
+batch is split, from scores at the start of the update, and workers only sum. The two responses of a pair may therefore
+be on different ranks or in different micro-batches. This is exact for one optimizer step per batch, which `pairwise`
+requires.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def dpo_columns(
     dpo_beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> dict[str, Tensor]:
-    """`prepare` of `dpo_loss`: for each token, the slope of its pair's loss, that loss, and the inputs of metrics."""
+    """`prepare` of `dpo_loss`: for each token, the slope and a share of its pair's loss, and the inputs of metrics."""
     if dpo_type not in ("sigmoid", "ipo"):
         raise ConfigError(f"dpo_type: got {dpo_type!r}; expected sigmoid or ipo")
     require_between(0.0, math.inf, dpo_beta=dpo_beta)
@@ -83,7 +84,7 @@ def dpo_loss(
     smoothing ε: Mitchell 2023, "A note on DPO with noisy preferences" (conservative DPO).
     ipo: (Δ − 1/(2β))², with s the mean over the tokens. Source: Azar et al. 2023, arXiv 2310.12036, eq. 17; the mean is
     as in the authors' and TRL's code.
-    A prompt whose two rewards are equal, or one of whose responses failed, has no loss, but still counts as a prompt.
+    A prompt with two equal rewards, or with a response that failed, has no loss, but still counts as a prompt.
 
     Args:
         logprobs_T: current policy; carries gradient.
@@ -91,11 +92,11 @@ def dpo_loss(
         x_pair_…_T: computed by `dpo_columns` from log-probs at the start of the update and those of the reference.
         dpo_type: 'sigmoid' or 'ipo' (a setting of `dpo_columns`, like the next two).
         dpo_beta: > 0, per nat; the smaller, the further the policy may move.
-        label_smoothing: in [0, 0.5), the probability that a preference is wrong; only for 'sigmoid'.
+        label_smoothing: in [0, 0.5], the probability that a preference is wrong; only for 'sigmoid'.
 
     Returns:
         Loss [T], whose sum over a prompt's tokens is the pair's loss; metrics, means over prompts: pair_accuracy,
-        pair_margin, pair_preferred and pair_other (implicit rewards β·s).
+        pair_margin, pair_preferred and pair_other (implicit rewards β·s, with s the sum for 'ipo' too).
     """
     require_tokens(mask_T, logprobs_T=logprobs_T, x_pair_slope_T=x_pair_slope_T)
     return _pair_loss(
@@ -178,7 +179,7 @@ def _pair_loss(
 
 
 class _Pairs(NamedTuple):
-    """The two sequences of every prompt. S sequences, P prompts."""
+    """The sequences of every prompt, one or two. S sequences, P prompts."""
 
     pair_S: Tensor
     """int64, the prompt of each sequence, from 0."""
@@ -230,8 +231,8 @@ class _Pairs(NamedTuple):
     ) -> dict[str, Tensor]:
         """The columns of the loss: each token's slope, and its part of the pair's loss and metrics.
 
-        Metrics are averaged over trained tokens, so a pair's metric is multiplied by (trained tokens) / (pairs · tokens
-        of the pair).
+        Later, metrics are averaged over trained tokens. To make this the mean over pairs, a pair's metric is multiplied
+        by (trained tokens) / (pairs · trained tokens of the pair).
         """
         tokens_P = group_sum(sequence_sum(self.mask_T, self.sequence_T).double(), self.pair_S)
         has_preference_P = group_sum(self.sign_S.abs(), self.pair_S) > 0

@@ -183,7 +183,7 @@ def reverse_scan(inputs_T: Tensor, decay_T: Tensor) -> Tensor:
 
 
 def require_rewarded_stream(rewards_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
-    """Raises ShapeError unless the tensors fit and all rewards are on sampled tokens; others would be lost."""
+    """Raises ShapeError unless the tensors fit and all rewards are on sampled tokens; a stray one would be lost."""
     require_floating(rewards_T=rewards_T)
     _require_stream(sequence_T, mask_T=mask_T, rewards_T=rewards_T)
     stray_T = (rewards_T != 0) & ~mask_T

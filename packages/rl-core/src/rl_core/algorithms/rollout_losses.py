@@ -1,6 +1,6 @@
 """Policy losses that read the log-probs of the distribution from which the engine sampled (`rollout_logprobs_T`).
 
-`rollout_is_loss` and `dppo_loss` use them instead of the old policy's, so no pass for old log-probs is needed;
+`rollout_is_loss` and `dppo_loss` read them instead of the old policy's log-probs, so no pass for those is needed;
 `decoupled_ppo_loss` reads both. ρ_t = exp(logprobs_t − rollout_logprobs_t). See `losses` for the conventions of all
 losses.
 """

@@ -15,7 +15,7 @@ from rl_core.function_settings import keyword_parameters
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before `exp`: e^20 is about 5e8, finite in float32 and far outside any trust region.
-Beyond it a ratio has no gradient."""
+Beyond this limit a ratio has no gradient."""
 
 
 class TokenLoss(NamedTuple):
@@ -34,9 +34,9 @@ def prepared_by(columns_function: Callable[..., dict[str, Tensor]]) -> Callable[
     """Decorates a loss function that needs statistics of the whole mini-batch.
 
     `columns_function` takes batch columns by parameter name, as a loss does, but no scores of the current model. It may
-    have the keyword parameter `seed`. The controller runs it once per mini-batch, before it is split, so that the loss
-    does not depend on the split. It returns columns named `x_…`, which the loss reads as parameters `x_…_T`. Its other
-    keyword parameters become settings of the loss.
+    have the keyword parameter `seed`; its other keyword parameters become settings of the loss. The controller calls it
+    once per mini-batch, before the mini-batch is split, so that the loss does not depend on the split. The
+    columns that it returns are named `x_…`; the loss reads them as parameters `x_…_T`.
     """
     prepare_settings = keyword_parameters(columns_function)
     prepare_settings.pop("seed", None)
@@ -60,7 +60,7 @@ def chooses_columns(chosen: Callable[..., tuple[str, ...]]) -> Callable[[LossFun
     """Decorates a loss function whose settings decide which of its optional columns it reads.
 
     Optional columns are positional parameters with a default. `chosen` takes settings of the loss by keyword, with the
-    same defaults, and returns the names of those parameters.
+    same defaults, and returns the names of the optional parameters to read.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -95,10 +95,10 @@ def takes_corrections(corrections: Literal["scales", "reads", "refuses"]) -> Cal
 
 
 def pairwise(function: LossFunction) -> LossFunction:
-    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes at the start of the update.
+    """Decorates a loss of pairs of responses, whose `prepare` function computes slopes (see `preference_losses`).
 
-    It is correct only for two samples per prompt, one optimizer step per batch and the reduction `prompt_token_sum`. A
-    run with other settings does not start.
+    Such a loss is correct only for two samples per prompt, one optimizer step per batch and the reduction
+    `prompt_token_sum`. A run with other settings does not start.
     """
     function.__dict__["is_pairwise"] = True
     return function
