@@ -24,9 +24,9 @@ def flop_cost(lengths_N: npt.ArrayLike, *, hidden_size: int, num_layers: int, nu
     """Floating-point operations of a forward and backward pass over each sequence.
 
     cost = a·len + b·len²,  a = 6 · num_parameters,  b = 6 · num_layers · hidden_size.
-    Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, halved in its quadratic term because
-    attention is causal: 2 operations per multiply-add, three passes' worth, and per layer two products of
-    len² / 2 · hidden_size multiply-adds.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, eq. 2 without recomputation, with half the quadratic term because
+    attention is causal. Both factors 6 contain 2 operations per multiply-add and the cost of three forward passes (the
+    backward pass costs two). In b, each layer has two products of len² / 2 · hidden_size multiply-adds.
 
     Args:
         lengths_N: tokens of each sequence.

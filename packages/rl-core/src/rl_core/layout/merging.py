@@ -90,7 +90,7 @@ def require_complete_trajectories(
     """The rows sorted by trajectory, then step.
 
     Raises:
-        DataError: a trajectory does not have the steps 0, 1, … once each, or another step than its final one is marked
+        DataError: a trajectory does not have the steps 0, 1, … once each, or its final step is not the only one marked
             as the last. The message names the row.
         ShapeError: the columns differ in length.
     """

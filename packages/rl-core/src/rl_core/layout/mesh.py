@@ -41,7 +41,8 @@ class Mesh:
     """Parallel sizes of one model; `Mesh(world_size=n)` is pure data parallel.
 
     Raises:
-        ConfigError: the product of the sizes does not divide `world_size`. The message names the nearest that do.
+        ConfigError: a size is below 1; or the product of the dense or of the expert sizes does not divide `world_size`
+            (the message names the nearest sizes that do); or `virtual_pipeline` is above 1 with a single stage.
     """
 
     world_size: int
@@ -89,8 +90,8 @@ class Mesh:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches per rank must be a multiple of this: an interleaved schedule runs rounds of
-        `pipeline`."""
+        """The number of micro-batches per rank must be a multiple of this: an interleaved schedule runs them in rounds
+        of `pipeline` micro-batches."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property

@@ -30,8 +30,8 @@ def plan_micro_batches(
     The micro-batches of a rank have nearly equal numbers of tokens, and are ordered largest first, so that ranks in
     lockstep run micro-batches of similar size.
 
-    A rank with fewer sequences than micro-batches has empty ones at the end (only empty ones if it has no sequence). It
-    then joins the collectives without contributing.
+    A rank with fewer sequences than micro-batches has empty micro-batches at the end (only empty ones if it has no
+    sequence). In an empty micro-batch it joins the collectives without contributing.
 
     Args:
         lengths_N: tokens of each sequence, at least 1.
@@ -42,18 +42,18 @@ def plan_micro_batches(
             `multiple` micro-batches.
         multiple: `Mesh.micro_batch_multiple`.
         sequence_multiple: `Mesh.sequence_multiple`.
-        counts_N: number of sequences in each item, at most `max_sequences`. Items are not split, and their sequences
-            count against `max_sequences`. None: each item is a single sequence.
+        counts_N: number of sequences in each item, at most `max_sequences`. Each length is then that of an item of one
+            or more sequences, which is not split. None: each length is that of a single sequence.
         costs_N: costs to balance over the ranks; None: the padded lengths. See `flop_cost`.
-        partition: None: `equal_count_partition` if `max_sequences` is given, because the rank with the most sequences
-            then determines the number of micro-batches; else `greedy_partition`.
+        partition: None: `equal_count_partition` if `max_sequences` is given without `counts_N`, because the rank with
+            the most sequences then determines the number of micro-batches; else `greedy_partition`.
 
     Returns:
         plan[data_rank][micro_batch]: ascending int64 sequence indices. Deterministic.
 
     Raises:
-        ConfigError: a single sequence exceeds `max_tokens`, or a limit is below 1.
-        ShapeError: lengths are not positive integers, or costs do not fit them.
+        ConfigError: a single sequence exceeds `max_tokens`, or a limit, `num_data_ranks` or `multiple` is below 1.
+        ShapeError: lengths are not positive integers, costs do not fit them, or `sequence_multiple` is below 1.
     """
     lengths_N = padded_lengths(lengths_N, sequence_multiple)
     for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):

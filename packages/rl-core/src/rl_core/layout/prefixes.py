@@ -16,8 +16,8 @@ from rl_core.layout.balancing import IntArray, greedy_partition, part_sums
 from rl_core.layout.slices import index_runs
 
 _LEAST_SAVED = 16
-"""Least number of tokens that sharing a prefix must save over all its sequences. Below it, the prefix's separate call
-of the attention kernel costs more."""
+"""Least number of tokens that sharing a prefix must save over all its sequences. With fewer, the prefix's separate call
+of the attention kernel costs more than sharing saves."""
 _REPEATED = 0.01
 """Fraction of a family's tokens that may be recomputed in another family, so that families that share little can be
 separated."""
@@ -70,7 +70,8 @@ def prefix_forest(
         offsets: offsets of the stream, int64 [N+1].
         columns: each [T, …]; two tokens are equal if all columns are. Token ids, and everything else that a model reads
             per token, such as its experts.
-        least_saved: a prefix is shared if this saves at least so many tokens compared with the next shorter prefix.
+        least_saved: a prefix is shared if this saves at least so many tokens, compared with sharing only the next
+            shorter common prefix.
 
     Returns:
         The forest. Deterministic.
@@ -157,7 +158,7 @@ class InputCells:
     cell_T: IntArray
     """[T] cell of each token; −1 if it is not part of the input."""
     given_N: IntArray
-    """[N] number of first tokens of each sequence that are part of the input."""
+    """[N] number of tokens, from the start of each sequence, that are part of the input."""
     length_M: IntArray
     parent_M: IntArray
 

@@ -12,7 +12,7 @@ IntArray = NDArray[np.int64]
 _SHORT = 32
 """All sequences up to this length share a rectangle, because another kernel call would cost more than the padding."""
 _GROWTH = 1.25
-"""Longer sequences share a rectangle within this ratio of lengths, so padding is at most 25 % of its tokens."""
+"""Longer sequences share a rectangle within this ratio of lengths, so padding adds at most 25 % to their tokens."""
 
 
 def rectangle_rows(lengths_N: IntArray, alike_N: IntArray | None = None) -> tuple[IntArray, IntArray]:
