@@ -66,7 +66,9 @@ def gather_playing(
     training needs may be missing or wrong.
 
     Args:
+        reads: the key of the prompts, such as `data.val_data`.
         makes: paths that may be missing because they will be created.
+        needs: how to get the data files, for the message.
     """
     gather_playing_values(config, mistakes)
     gather_data(config, [reads], mistakes, makes=makes, needs=needs)
@@ -174,7 +176,7 @@ def _validate_engine(config: Config) -> None:
 
 
 def gather_room(config: Config, mistakes: Mistakes) -> None:
-    """Notes a longest response that does not fit into the model's context. Skipped if the model's files state none."""
+    """Notes a longest response that does not fit into the model's context. Skipped if the context is not known."""
     lengths: list[int | None] = []
     for sampling in (TRAINING, EVALUATION):
         key = f"{sampling}.max_generate_length"
@@ -185,8 +187,8 @@ def gather_room(config: Config, mistakes: Mistakes) -> None:
 
 
 def check_function_params(config: Config) -> None:
-    """Checks that loss and estimator accept the parameters that the configuration sets for them. Imports torch if it
-    sets any.
+    """Checks that loss and estimator accept the parameters that the configuration sets for them. Imports torch if any
+    are set.
 
     Raises ConfigError or PluginError; ConfigErrors if both loss and estimator fail.
     """

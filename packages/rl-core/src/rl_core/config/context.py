@@ -1,5 +1,5 @@
 """How many tokens a sequence may have: the model's context, or the engine's where that is smaller. Imports no torch,
-unless the model is one of the hub: then transformers reads what is in its cache."""
+unless the model is given by its name on the hub: then transformers reads what the hub's cache has of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINING, EVALUATION = "generator.sampling_params", "generator.eval_sampling_par
 
 def context_of(config: Config) -> tuple[int, str] | None:
     """The model's maximum context (prompt and response together) and the setting that limits it. None if it is unknown,
-    such as for a model that was not fetched from the hub, or made, yet.
+    for example because the model has not been downloaded or created yet.
 
     Raises ConfigError: the model's configuration cannot be read.
     """
@@ -38,7 +38,7 @@ def require_room_for_responses(config: Config, sampling: str) -> None:
     Args:
         sampling: `TRAINING` or `EVALUATION`, the section with the maximum response length.
 
-    Raises ConfigError if it does not fit.
+    Raises ConfigError if it does not fit, or the model's configuration cannot be read.
     """
     context, key = context_of(config), f"{sampling}.max_generate_length"
     response = value_at(config, key)

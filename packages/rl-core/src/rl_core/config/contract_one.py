@@ -127,8 +127,8 @@ class _GeneratorSection(GeneratorConfig, GeneratorKeys):
 
 
 def contract_one_config(config: Config) -> Config:
-    """The configuration with every key where contract 1 had it. If the other plug-in follows a later version, only
-    those of its options are included that version 1 also had."""
+    """The configuration with every key where contract 1 had it. If only one of engine and generator follows version 1,
+    the other one's options are included as far as version 1 had them."""
     engine = config.generator.inference_engine
     engine = _EngineSection(**_fields(engine), **_keys(EngineKeys, engine.options))
     fields = _fields(config.generator) | {"inference_engine": engine}

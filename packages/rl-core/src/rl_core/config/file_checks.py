@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def check_files(config: Config, *, makes: Container[str] = ()) -> None:
-    """Checks that data, models and the checkpoint to resume from exist, and that the run directory is writable.
+    """Checks that data, models and the checkpoint to resume from exist, and that the run's directories can be written.
 
     Args:
         makes: paths that may be missing because they will be created.
@@ -163,7 +163,8 @@ def _resume_path_exists(config: Config) -> None:
 
 
 def _gather_directories(config: Config, mistakes: Mistakes) -> None:
-    """Notes every file or permission that prevents creating a directory of the run, once even if it affects several."""
+    """Notes remote addresses where a local directory is needed, and every file or permission that prevents creating a
+    directory of the run, once even if it affects several."""
     for key in ("trainer.run_dir", "trainer.export_path", "trainer.resume_path"):
         if is_remote(value_at(config, key) or ""):
             mistakes.add(

@@ -80,7 +80,7 @@ class Successor:
 
     key: str
     values: Mapping[Any, Any] = attrs.field(factory=dict)
-    """Foreign value → value here. None: the value is dropped, because it asks for what is done anyway. All other values
+    """Foreign value → value here. None: the key is dropped, because this value changes nothing here. All other values
     are kept."""
     reason: str = ""
     """Why a value that maps to None is dropped."""
@@ -353,7 +353,8 @@ def translated(
     Args:
         is_of_a_plugin: whether a plug-in declares the key, which then keeps its name. Called only for keys of the
             tables.
-        values: the values of all layers by path. They tell which loss is chosen: parameters of others are dropped.
+        values: the values of all layers by path. They tell which loss is chosen; parameters of other losses are
+            dropped.
     """
     kept: Layer = []
     for path, given in layer:

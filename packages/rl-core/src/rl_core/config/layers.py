@@ -1,7 +1,7 @@
 """Values from files, recipes and the command line, key by key, each with its source.
 
 A layer is a list of (key path, `Given`) in the order of appearance, so that a repeated key can be detected. Layers are
-merged leaf by leaf; a later value replaces earlier ones at the same key, above it or below it.
+merged leaf by leaf; a later value replaces earlier ones at the same key, at a section above it or at a key below it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Fields and type hints of the classes determine what is accepted: bool, int, floa
 unions, tuples (a single value becomes a tuple of one), mappings and nested classes. Nothing is guessed: `"3"` is no int
 and `1` no bool.
 
-Every mistake is noted and its key left out. The result then has the default there, and serves only to find more
+Every mistake is noted and its key left out. The result then has that key's default, and serves only to find more
 mistakes.
 """
 

@@ -116,8 +116,8 @@ def load_options(node: Any, keys: Mapping[str, Any], path: str, mistakes: Mistak
     """The options objects of the plug-ins that declare these keys, by plug-in.
 
     If several plug-ins declare the same key, the chosen one comes first, then the other installed ones; the first one
-    whose type fits gets the value. If the chosen plug-in cannot be imported, its keys are kept raw with a warning, and
-    starting it fails later. If the choice itself is a mistake, its keys are not reported.
+    whose type fits gets the value. If the chosen plug-in cannot be imported, the keys are kept raw with a warning, and
+    starting it fails later. If the choice of the plug-in is itself a mistake, the keys are not checked.
 
     Args:
         node: the section, with its own keys loaded.

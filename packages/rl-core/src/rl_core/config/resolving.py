@@ -125,8 +125,8 @@ def _are_on_one_host(config: Config) -> bool:
 
 
 def resolve(config: Config) -> Config:
-    """Applies every rule to the keys that are None, and adds the missing sections of the selected backend and the
-    options of the chosen engine and generator.
+    """Adds the missing options of the chosen engine and generator, replaces `~` and `${key.path}` in `PATHS`, applies
+    every rule to its key if that is None, and adds the missing sections of the selected backend.
 
     Resolving twice changes nothing. Raises PluginError if the selected backend is not installed, ConfigError for a
     `${key.path}` that cannot be replaced, ConfigErrors for several of these. A missing engine or generator raises only
@@ -155,7 +155,7 @@ def resolve(config: Config) -> Config:
 
 
 def expanded(config: Config, key: str, text: Any) -> Any:
-    """`text`, a string or several, with `~` and `${key.path}` replaced. Error messages name `key`."""
+    """`text`, a string or several, with `~` and `${key.path}` replaced. Raises ConfigError, which names `key`."""
     if isinstance(text, tuple):
         return tuple(expanded(config, key, one) for one in text)
     if text is None:
@@ -174,7 +174,8 @@ def expanded(config: Config, key: str, text: Any) -> Any:
 
 
 def unresolved(config: Config) -> Config:
-    """The configuration with None for every value that a rule derives, so that it follows when a key is changed."""
+    """The configuration with None for every value that a rule derives, so that these values follow when another key is
+    changed."""
     for rule in reversed(RULES):
         without = with_value(config, rule.key, None)
         if rule.value(without) == value_at(config, rule.key):

@@ -153,7 +153,8 @@ def _loaded(layers: Sequence[Layer], mistakes: Mistakes) -> Loaded:
 
 
 def _strategy(given: dict[str, Given], mistakes: Mistakes) -> str:
-    """The selected backend. A value that is not a string is removed from `given` and the default returned."""
+    """The selected backend. A value that is not a string is a mistake: it is removed from `given`, and the default is
+    returned."""
     default = Config().trainer.strategy
     strategy = given["trainer.strategy"].value if "trainer.strategy" in given else default
     message = ""

@@ -81,7 +81,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "generator.inference_engine.weight_verification.interval": (0, None),
     "generator.inference_engine.weight_verification.num_tokens": (256, None),
 }
-# key → a value above what any run can use. More would only exhaust memory or make a step endless.
+# key → largest allowed value, which is more than any run can use. A larger one would only exhaust memory or make a
+# step endless.
 LARGEST: dict[str, float] = {
     "trainer.seed": 2**63 - 1,
     "trainer.num_threads": 1024,
@@ -126,7 +127,8 @@ _PLAYING_READS = (
 )
 """Prefixes of the keys that playing prompts reads."""
 _TRAINING = ("generator.sampling_params.temperature", "generator.inference_engine.weight_")
-"""Those keys among them whose bounds matter only in training: weights are sent and verified only there."""
+"""Prefixes of keys that playing prompts reads, but whose bounds hold only in training: only training sends and verifies
+weights, and only training refuses temperature 0."""
 ESTIMATORS_OF_GROUPS = (
     "best_minus_second",
     "grpo",
@@ -178,7 +180,8 @@ def gather_playing_values(config: Config, mistakes: Mistakes) -> None:
 def gather_out_of_bounds(
     config: Config, mistakes: Mistakes, *, is_read: Callable[[str], bool] = lambda key: True
 ) -> None:
-    """Notes every key that is read and whose value is out of bounds. Before `resolve`, a key may have no value yet."""
+    """Notes every key for which `is_read` is true and whose value is out of bounds. Before `resolve`, a key may have no
+    value yet."""
     for key, (low, high) in BOUNDS.items():
         value = value_at(config, key) if is_read(key) else None
         if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
