@@ -2,10 +2,12 @@
 
 `isinstance` with a Protocol checks names only. The suites of `rl_core.testing` check what a plug-in does. Each optional
 ability is a separate Protocol: of workers `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader`,
-`Inspectable`; of backends `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`, `RouteRecording`; of
-engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`, `WeightReceivers`, `WeightPreparing`,
-`Recovering`, `LossDetecting`, `IdleMeasuring`, `AdapterServing`; of environments `Tools`, `Placement`, `Snapshotable`;
-of trackers `PhaseAware`; of any plug-in that declares keys `Configurable`.
+`Inspectable`; of backends `ModelProving`, `OwnLosses`, `Planner`, `PrefixSharing`, `Rehearser`, `RouteFollowing`,
+`RouteRecording`; of engines `EnginePlanner`, `HostSharing`, `DeltaReceiving`, `Sleepable`, `Scoring`,
+`WeightReceivers`, `WeightPreparing`, `Recovering`, `LossDetecting`, `IdleMeasuring`, `AdapterServing`; of weight
+transports `CheckingTransport`, `NodeCheckingTransport`, `RunTransport`; of generators `Closable`, `EngineFree`,
+`ResponseMeasuring`; of environments `Tools`, `Placement`, `Snapshotable`, `RowChecking`; of trackers `PhaseAware`; of
+engines and generators that declare keys `Configurable`.
 
 A training package implements `Backend` and `Worker`. A rollout package implements `InferencePlugin` and
 `InferenceClient`, `WeightTransport`, `GeneratorPlugin` and `Generator`. A recipe implements `Environment`. rl_core has

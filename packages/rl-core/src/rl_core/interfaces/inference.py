@@ -84,13 +84,15 @@ class Sampler(Protocol):
     """The part of an engine that a `Generator` uses: token ids in, token ids out."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """`num_samples` completions. Raises GenerationError for a prompt the engine cannot take, DeadlineError."""
+        """`num_samples` completions. Raises GenerationError for a prompt that the engine cannot take, DeadlineError if
+        they take too long."""
         ...
 
 
 @runtime_checkable
 class InferenceClient(Sampler, Protocol):
-    """A sampler whose weights the loop updates. Every call has a deadline, whose error says what it waited for."""
+    """A sampler whose weights the loop updates. Every call has a deadline; the error of a late call says what it waited
+    for."""
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
         """Stops sampling. Running requests pause (`keep`), return what they have (`abort`) or finish first (`wait`)."""
@@ -182,8 +184,9 @@ class AdapterServing(Protocol):
                 can read.
 
         Raises:
-            GenerationError: an engine cannot serve it and keeps what it had before, or its log-probs are not finite.
-                An engine that fails after it found that it can serve the adapter serves nothing under the name.
+            GenerationError: an engine cannot serve the adapter and keeps what it served under the name before; or it
+                serves the adapter, but with log-probs that are not finite. An engine that fails only after it found
+                that it can serve the adapter serves nothing under the name.
         """
         ...
 
@@ -219,11 +222,11 @@ class LossDetecting(Protocol):
 
     async def has_lost_engines(self) -> bool:
         """Called after a failed update: whether an engine was lost in it, so that another update may succeed. An engine
-        can fail its part of an update before its death is detected, so this waits until it would be detected. If no
-        engine is left, it returns when one has restarted.
+        can fail its part of an update before its death is detected, so this method waits as long as detection may
+        take. If no engine is left, it returns when one has restarted.
 
         Raises:
-            DeadlineError: none restarted in time.
+            DeadlineError: no engine was left, and none restarted in time.
         """
         ...
 

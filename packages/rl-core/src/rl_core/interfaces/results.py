@@ -18,7 +18,7 @@ _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def require_awaitable(found: Awaitable[T], method: str) -> Awaitable[T]:
-    """What a method of an environment returned. Raises DataError if it cannot be awaited."""
+    """Returns `found`, the answer of an environment's method. Raises DataError if it cannot be awaited."""
     if not inspect.isawaitable(found):
         raise DataError(
             f"the environment's `{method}` returned {type(found).__name__}, expected an awaitable; define it with "

@@ -167,7 +167,8 @@ class Trajectory:
     """Reward of the greedy answer to the same prompt. The loop plays that answer and sets this, if the estimator
     compares with it."""
     failure: str | None = None
-    """Why the rollout failed: exception type and message, with the row's place. Never a silent zero reward."""
+    """Why the rollout failed: exception type and message, with the row's place. A failed rollout never counts as one
+    with reward 0."""
     failure_kind: str = "unknown"
     """Failures are counted by this, e.g. the exception's type. Read only if `failure` is set."""
 

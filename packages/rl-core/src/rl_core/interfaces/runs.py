@@ -31,10 +31,12 @@ class TrackerFactory(Protocol):
         """The tracker of a run.
 
         Args:
-            config: the run's `rl_core.config.Config`. total_steps: number of steps of the whole run. first_step: the
-            first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step + 1,
-                or the checkpoint's step if the run ended before its row was complete. Drop what an earlier process
-                logged for this step and later ones.
+            config: the run's `rl_core.config.Config`.
+            run_dir: the run directory.
+            total_steps: number of steps of the whole run.
+            first_step: the first step that will be logged: 0 for a new run; for a resumed run the checkpoint's step +
+                1, or the checkpoint's step if the run ended before that step was completely logged. Drop what an
+                earlier process logged for this step and later ones.
         """
         ...
 
@@ -94,7 +96,8 @@ class Recipe:
     """`package.module:function`, called as `function(config)` before a run. It creates the paths of `makes` that the
     configuration uses and that do not exist."""
     needs: str | None = None
-    """How to get the data files of `config` that `prepare` does not make. Ends the error about a missing one."""
+    """How to get the data files of `config` that `prepare` does not make. This text ends the error about a missing
+    file."""
     makes: tuple[str, ...] = ()
     """Data files and model directories that `prepare` can create, written as in `config` (`${trainer.seed}`). All other
     paths must exist."""

@@ -36,7 +36,7 @@ Metrics = Mapping[str, tuple[float, float]]
 """Name → (sum, weight). Both are added over micro-batches and ranks, and divided once at the end."""
 Plan = Sequence[Sequence[int]]
 """One rank's micro-batches. Each holds the indices of its sequences in the rank's batch. They run in order; all ranks
-of a group have the same number of them."""
+of a group have the same number of micro-batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -130,11 +130,11 @@ class WorkerSpec:
     """Compute in bfloat16; trained parameters stay float32. False: compute in float32."""
     gradient_checkpointing: bool | Literal["selective"]
     """Recompute activations in the backward pass; `"selective"`: all but the results of matrix products and
-    attention. A backend that knows only one kind may take any true value for it: the gradient is the same."""
+    attention. A backend that knows only one kind may use it for every true value: the gradient is the same."""
     use_sample_packing: bool
     """Pack a micro-batch into one stream without padding. False: pad it to a rectangle."""
     share_prefixes: bool = False
-    """Compute shared prefixes of a packed micro-batch once. Only true for a backend that is `PrefixSharing`."""
+    """Compute shared prefixes of a packed micro-batch once. True only with a backend that is `PrefixSharing`."""
     logprobs_chunk_size: int
     """Number of tokens whose float32 logits are in memory at a time."""
     total_optimizer_steps: int | None
@@ -239,8 +239,11 @@ class Worker(Protocol):
         Ranks that hold no result return an empty dict.
 
         Args:
-            batch: the rank's part. plan: its micro-batches. temperature: divides the logits. returns: names of the
-            scores to compute; None: all. Callers that want all omit the argument. Since version 3.
+            batch: the rank's part.
+            plan: its micro-batches.
+            temperature: divides the logits.
+            returns: names of the scores to compute; None: all. Callers that want all omit the argument. Since version
+                3.
 
         Raises:
             ConfigError: `returns` names a score that this model does not have.
@@ -250,9 +253,11 @@ class Worker(Protocol):
     def forward_backward(
         self, batch: Batch, plan: Plan, loss: LossSpec, *, temperature: float, returns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Adds the gradient of the loss over `batch` to the gradients. Returns sums and weights of the metrics.
+        """Adds the gradient of the loss over `batch` to the accumulated gradients. Returns metrics, and scores if
+        asked.
 
-        Metrics: `loss` (sum, 1), and those of the loss function, weighted by the trained tokens.
+        Metrics, each (sum, weight): `loss` with weight 1, and those of the loss function, weighted by the trained
+        tokens.
 
         Args:
             batch: the rank's part.
@@ -287,7 +292,7 @@ class Worker(Protocol):
         ...
 
     def save_state(self, directory: Path) -> None:
-        """Writes weights, optimizer and schedule. Complete when it returns."""
+        """Writes weights, optimizer and schedule. The files are complete when it returns."""
         ...
 
     def load_state(self, directory: Path) -> None:
@@ -296,8 +301,8 @@ class Worker(Protocol):
         ...
 
     def save_model(self, directory: Path) -> None:
-        """Writes the model and its tokenizer in Hugging Face format. If the storage of one rank fails, it raises a
-        CheckpointError after its last collective: the run goes on, provided that no other rank still waits."""
+        """Writes the model and its tokenizer in Hugging Face format. A rank whose storage fails raises a
+        CheckpointError, but only after its last collective: the run goes on if no other rank waits for this one."""
         ...
 
     def close(self) -> None:
@@ -323,9 +328,8 @@ class BackgroundSaver(Protocol):
         ...
 
     def has_saved(self) -> bool:
-        """Whether the save begun by `start_saving` is complete on this rank; True without one. Never waits. Raises the
-        save's error. May be called repeatedly.
-        """
+        """Whether the save begun by `start_saving` is complete on this rank; True if none was begun. Never waits.
+        Raises the save's error. May be called repeatedly."""
         ...
 
 
@@ -340,15 +344,15 @@ class Perturbable(Protocol):
         ...
 
     def restore(self) -> None:
-        """Restores every parameter bit for bit to its value before `perturb`. Does nothing without one."""
+        """Restores every parameter bit for bit to its value before `perturb`. Does nothing if none was called."""
         ...
 
 
 @runtime_checkable
 class RouteReader(Protocol):
-    """A worker that follows the routes of only some layers, such as those of its pipeline stage. Ranks in several
-    processes are sent no others: `routed_experts` has only these layers, and the column `route_layers` names them.
-    `rl_core.rank_kit.routes_of` reads such a batch and a whole one."""
+    """A worker that follows the routes of only some layers, such as those of its pipeline stage. If ranks run in
+    several processes, each is sent only these layers: `routed_experts` has no others, and the column `route_layers`
+    names them. `rl_core.rank_kit.routes_of` reads batches of both kinds, with some and with all layers."""
 
     def route_layers(self) -> Sequence[int]:
         """Indices in the whole model of the layers with experts that this rank holds. Called once, after the start."""
@@ -392,7 +396,7 @@ class RankPlan:
     frees_gradients: bool = False
     """Gradients use memory only from the first micro-batch to the optimizer step, not while weights are sent."""
     on_host: tuple[HeldKind, ...] = ()
-    """The part of the rank's memory that is host memory in all phases."""
+    """The kinds of state that the rank keeps in host memory in all phases."""
     loading_host_bytes: int = 0
     """Host memory that the rank uses while it loads the model. The first rank may hold the whole model."""
 
@@ -437,7 +441,7 @@ class Rehearser(Protocol):
     def rehearse(
         self, spec: WorkerSpec, world_size: int, *, batch: Batch, plan: Plan, loss: LossSpec | None
     ) -> tuple[RehearsedPhase, ...]:
-        """Runs the first rank's step. The phases are `train` and `step`, or `score`.
+        """Runs the first rank's step. The phases are `train` and `step`; without a loss, `score` alone.
 
         Args:
             spec: the model; of its files, only `config.json` is read.
@@ -505,7 +509,7 @@ class ModelProving(Protocol):
 
     def proof_basis(self, spec: WorkerSpec) -> Mapping[str, Any]:
         """Plain data that identifies how the backend computes, apart from the model and transformers: options, versions
-        of its libraries, its own code, the kind of device. A proof is valid while it stays the same.
+        of its libraries, its own code, the kind of device. A proof is valid while this data stays the same.
         """
         ...
 
@@ -528,7 +532,7 @@ class PrefixSharing(Protocol):
     """A backend whose workers can compute shared prefixes once (`WorkerSpec.share_prefixes`)."""
 
     def shares_prefixes(self, options: Any) -> bool:
-        """Whether they can do so with these options."""
+        """Whether the workers can share prefixes with these options."""
         ...
 
 
@@ -537,8 +541,8 @@ class OwnLosses(Protocol):
     """A backend that can add losses of its own to what is minimised, such as those that balance experts."""
 
     def has_own_losses(self, options: Any) -> bool:
-        """Whether these options of the policy enable any. Each then has the weight of a whole mini-batch in every call
-        of `forward_backward`."""
+        """Whether these options of the policy enable any. Each enabled loss has the weight of a whole mini-batch in
+        every call of `forward_backward`."""
         ...
 
 
@@ -547,7 +551,7 @@ class RouteRecording(Protocol):
     """A backend that can route the policy's tokens to the experts that its own scoring pass chose."""
 
     def records_routes(self, options: Any) -> bool:
-        """Whether the policy's options ask for it. Every batch then needs a scoring pass."""
+        """Whether the policy's options ask for this. Every batch then needs a scoring pass."""
         ...
 
 
@@ -558,5 +562,5 @@ class RouteFollowing(Protocol):
     (`rl_core.rank_kit.require_routes`)."""
 
     def follows_routes(self, options: Any) -> bool:
-        """Whether the policy's options ask for it."""
+        """Whether the policy's options ask for router replay."""
         ...

@@ -26,7 +26,7 @@ class WeightBucket:
     """uint8, one axis, contiguous, no gaps, on any device. The constructor's argument is `data`."""
     parts: tuple[Tensor, ...] | None = None
     """The tensors until they are packed, then None. In a bucket of `pack_buckets` they are valid until the next bucket
-    is drawn; this one is then packed unless `taken` was called."""
+    is drawn; before that, this bucket is packed unless `taken` was called."""
     checksums: tuple[int, ...] | None = None
     """CRC-32 of each tensor's bytes, if a receiver has computed them."""
 
@@ -79,12 +79,12 @@ class TensorRecord:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """The tensors that were sent, or that arrived. Both are equal if the sync is complete and intact."""
+    """The tensors that were sent, or that arrived. The two manifests are equal if the sync is complete and intact."""
 
     version: int
     tensors: Mapping[str, TensorRecord]
     num_sent_bytes: int | None = attrs.field(default=None, eq=False)
-    """Bytes that one rank, or all ranks, sent, if they sent only changes. None: they sent whole tensors."""
+    """If only changes were sent: the bytes that this manifest's rank or ranks sent. None: whole tensors were sent."""
 
 
 @attrs.frozen(kw_only=True)
@@ -101,12 +101,12 @@ class Rendezvous:
     adapter: Mapping[str, Any] | None = None
     """`LoraConfig.peft_config`, if the sync sends only a low-rank adapter. Transports do not read it."""
     delta: Mapping[str, Any] | None = None
-    """For syncs whose weights both sides keep: the unique `id` of this sync, and as `base` the id of the sync whose
-    weights the changes apply to; None for whole weights. See `rl_core.rank_kit.weight_deltas`. Transports do not read
-    it."""
+    """For syncs whose weights both sides keep: the unique `id` of this sync, and `base`, the id of the sync whose
+    weights the changes apply to (None if this sync sends whole weights). See `rl_core.rank_kit.weight_deltas`.
+    Transports do not read it."""
     is_staged: bool = True
-    """As `WeightTransport.is_staged`; `publish_weights` fills it in. If not, no engine gets the version without the
-    others, and a client raises as soon as one of them fails."""
+    """As `WeightTransport.is_staged`; `publish_weights` fills it in. If False, no engine gets the version without the
+    other engines, and a client raises as soon as one of them fails."""
 
 
 class WeightSender(Protocol):
@@ -127,7 +127,7 @@ class WeightReceiver(Protocol):
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         """Yields every bucket of `version`. The caller may keep their data. Raises WeightSyncError for another version,
-        damaged or missing data; discard the buckets yielded before."""
+        damaged or missing data; the caller then discards the buckets yielded before."""
         ...
 
 
