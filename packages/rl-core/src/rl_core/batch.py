@@ -3,7 +3,7 @@
 Storage has no padding and no prompt/response split. Index t of every per-token column is about token t:
 `rollout_logprobs[t]` is log p(token t | previous tokens of its sequence), 0.0 at each sequence's first token, which has
 no previous tokens and is never trained on. Columns are declared once, in `columns.FIELDS`; all code that selects,
-concatenates, saves or sends a batch is generic over that table, so a new column is one row.
+concatenates, saves or sends a batch is generic over that table, so a new column needs only a row there.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Batch:
         return Batch(self.offsets, {name: values for name, values in self.columns.items() if name not in names})
 
     def select(self, sequences: Sequence[int] | Tensor) -> Batch:
-        """A batch of the given sequences (indices in any order, repeats allowed). It is a view if they are consecutive
-        and in order."""
+        """A batch of the given sequences (indices in any order, repeats allowed). It is a view if the indices are
+        consecutive and ascending."""
         index = torch.as_tensor(sequences, dtype=torch.int64)
         first, end = (int(index[0]), int(index[0]) + len(index)) if len(index) else (-1, -1)
         if 0 <= first < end <= self.num_sequences and torch.equal(index, torch.arange(first, end)):
@@ -240,7 +240,7 @@ class Batch:
 
     @classmethod
     def load(cls, path: str | Path) -> Batch:
-        """Reads a batch written by `save`."""
+        """Reads a batch written by `save`. Raises DataError if the file is not complete, OSError, ShapeError."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -262,7 +262,7 @@ class PaddedBatch:
 
 
 def field_of(name: str) -> Field:
-    """The row of `FIELDS`, or a per-token float for a loss's own column `x_…`."""
+    """The row of `FIELDS`, or `PREPARED` for a loss's own column `x_…`. Raises ShapeError for any other name."""
     if name.startswith("x_"):
         return PREPARED
     if name not in FIELDS:
@@ -279,7 +279,8 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def read_of_tokens(batch: Batch) -> list[np.ndarray]:
-    """The columns that a model reads per token besides its position, each [T, …]. Equal values mean equal input."""
+    """The columns that a model reads per token, besides the token's position, each [T, …]. Equal values mean equal
+    input."""
     return [batch[name].numpy() for name in ("tokens", *ROUTE_COLUMNS) if name in batch]
 
 

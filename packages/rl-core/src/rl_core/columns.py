@@ -13,7 +13,8 @@ class Field:
     axes: str
     """`T` per token, `N` per sequence; further letters are further axes (`TLK`)."""
     dtypes: tuple[str, ...]
-    """Accepted torch dtypes; numbers become the first one, integers the first one that holds all of them."""
+    """Accepted torch dtypes. Floats and bools are stored in the first one, integers in the first one that holds all of
+    them."""
     meaning: str
 
 
@@ -47,7 +48,7 @@ FIELDS: dict[str, Field] = {
 PREPARED = Field("T", ("float32", "float64", "bool", "int64"), "made by a loss's `prepare`")
 """A loss's own column, named `x_…`."""
 ROUTE_COLUMNS = ("routed_experts", "routed")
-"""Columns that say per token where it is routed."""
+"""Columns that say where each token is routed."""
 INPUT_COLUMNS = ("tokens", *ROUTE_COLUMNS, "route_layers")
 """Columns that a model reads; the others are for the loss."""
 STEP_COLUMNS = ("trajectory_id", "step_index", "is_last_step")

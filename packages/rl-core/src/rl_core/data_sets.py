@@ -39,8 +39,9 @@ def read_data_set(path: str, *, key: str) -> Iterator[dict[str, Any]]:
     """The rows of one split of a data set.
 
     Raises:
-        ConfigError: the library is missing, the data set does not exist, or the hub cannot be reached.
-        DataError: the data set has several splits and none is named.
+        ConfigError: the library is missing, the data set does not exist or cannot be loaded, or it is not in the cache
+            and the hub cannot be reached.
+        DataError: the data set has several splits and none is named, or it does not have the named one.
     """
     require_data_sets(path, key=key)
     import datasets

@@ -53,7 +53,8 @@ class ShapeError(RLError, ValueError):
 
 
 class PluginError(RLError, LookupError):
-    """A plug-in that is not installed, cannot be imported, or follows another contract version."""
+    """A plug-in that is not installed, cannot be imported, does not fulfil its contract, or follows a contract version
+    that is not accepted."""
 
 
 class CheckpointError(RLError, OSError):

@@ -3,9 +3,9 @@
 The run and the process id in a folder's name are only for people. A lock shows whether the process is alive (flock(2)
 on a file inside), because the kernel releases it with the process. This also works if containers share the parent
 directory but not process ids. Creating a folder first removes those that no process holds any more: in the same parent,
-in the temporary directory, and in memory. So the folders of a killed run are removed at the next start, whichever
-transport that one uses. A process that creates a folder meanwhile holds a shared lock on the parent: if no process
-holds that, a folder without a lock is not just being created.
+in the temporary directory, and in memory. So the folders of a killed run are removed when the next run starts,
+whichever transport the next run uses. While a process creates a folder, it holds a shared lock on the parent. So if no
+process holds the parent's lock, a folder without a lock is not just being created.
 """
 
 from __future__ import annotations

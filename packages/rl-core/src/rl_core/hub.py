@@ -1,6 +1,6 @@
 """The Hugging Face hub: checks whether it answers, downloads models with progress lines, and uploads models.
 
-One short request checks whether the hub answers before its library is used, which would retry for minutes.
+Before the hub's library is used, one short request checks whether the hub answers: the library would retry for minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken
 
 
 def endpoint() -> str:
-    """The hub's address according to its library. Raises ConfigError if the library is not installed."""
+    """The hub's address: HF_ENDPOINT, else the one in the hub's library. Raises ConfigError if that is not
+    installed."""
     return os.environ.get("HF_ENDPOINT") or _library().constants.ENDPOINT
 
 
@@ -91,7 +92,7 @@ def require_model(name: str, *, key: str) -> bool:
 
 
 def is_cached(name: str) -> bool:
-    """Whether any file of the model is in the hub's cache."""
+    """Whether the model's `config.json` is in the hub's cache; other files may be missing."""
     return isinstance(_library().try_to_load_from_cache(name, "config.json"), str)
 
 
@@ -105,7 +106,8 @@ def fetch_model(name: str, *, key: str) -> None:
         key: the configuration key that names it, for messages.
 
     Raises:
-        ConfigError: the model cannot be found, or the hub refuses access.
+        ConfigError: the model cannot be found, the hub refuses access or breaks off, the hub cannot be reached and the
+            model is not in its cache, or the hub's library is not installed.
     """
     library = _library()
     if not require_model(name, key=key):

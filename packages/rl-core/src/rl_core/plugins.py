@@ -258,8 +258,8 @@ def _how_to_get(package: str) -> str:
 def load_function(
     group: str, name: str, params: Mapping[str, Any], *, key: str | None = None, remedy: str = ""
 ) -> Callable[..., Any]:
-    """A function plug-in whose keyword parameters have been checked. An unknown or missing one raises ConfigError; for
-    `remedy` see `require_settings`."""
+    """A function plug-in that accepts the keyword parameters `params`. Raises ConfigError for an unknown or missing
+    parameter, and what `load` raises; for `remedy` see `require_settings`."""
     function = load(group, name, key=key)
     where = f"{key}: " if key else ""
     require_settings(function, params, repr(name), where=where, remedy=remedy)

@@ -29,14 +29,15 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def exists(path: str) -> bool:
-    """Whether a file or directory exists at an address. Raises ConfigError if the store cannot be accessed."""
+    """Whether a file or directory exists at an address. Raises OSError, or ConfigError if the store cannot be
+    accessed."""
     system, place = _found(path)
     with _asked(path):
         return bool(system.exists(place))
 
 
 def names_in(directory: str) -> list[str]:
-    """Names of the entries of a remote directory; empty if it does not exist. Raises ConfigError."""
+    """Names of the entries of a remote directory; empty if it does not exist. Raises ConfigError, OSError."""
     system, place = _found(directory)
     with _asked(directory):
         # A store may cache earlier listings.
@@ -93,7 +94,8 @@ def _found(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def _asked(path: str) -> Iterator[None]:
-    """Converts the errors of stores, whose libraries may raise anything if network, permission or bucket is missing."""
+    """Converts all errors of a store but OSError into ConfigError. The stores' libraries may raise anything if network,
+    permission or bucket is missing."""
     try:
         yield
     except (OSError, ConfigError, DataError):

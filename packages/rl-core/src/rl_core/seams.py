@@ -1,8 +1,8 @@
 """Checks of plug-ins at each extension point (seam): the kind of object, its members, and the calls they must accept.
 
-The checks are derived from the contracts: a Protocol's methods are looked up and bound with its parameters, without
-calling them. So an object that has only the right names is detected before a run. The suites of `rl_core.testing` check
-what a plug-in DOES.
+The checks are derived from the contracts: each method of a Protocol is looked up in the object, and its signature there
+is bound with the Protocol's parameters, without a call. So an object that has only the right names is detected before a
+run. The suites of `rl_core.testing` check what a plug-in DOES.
 """
 
 from __future__ import annotations

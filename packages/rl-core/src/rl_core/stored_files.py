@@ -116,7 +116,8 @@ def is_disk_full(error: BaseException, directory: Path | None = None) -> bool:
     """Whether the error or its cause is a full disk or an exceeded quota.
 
     Args:
-        directory: the directory that was written to. If given, free space decides if the error states no reason.
+        directory: the directory that was written to. If it is given and the error states no reason, the free space
+            there decides.
     """
     if any(isinstance(one, DiskFullError) or _says_full(one) for one in _chain(error)):
         return True

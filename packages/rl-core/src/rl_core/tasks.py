@@ -1,5 +1,5 @@
-"""Running coroutines concurrently so that all end before the caller continues; measuring idle time; and converting
-errors of foreign code that would end a task silently."""
+"""Running coroutines concurrently so that all end before the caller continues; running a function that may never
+return; converting errors of foreign code that would end a task silently; and measuring idle time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class OwnThread(Generic[T]):
         return self._future.done()
 
     async def within(self, timeout_s: float) -> T:
-        """The function's result. Raises TimeoutError if it has not returned in time; it keeps running."""
+        """The function's result, or its error. Raises TimeoutError if it has not returned in time; it then keeps
+        running."""
         waiting = asyncio.wrap_future(self._future)
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         if not done:
