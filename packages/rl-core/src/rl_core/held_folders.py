@@ -5,7 +5,7 @@ on a file inside), because the kernel releases it with the process. This also wo
 directory but not process ids. Creating a folder first removes those that no process holds any more: in the same parent,
 in the temporary directory, and in memory. So the folders of a killed run are removed when the next run starts,
 whichever transport the next run uses. While a process creates a folder, it holds a shared lock on the parent. So if no
-process holds the parent's lock, a folder without a lock is not just being created.
+process holds the parent's lock, a folder without a lock is not being created at the moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = ("weights", "proof")
 _MEMORY = Path("/dev/shm")
 _HELD = ".held"
 _YOUNG_S = 60.0
-"""A folder without a lock that is older than this many seconds is not just being created."""
+"""A folder without a lock that is older than this many seconds is no longer being created."""
 _LOCK_S = 5.0
 """Seconds to wait for the parent's lock. All creators of folders share it; a process that reclaims holds it briefly."""
 _held: dict[str, int] = {}

@@ -323,7 +323,7 @@ def gae_advantages(
     """Generalized advantage estimation along the sampled tokens of each sequence.
 
     A_t = sum_k (gamma · lambd)^k · d_{t+k}, d_t = r_t + gamma · V_{t'} − V_t, with t' the next sampled token and V = 0
-    after the last. Returns are A_t + V_t, before whitening.
+    after the last. Returns are A_t + V_t, with A_t before whitening.
     Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
 
     Args:
@@ -332,7 +332,7 @@ def gae_advantages(
         mask_T: bool, the sampled tokens.
         sequence_T: int64, non-decreasing index of the sequence that each token belongs to.
         gamma: discount per sampled token, in [0, 1].
-        lambd: weight of longer sums, in [0, 1]; 1 gives return minus value, 0 the one-step error.
+        lambd: decay of later errors d, in [0, 1]; 1 gives return minus value, 0 the one-step error.
         whiten_advantages: standardise the advantages over the sampled tokens of the batch.
 
     Returns:

@@ -114,7 +114,7 @@ def adaptive_kl_coef(
         kl_coef: coefficient used in this step, >= 0; 0 stays 0.
         observed_kl: mean KL of this step, same estimator and unit as the target.
         kl_target: > 0.
-        horizon: samples over which a full error changes the coefficient by 20%, > 0.
+        horizon: number of samples after which the largest (clipped) error has changed the coefficient by 20%, > 0.
         num_samples: samples of this step.
 
     Raises:

@@ -8,7 +8,7 @@ A function's positional parameters say what it reads:
     mask_T                                         the column loss_mask
     sequence_T                                     int64, non-decreasing: the sequence that a token belongs to
     group_T                                        int64: the prompt that a token belongs to; only for `prepare`
-    correction_weights_T                           off-policy correction weights, 1 without one (see `Corrections`)
+    correction_weights_T                           off-policy correction weights; 1 if there is no correction
     x_<name>_T                                     computed by the loss's `prepare` (see `token_loss.prepared_by`)
 
 A parameter with a default is optional: it is bound if the batch has the column, or as `token_loss.chooses_columns`

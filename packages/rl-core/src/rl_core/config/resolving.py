@@ -191,9 +191,9 @@ def _load_backend(name: str) -> Backend:
 
 
 def section_class(strategy: str) -> Callable[[str], type | None]:
-    """Returns a function from the name of a `<backend>_config` section to the class that it is loaded into. The class
-    is `dict` if the backend is known but not installed, or if the section may belong to the selected backend and that
-    one cannot be loaded."""
+    """Returns a function from the name of a `<backend>_config` section to the class that holds its keys; None if there
+    is no such section. The class is `dict` if the backend is known but not installed, or if the selected backend cannot
+    be loaded and the section may be its own."""
 
     def find(section: str) -> type | None:
         if not section.endswith("_config"):

@@ -51,7 +51,7 @@ class Mesh:
     pipeline: int = 1
     """Ranks that split the layers."""
     context: int = 1
-    """Ranks that split each sequence for ring attention, into two mirrored chunks each."""
+    """Ranks that split each sequence for ring attention; each holds two mirrored chunks of every sequence."""
     sequence: int = 1
     """Ulysses: ranks that split a micro-batch's tokens outside attention, and heads inside."""
     expert: int = 1
