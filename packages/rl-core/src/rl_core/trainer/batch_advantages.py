@@ -1,6 +1,7 @@
 """From rewards to the columns that a loss reads: KL in the reward, advantages, off-policy correction, loss weights.
 
-The controller computes these for whole batches or mini-batches, before they are split over ranks.
+The controller computes these for whole batches, mini-batches or, when streaming, parts of a batch, before it splits
+them over ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def load_estimator(name: str, params: Mapping[str, Any]) -> Estimator:
 def with_advantages(batch: Batch, estimator: Estimator, params: Mapping[str, Any]) -> Batch:
     """Adds `advantages`, and `returns` if the estimator computes them.
 
-    An outcome estimator gets one row per trajectory, with the sum of its rewards. Its result is copied to every sampled
-    token of every step. A token estimator gets the stream.
+    An outcome estimator gets one row per trajectory, with the sum of the trajectory's rewards. The estimator's result
+    is copied to every sampled token of every step. A token estimator gets the token stream.
     """
     columns, names = _estimator_columns(batch), positional_parameters(estimator)
     if "trajectory_T" in names:
@@ -74,8 +75,8 @@ def with_normalized_advantages(batch: Batch) -> Batch:
 
 
 def with_off_policy_correction(batch: Batch, params: Mapping[str, Any]) -> tuple[Batch, Metrics]:
-    """Corrects for the mismatch between trainer and engine: adds `correction_weights` and clears masked tokens in the
-    loss mask. The loss decides how it uses the weights (`Objective.prepare`)."""
+    """Corrects for the mismatch between trainer and engine: adds `correction_weights`, and clears `loss_mask` at the
+    tokens that the correction masks. The loss decides how it uses the weights (`Objective.prepare`)."""
     result = off_policy_correction(
         batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.sequence_index, **params
     )
@@ -89,8 +90,8 @@ def with_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -
 
 
 def with_summed_loss_weights(batch: Batch, reduction: str, params: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Adds undivided `loss_weights` to a part of a mini-batch that consists of whole groups. Also returns the part's
-    divisor: the weights must be divided by the sum of the divisors of all parts."""
+    """Adds `loss_weights`, not divided yet, to a part of a mini-batch. The part consists of whole groups. Also returns
+    the part's divisor: the weights must be divided by the sum of the divisors of all parts."""
     weights_T, divisor = REDUCTIONS[reduction].summed(*_reduction_columns(batch, reduction), **params)
     return batch.with_columns(loss_weights=weights_T.float()), float(divisor)
 
@@ -135,7 +136,7 @@ def _estimator_columns(batch: Batch) -> dict[str, Tensor]:
         "mask_T": batch["sampled"],
         "sequence_T": sequence_T,
     }
-    # Row index in the columns that end in _N, whose rows are in ascending order of trajectory ids.
+    # For each token, the row of its trajectory in the columns that end in _N (ascending order of trajectory ids).
     columns["trajectory_T"] = trajectory_N.unique(return_inverse=True)[1][sequence_T]
     if "greedy_score" in batch:
         columns["greedy_scores_N"] = trajectory_scores(batch["greedy_score"], trajectory_N, last_N)

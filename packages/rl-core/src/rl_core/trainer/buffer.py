@@ -4,7 +4,8 @@ Two numbers define synchronous, one-step-off and asynchronous training. `pipelin
 generation runs ahead. With `max_staleness` k ≥ d, a group that started at policy version v is trained on at version
 v + k at the latest. Two rules make this bound hard, and no group is ever discarded for its age:
 
-- a group starts at version v only if the steps up to v + d have room for all outstanding groups;
+- a group starts at version v only if the steps trained at versions up to v + d have room for it besides all
+  outstanding groups;
 - a step takes finished groups, oldest first, as long as all other groups can still be trained on before they expire.
 
 A step normally takes all its groups at once, when they are finished. When streaming, it repeatedly takes the finished
@@ -41,7 +42,8 @@ class GroupBuffer:
 
     consumes     groups from the generating task (`finish`, `drop`)
     produces     `groups_per_step` groups for every step (`take`), at once or in parts
-    waits for    `permission`: a step being taken or a version being published; `take`: enough finished groups
+    waits for    `permission`: room for a group, after groups are taken or dropped or a version is published;
+                 `take`: enough finished groups
     unblocked by `take`, `trained`, `rejected`, `published`, `drop`, `finish`, `fail`
     """
 
@@ -61,7 +63,7 @@ class GroupBuffer:
             pipeline_depth: from 0 to `max_staleness`.
             version: the policy's current version. Each training batch produces one version.
             last_version: the version at which the last step is trained. Groups that no step needs do not start.
-            finished: finished groups of an earlier run that it did not train on, all still within the staleness bound.
+            finished: groups that an earlier run finished but did not train on, all still within the staleness bound.
             in_parts: `take` returns the groups that the step can take now, at least one, until the step is full.
         """
         assert 0 <= pipeline_depth <= max_staleness
@@ -84,8 +86,9 @@ class GroupBuffer:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Groups that no finished step accounts for. A resumed run starts them again. They include groups that a step
-        took but has not finished training on, and groups dropped or rejected since the last finished step."""
+        """Groups that no finished step accounts for. A resumed run starts them again, except those that its checkpoint
+        stores. They include groups that a step took but has not finished training on, and groups dropped or rejected
+        since the last finished step."""
         return tuple(sorted((*self._outstanding, *self._taken, *self._given_up)))
 
     @property
@@ -124,8 +127,8 @@ class GroupBuffer:
         return len(self._outstanding) - len(self._finished)
 
     async def permission(self, group_id: int) -> int | None:
-        """Waits until this group may start, then counts it as outstanding. Returns its start version; None if no step
-        needs the group."""
+        """Waits until this group may start, then counts it as outstanding. Returns its start version; None if
+        there is no room and will be none, because no step needs the group or `fail` was called."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room() or self._is_over())
             if not self._has_room():
@@ -150,7 +153,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """Called when the generating task fails: `take` raises its error."""
+        """Called when no more groups can be generated. From then on, `take` raises `error`."""
         async with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -163,7 +166,7 @@ class GroupBuffer:
 
     async def take(self, timeout_s: float) -> list[FinishedGroup]:
         """Waits for the groups of the next step, or of its next part, and returns them, oldest first. Raises
-        DeadlineError, or the error of generation."""
+        DeadlineError, or the error passed to `fail`."""
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._failure or self._choice()), timeout_s)
@@ -219,8 +222,8 @@ class GroupBuffer:
             return []
         chosen, spare = [], self._spare_places()
         for group in sorted(self._finished.values(), key=lambda group: (group.start_version, group.group_id)):
-            # Only older groups can lose a place to this group: `spare` already counts the places that this group and
-            # younger ones need.
+            # Choosing this group can take a place only from older groups: the spare places of its own version and of
+            # younger ones already allow for it.
             older = [version for version in spare if version < group.start_version]
             if len(chosen) == self._places or any(spare[version] <= 0 for version in older):
                 break
@@ -230,8 +233,8 @@ class GroupBuffer:
         return chosen if self._in_parts or len(chosen) == self._places else []
 
     def _spare_places(self) -> dict[int, int]:
-        """Start version of outstanding groups → free places in the steps before groups of this version expire, minus
-        the places that they and older groups need. Never below 0."""
+        """Start version of outstanding groups → free places in the steps until groups of this version expire, minus
+        the places that these groups and older ones need. Never below 0."""
         counts, needed, spare = Counter(self._outstanding.values()), 0, {}
         for version in sorted(counts):
             needed += counts[version]

@@ -2,8 +2,9 @@
 
 A checkpoint is written into `step_N.partial`. Then its files are listed in `complete.json` with sizes and checksums and
 flushed to disk, and the directory is renamed. A kill at any moment leaves either a `.partial` directory, which is
-ignored, or a complete checkpoint. Files that a worker lists itself (`rank_kit.state_files`) are checked by its ranks
-when they read them; all others are checked here.
+ignored, or a complete checkpoint. Of files that a worker lists itself (`rank_kit.state_files`),
+only the sizes are checked here; the worker's ranks check their contents when they read them. All other files are
+checked here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RunState:
     """State of the controller that a resumed run needs, besides the workers' state, to continue exactly."""
 
     step: int
-    """Optimizer batches done; also the policy's version."""
+    """Number of training steps done; also the policy's version."""
     next_group: int
     """Smallest group number that was never started."""
     restart_groups: tuple[int, ...]
@@ -44,14 +45,14 @@ class RunState:
     kl_coef: float
     """Current KL coefficient (adaptive control moves it)."""
     nonfinite_steps: int
-    """Skipped optimizer steps of the policy in a row."""
+    """How many optimizer steps of the policy were skipped in a row so far."""
     critic_nonfinite_steps: int = 0
-    """Skipped optimizer steps of the critic in a row."""
+    """How many optimizer steps of the critic were skipped in a row so far."""
     finished_groups: tuple[int, ...] = ()
     """Groups that are stored with the checkpoint (`trainer.stored_groups`): finished but not yet trained on."""
     unfinished_row: Mapping[str, float] | None = None
-    """Metrics of `step` if a stop or an error came before its evaluation was done. A resumed run begins with this
-    evaluation and writes the row again."""
+    """Metrics of `step` if a stop or an error came before the step's evaluation was done. A resumed run begins with
+    this evaluation and writes the row again."""
 
 
 def partial_path(root: Path, step: int) -> Path:
@@ -66,7 +67,7 @@ def begin_checkpoint(
     finished: Sequence[StoredGroup] = (),
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Creates `root/step_N.partial` with the controller's state in it. Removes the rest of an earlier attempt.
+    """Removes what an earlier attempt left, and creates `root/step_N.partial` with the controller's state in it.
 
     Args:
         finished: the groups of `state.finished_groups`.
@@ -83,10 +84,10 @@ def begin_checkpoint(
 
 
 def complete_checkpoint(partial: Path) -> Path:
-    """Turns a directory whose files are all written into a checkpoint. Returns its path, `root/step_N`."""
+    """Makes a checkpoint of a partial directory in which no file is missing. Returns its new path, `root/step_N`."""
     root, final = partial.parent, partial.with_suffix("")
     names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
-    # The ranks have checked the files that a worker lists.
+    # For the files that a worker lists, its ranks have recorded sizes and checksums.
     files = {name: record for name, record in listed_files(partial).items() if name in names}
     files |= recorded(partial, names - files.keys())
     listing = {name: files[name].as_json() for name in sorted(files)}
@@ -124,7 +125,7 @@ def load_state(checkpoint: Path) -> RunState:
 
 
 def load_fingerprint(checkpoint: Path) -> dict[str, Any] | None:
-    """The fingerprint of the checkpoint's run; None if it has none. Raises CheckpointError if it cannot be read."""
+    """The fingerprint of the checkpoint's run; None if none is stored. Raises CheckpointError if it cannot be read."""
     path = checkpoint / _FINGERPRINT
     return _read_json(path) if path.exists() else None
 
@@ -154,7 +155,7 @@ def list_unfinished(root: Path) -> list[Path]:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether the name is `step_N`, as of complete checkpoints and exported models."""
+    """Whether the name has the form `step_N` of complete checkpoints and exported models."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -176,7 +177,7 @@ def remove_unfinished(partial: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """If killed midway, leaves a directory that no longer looks complete."""
+    """Removes a checkpoint. A kill midway leaves a directory that no longer has a checkpoint's name."""
     if checkpoint.exists():
         doomed = checkpoint.with_name(f"{checkpoint.name}.removed{PARTIAL}")
         remove_unfinished(doomed)

@@ -21,11 +21,13 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
     Columns: tokens, sampled, loss_mask (= sampled), rollout_logprobs, policy_version, rewards (on a step's last sampled
     token, unless the step has `token_rewards`), group_id, trajectory_id (index in `trajectories`), step_index,
-    is_last_step, greedy_score if greedy answers were played, routed_experts and `routed` if the engine returned them.
+    is_last_step, greedy_score if greedy answers were played, and, if the engine returned routes, routed_experts and
+    `routed` (whether a token's routes are known).
 
     Raises:
-        GenerationError: a trajectory has no steps, a step samples nothing, or its fields differ in length. The message
-            names the trajectory.
+        GenerationError: a trajectory has no steps; a step samples nothing, has fields of different lengths, or has more
+            routes than tokens; the shapes of routes differ between steps; or only some trajectories have a
+            greedy_reward. The message names the trajectory, except for shapes.
     """
     for trajectory in trajectories:
         _require_whole(trajectory)
@@ -60,7 +62,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def merged(batch: Batch) -> tuple[Batch, Metrics]:
-    """The batch with steps that continue each other merged into one sequence, and the fraction of tokens saved."""
+    """Merges steps that continue each other into one sequence. Returns the batch, and the fraction of tokens saved."""
     before = float(batch.num_tokens)
     batch, merge = merge_steps(batch)
     return batch, {"rollout/merged_tokens": (merge.tokens_saved * before, before)}
@@ -118,7 +120,8 @@ def _last_sampled(sampled: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _routes(steps: Sequence[TrajectoryStep], offsets: Tensor) -> dict[str, Tensor]:
-    """Routes cover a sequence's first tokens (the last one was never an input); the rest is marked unknown."""
+    """Routes cover the first tokens of a sequence, but not a last token that was never an input. The routes of all
+    other tokens are marked unknown."""
     known = [step.routed_experts for step in steps if step.routed_experts is not None]
     if not known:
         return {}

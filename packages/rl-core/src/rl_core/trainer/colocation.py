@@ -10,11 +10,11 @@ from rl_core.workers import WorkerGroup
 
 
 async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipeline_depth: int) -> bool:
-    """Puts a new engine to sleep if it takes turns on the devices with the models that are loaded next. Returns whether
-    it does.
+    """Puts a new engine to sleep if it takes turns on the devices with the models, which are loaded next. Returns
+    whether engine and models take turns.
 
-    It does so if it is `Sleepable` and idle while models compute. With `pipeline_depth` above 0 it generates while the
-    policy trains, so both always stay on the devices.
+    They do if they share devices, and the engine is `Sleepable` and idle while models compute. With `pipeline_depth`
+    above 0 the engine generates while the policy trains, so both always stay on the devices.
     """
     if not (colocate_all and pipeline_depth == 0 and isinstance(client, Sleepable)):
         return False
@@ -25,8 +25,8 @@ async def begin_with_models(client: InferenceClient, *, colocate_all: bool, pipe
 class EngineTurns:
     """Moves engine and models on and off the devices that they share.
 
-    Models leave with `WorkerGroup.offload` and come back with their next call. They also take turns among themselves
-    (`rl_core.workers.devices`). The engine loses its weights when it sleeps, so they must then be published again. If
+    Models leave with `WorkerGroup.offload` and come back with their next call. Models also take turns among themselves
+    (`rl_core.workers.devices`). An engine that sleeps loses its weights, which must then be published again. If
     the devices are not shared, nothing moves.
     """
 

@@ -1,4 +1,4 @@
-"""Runs work concurrently with a block, or until a stop. Neither leaves a task behind."""
+"""Runs work alongside a block, or until a stop is requested. Neither function leaves a task behind."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ async def alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`; None if `stop` is set before `work` is done, which cancels it.
+    """The result of `work`. If `stop` is set before `work` is done, cancels it and returns None.
 
     Raises:
-        ForeignCodeError: something else cancelled the work.
+        ForeignCodeError: something else cancelled the work, or it raised SystemExit or similar.
     """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:

@@ -29,7 +29,7 @@ class DataRow:
 
     row: Row
     place: str
-    """`file:row`, rows (of JSON lines: lines) counted from 1."""
+    """`file:row`, counted from 1. In a JSON-lines file, the row's number is that of its line."""
 
 
 FORMATS = (".parquet", ".jsonl", ".json", ".csv")
@@ -39,21 +39,23 @@ _STRUCTURED = ("messages", "reward_spec", "reward_model", "extra_info")
 
 
 def is_at_hand(path: str) -> bool:
-    """Whether the path is an existing local file, or is read from elsewhere, so that no recipe has to create it."""
+    """Whether the path is an existing local file, a remote file or a data set, so that no recipe has to create it."""
     return Path(path).is_file() or is_remote(path) or is_data_set(path)
 
 
 def read_rows(paths: Sequence[str | Path], *, key: str, prompt_key: str = "prompt") -> list[DataRow]:
     """All rows of Parquet, JSON-lines, JSON or CSV files, local or at an address that fsspec supports, and of data
-    sets, in order.
+    sets (`rl_core.data_sets`), in order.
 
     Args:
         key: the configuration key that names the files, for messages.
         prompt_key: the column that holds the prompt.
 
     Raises:
-        DataError: a file is missing, unreadable or empty, or a row has no usable prompt. It names file and row.
-        ConfigError: a package needed to read the data is not installed, or the source cannot be reached.
+        DataError: a file is missing, unreadable or empty, or a row has no usable prompt; or no file is given. The
+            message names the file and, if there is one, the row.
+        ConfigError: a package needed to read the data is not installed, or the source does not exist or cannot be
+            reached.
     """
     rows: list[DataRow] = []
     for path in map(str, paths):
@@ -201,8 +203,8 @@ def _with_prompt(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _opened_conversation(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Splits a whole conversation, as in TRL's data sets: the assistant's last message is the completion, and the
-    messages before it are the prompt."""
+    """Splits a whole conversation, as in TRL's data sets: if the last message is the assistant's, it is the completion
+    and the messages before it are the prompt; otherwise all messages are the prompt."""
     messages = row["messages"]
     if not _is_chat(messages):
         shown = repr(messages)[:80]

@@ -43,10 +43,13 @@ async def evaluate(
     Args:
         batch_size: number of rows in flight at a time.
         timeout_s: deadline of the whole evaluation.
-        failures: records failed samples, even if this call raises. None: uses its own account.
+        failures: account to which failed samples are added, so that they are known even if this call raises. None: a
+            new account.
 
     Raises:
-        GenerationError: more samples failed than `settings` allow, or all. DeadlineError: not finished in time.
+        GenerationError: more samples failed than `settings` allow, or all failed; or the generator's answer does not
+            match the request.
+        DeadlineError: the evaluation did not finish in time.
     """
     room = asyncio.Semaphore(batch_size)
     failures = failures or evaluation_failures(rows, settings)

@@ -63,8 +63,8 @@ class FailureAccount:
         return tuple(sorted(self._failed, key=_place))
 
     def lap(self, *, later: Container[int] = ()) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
-        """Returns the metrics `<name>/failed` and `<name>/failed/<kind>`, and the failed samples ordered by group. Then
-        starts anew, except for the groups in `later`, which are left for the next call."""
+        """Returns the metrics `<name>/failed` and `<name>/failed/<kind>`, and the failed samples ordered by group; then
+        forgets both. The groups in `later` are left out and kept for a later call."""
         failed = sorted((one for one in self._failed if one.group_id not in later), key=_place)
         self._failed = [one for one in self._failed if one.group_id in later]
         self._num_ended = Counter({group: count for group, count in self._num_ended.items() if group in later})

@@ -1,8 +1,9 @@
 """The fingerprint of a run: its prompts and settings. Checkpoints store it, and a resume compares it.
 
-Rows, their order and the seed determine which prompt a group number means. With another number of rows, other
-shuffling or another seed, the group numbers in a checkpoint would mean other prompts, so a resume refuses such changes.
-All other settings may change; a resume lists them in a warning.
+Rows, their order and the seed determine which prompt a group number means. With other rows, another
+number of prompts that are short enough, other shuffling or another seed, the group numbers in a checkpoint would mean
+other prompts, so a resume refuses such changes. All other settings may change; a resume lists the changes in a warning,
+except those of the process (`_OF_THE_PROCESS`).
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def fingerprint(config: Config, rows: Sequence[DataRow], held_out: Sequence[Data
     settings = {key: value for key, value in leaves(as_mapping(config)) if key not in _OF_THE_PROCESS}
     data = {"num_rows": len(rows), "sha256": _digest(rows), "num_prompts": None}
     data["held_out_sha256"] = _digest(held_out) if held_out else None
-    # As JSON returns it: with lists for tuples.
+    # In the form in which JSON returns it, with lists for tuples, so that it can be compared with a stored one.
     return json.loads(json.dumps({"data": data, "settings": settings}, default=str))
 
 
 def with_prompts(run: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
-    """Adds the number of rows whose prompts are short enough."""
+    """Adds to a fingerprint the number of rows whose prompts are short enough."""
     return {**run, "data": {**run["data"], "num_prompts": num_prompts}}
 
 
@@ -78,7 +79,8 @@ def require_same_groups(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Requires that the group numbers of the checkpoint mean the same prompts now.
 
     Raises:
-        ConfigError: they do not; ConfigErrors: for several reasons. CheckpointError: its fingerprint cannot be read.
+        ConfigError: they do not; ConfigErrors: for several reasons.
+        CheckpointError: the checkpoint's fingerprint cannot be read.
     """
     before = load_fingerprint(checkpoint)
     if before is None:

@@ -41,13 +41,14 @@ class Selection:
     ):
         """
         Args:
-            min_replace_ratio: smallest fraction of groups with a signal (differing rewards) that a batch needs. Copies
-                of them then replace the other groups. Below it, the batch is rejected. None: no replacement.
+            min_replace_ratio: smallest fraction of a batch's groups that must have a signal (differing rewards). If
+                enough have one, copies of these replace the other groups; otherwise the batch is rejected. None: no
+                replacement.
             max_rejected_batches: the run stops after this many rejected batches in a row.
             mask_zero_variance: do not train on groups whose samples all have the same reward.
             mask_overlong: do not train on samples whose last response was cut off by its length, or that had no room
-                for another one. They still count in the baseline.
-            seed: seed of the run. It and the batch's first group determine which copies are drawn.
+                for another response. Their rewards still count in the baseline.
+            seed: seed of the run. Which copies are drawn depends on it and on the number of the batch's first group.
         """
         self._min_replace_ratio = min_replace_ratio
         self._max_rejected_batches = max_rejected_batches
@@ -77,7 +78,8 @@ class Selection:
         return self._min_replace_ratio is not None
 
     def chosen(self, groups: list[FinishedGroup]) -> list[FinishedGroup] | None:
-        """The groups to train on. None if the batch has too few groups with a signal, so that a new one is needed."""
+        """The groups to train on. None if the batch has too few groups with a signal, so that a new batch is needed.
+        Raises GenerationError if too many batches in a row were rejected."""
         assert self._min_replace_ratio is not None
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         seed = seed_of(self._seed, groups[0].group_id)

@@ -26,14 +26,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Handles the signals of a process while it runs one coroutine.
 
-    The handlers stay installed for all of `run`, including clean-up, so that no signal can interrupt the clean-up. Only
-    the main thread receives signals. In other threads `run` installs no handlers.
+    The handlers stay installed for all of `run`, including clean-up, so that no signal interrupts the clean-up unless
+    it hangs. Python handles signals only in the main thread, so in other threads `run` installs no handlers.
 
     | the work                   | a signal                                                    |
     |----------------------------|-------------------------------------------------------------|
     | is not in a `stops` block  | cancels it                                                  |
     | is in a `stops` block      | the first calls `stop`; one at least 1 s later cancels it   |
-    | was cancelled, is closing  | does nothing; raises KeyboardInterrupt where closing hangs  |
+    | was cancelled or has ended | does nothing; 10 s later, raises KeyboardInterrupt          |
     """
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class Interrupts:
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Like `asyncio.run`, in which a SystemExit in a task leaves the event loop at once. Here the other tasks continue,
-    and the task that awaits the failed one gets the exception."""
+    """Like `asyncio.run`, except for a SystemExit in a task. There it ends the event loop at once. Here the other tasks
+    continue, and the task that awaits the failed one gets the exception."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(work)
@@ -130,8 +130,8 @@ def _handling(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def _wake_by_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes every signal wake the waiting event loop. The kernel may deliver a signal to any thread, and its handler
-    runs only when the main thread next executes."""
+    """Makes every signal wake the waiting event loop. The kernel may deliver a signal to any thread, but the
+    Python handler runs only when the main thread next executes."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:

@@ -11,7 +11,7 @@ streaming, a step trains while its last groups are still being played (`trainer.
 A third task publishes the current version again when a restarted engine lacks it.
 
 An evaluation runs in the training task, before the next version is published, so it sees a single version. If engine
-and models share devices (`EngineTurns`), the next groups start after all work of the step on the models.
+and models share devices (`EngineTurns`), the next groups start only after the models have done all work of the step.
 """
 
 from __future__ import annotations
@@ -155,8 +155,9 @@ class TrainingLoop:
         return self._stop.is_set() and (self.steps_done < self._settings.last_step or self._row is not None)
 
     async def run(self) -> None:
-        """Trains until the last step or until `stop`, and saves a checkpoint of the last finished step. Also saves one
-        on an error, if the weights are those of a finished step."""
+        """Trains until the last step or until `stop`. Then saves a checkpoint of the last finished step if checkpoints
+        are enabled or the run was stopped, and writes the model if the run was not stopped. After an error, saves a
+        checkpoint if the weights are those of a finished step."""
         self._tell(
             Callback.on_run_start, self._settings.checkpoint_root.parent, self.steps_done + 1, self._settings.last_step
         )
@@ -164,7 +165,8 @@ class TrainingLoop:
         await self._engines.prove()
         async with alongside(self._bring_back_engines()), self._saving_after_errors():
             await self._train()
-            # Not earlier: after a stop, groups may still run, and saving puts an engine on shared devices to sleep.
+            # Only here, where no group is being played: after a stop, groups may still have been running in `_train`,
+            # and saving puts an engine on shared devices to sleep.
             if self._settings.ckpt_interval > 0 or self._stop.is_set():
                 await self._checkpoint()
             with self._times.phase("checkpoint"):
@@ -214,7 +216,7 @@ class TrainingLoop:
 
     async def _save_after(self, error: Exception) -> None:
         """Saves the last finished step before the run ends with an error; warns if saving fails. Samples that failed
-        after that step are written under the number of the next one."""
+        after that step are written under the number of the next step."""
         self._reporter.failed_samples(self.steps_done + 1, self._rollouts.failed())
         if self.steps_done == 0 or not self._training.weights_are_whole:
             return
@@ -259,8 +261,9 @@ class TrainingLoop:
         return row
 
     async def _finish_step(self) -> None:
-        """Evaluates, calls the callbacks, writes the row and saves, each if due. After a stop, the evaluation and
-        everything after it is left to the resumed run."""
+        """Evaluates if due, calls the callbacks, writes the row, then saves and exports if due. If a stop interrupts
+        the evaluation, writes the row without it, and leaves the evaluation and everything after it to the resumed
+        run."""
         step, settings = self.steps_done, self._settings
         assert self._row is not None
         is_last = step == settings.last_step
@@ -280,7 +283,7 @@ class TrainingLoop:
         await self._export()
 
     async def _export(self) -> None:
-        """Exports the model of a step at which an export is due, or at the next step if the disk was full."""
+        """Exports the model if that is due at this step, or if the last export failed because the disk was full."""
         interval = self._settings.hf_save_interval
         if interval > 0 and (self.steps_done % interval == 0 or self._lacks_export):
             self._reporter.phase("export")
@@ -304,7 +307,7 @@ class TrainingLoop:
         return True
 
     def _lap(self) -> dict[str, float]:
-        """Seconds since the last row."""
+        """Metrics `time/…`: how the time since the last call was spent."""
         idle = {"time/generation_idle": self._rollouts.idle_lap()} if self._engines.is_sampled_from else {}
         return self._times.lap() | idle | self._engines.idle_lap()
 
@@ -345,7 +348,7 @@ class TrainingLoop:
             return await self._engines.publish(self.steps_done)
 
     async def _bring_back_engines(self) -> None:
-        """Runs until the run ends. An error here ends the run."""
+        """Until the run ends, publishes the current version to restarted engines. An error here ends the run."""
         try:
             with code_of("restarting an engine: the engine client"):
                 await self._engines.bring_back(lambda: self.steps_done, self._between_versions)

@@ -1,7 +1,8 @@
 """Peak memory of a run, phase by phase, from the plans of backends and engine (`rl plan`). Starts nothing.
 
-This module follows the loop (`trainer/colocation.py`, `workers/devices.py`) in which models and engine are on the
-devices in a phase. The plug-ins' plans (`RankPlan`, `EnginePlan`) say what each of them holds there.
+This module repeats the rules of the loop (`trainer/colocation.py`, `workers/devices.py`) for which of the models and
+the engine are on the devices in a phase. The plug-ins' plans (`RankPlan`, `EnginePlan`) say what each of them holds
+there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ModelOnRanks:
     ranks: tuple[RankPlan, ...]
     ranks_per_node: int
     keeps_optimizer: bool
-    """The optimizer state stays on the devices while others use them."""
+    """The optimizer state stays on the devices while other models or the engine use them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +38,7 @@ class Peak:
     """Memory of the fullest device and of the fullest machine in one phase."""
 
     devices: str
-    """Names the models or the engine that use these devices."""
+    """Names of the models and the engine that use these devices."""
     phase: str
     parts: Mapping[str, int]
     """Kind of memory → bytes on the device."""
@@ -65,7 +66,8 @@ class Serving:
 
 
 def serving(engine: EnginePlan, config: Config, context: int, device_bytes: int | None) -> Serving:
-    """What the engine can serve. If the device's size is unknown: as many tokens as it may ever have in the cache."""
+    """What the engine can serve. If the device's size is unknown, this is the largest number of tokens that its cache
+    may ever need to hold."""
     wanted = config.generator.inference_engine.max_num_seqs * context
     if device_bytes is None:
         return Serving(tokens=wanted, context=context)
@@ -86,7 +88,7 @@ def peaks(
     Args:
         config: the run's configuration.
         models: all of its models.
-        engine: None: the engine's plug-in does not plan, and the engine is left out.
+        engine: the engine's plan; None: no engine is started, or its plug-in does not plan, so it is left out.
         context: tokens of the longest sequence.
         device_bytes: memory of one device, of which the engine takes its share; None: unknown.
     """
@@ -108,7 +110,8 @@ def peaks(
 def require_room(
     found: Iterable[Peak], *, device_bytes: int | None, host_bytes: int | None, served: Serving | None = None
 ) -> None:
-    """Raises ConfigError if a phase needs more memory than there is. The message names all such phases and a remedy."""
+    """Raises ConfigError if a phase needs more memory than there is, or if the engine has no room for one sequence of
+    the longest length. The message names all such phases and a remedy."""
     complaints = []
     for peak in found:
         if device_bytes is not None and peak.device_bytes > device_bytes:
@@ -180,7 +183,7 @@ def _of_devices(
         synced = _fullest(model, _held_between(model, optimizer=keeps), ("exported",))
         synced["buckets"] = 2 * config.generator.inference_engine.weight_bucket_bytes
         if turns and engine is not None:
-            synced["engine's weights"] = engine.weight_bytes  # awake, while its cache is not
+            synced["engine's weights"] = engine.weight_bytes  # the weights are awake, the cache is not
         add("sync", synced, others + (0 if keeps else away["policy"].optimizer))
         if turns and engine is not None:
             kept = _fullest(model, ("optimizer",)) if model.keeps_optimizer else {}

@@ -56,7 +56,7 @@ class ModelUpdate:
     ):
         """
         Args:
-            settings: how it is trained.
+            settings: how the model is trained.
             group: the model's ranks.
             first_is_own, keeps_first: see `ScoringPass`.
             nonfinite_steps: number of skipped steps in a row so far.
@@ -149,8 +149,8 @@ class ModelUpdate:
         return metrics
 
     def _for_workers(self, mini_batch: Batch, loss: LossSpec, seed: int) -> Batch:
-        """The mini-batch with only the columns that the loss reads, including those that it prepares from the whole
-        mini-batch."""
+        """The mini-batch with only the model's inputs and the columns that the loss reads, including those that the
+        loss prepares from the whole mini-batch."""
         made = self._objective.prepare(mini_batch.columns, mini_batch.sequence_index, seed=seed)
         mini_batch = mini_batch.with_columns(**made)
         needed = {*INPUT_COLUMNS, *self._objective.call_columns}
@@ -175,7 +175,7 @@ _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicte
 
 
 def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
-    """Indices [M] of the sequences of each mini-batch. It consists of whole groups, in the batch's order of groups."""
+    """Indices [M] of the sequences of each mini-batch. Each has whole groups, in the batch's order of groups."""
     groups = list(dict.fromkeys(batch["group_id"].tolist()))
     number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
     mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])

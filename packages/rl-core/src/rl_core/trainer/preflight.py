@@ -1,8 +1,8 @@
 """Checks before anything is started or written, for training runs and for playing without training.
 
-`rl train`, its dry run and `run_training` call one function; `rl eval`, `rl generate`, `run_evaluation` and
-`run_generation` call another. Independent mistakes are raised together. Paths that a recipe creates are checked once
-they exist: here, or in `prepare`.
+`rl train`, its dry run and `run_training` call `preflight`; `rl eval`, `rl generate`, `run_evaluation` and
+`run_generation` call `prepare_playing`. Independent mistakes are raised together. Paths that a recipe creates are
+checked as soon as they exist: before the start, or after the recipe has created them.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def preflight(run: Config | Loaded, *, says_changes: bool = True) -> tuple[str, 
 
     Raises:
         ConfigError, PluginError, DataError: the mistake that was found; ConfigErrors: several mistakes.
+        CheckpointError: the checkpoint to resume from is missing or damaged.
     """
     config, loaded = config_of(run), _loaded(run)
     mistakes = Mistakes()
@@ -158,7 +159,8 @@ def say_changes(config: Config, now: Mapping[str, Any]) -> None:
 
 
 def prepare(run: Config | Loaded) -> None:
-    """Lets the recipe create missing data and models, and checks them. Called when the run holds its directories.
+    """Downloads models given by name, lets the recipe create missing data and models, and checks what it created.
+    Called while the run holds its directories.
 
     Raises:
         ConfigError, DataError, PluginError: the run cannot train on what was created; ConfigErrors: several reasons.
@@ -180,8 +182,8 @@ def prepare(run: Config | Loaded) -> None:
 
 
 def prepare_playing(run: Config | Loaded, *, reads: str, output: Path | None = None) -> None:
-    """All checks for playing the prompts of the key `reads` without training. Between the checks, the recipe creates
-    missing files; nothing else is written.
+    """All checks for playing the prompts of the key `reads` without training. Between the checks, a model given by name
+    is downloaded, and the recipe creates missing files; nothing else is written.
 
     Args:
         output: a file that will be written.
@@ -346,7 +348,8 @@ def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
 
 
 def _gather_environments(rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes the first row without an environment, and the first of each environment that cannot be loaded."""
+    """Notes the first row without an environment and, for each environment that cannot be loaded, the first row with
+    it."""
     seen: set[object] = set()
     for row in rows:
         name = row.row.get("env_class")
@@ -432,7 +435,7 @@ def _prove_models(config: Config) -> tuple[str, ...]:
 
 @contextmanager
 def _keys_of(role: Role, section: str) -> Iterator[None]:
-    """Completes the keys in a backend's errors: it knows its section, but not which model the section belongs to."""
+    """Completes the keys in a backend's errors: the backend knows its section, but not to which model this belongs."""
     try:
         yield
     except ConfigError as error:

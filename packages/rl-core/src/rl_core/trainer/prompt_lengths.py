@@ -29,14 +29,15 @@ async def fitting(rows: Sequence[DataRow], generator: Generator, config: Config,
 
 
 def fitting_rows(rows: Sequence[DataRow], generator: Generator, config: Config, sampling: str) -> list[DataRow]:
-    """The rows whose prompts are short enough; longer prompts are an error or dropped, depending on
+    """The rows whose prompts and stored responses are short enough; other rows are an error or dropped, depending on
     `data.on_long_prompt`.
 
     Args:
         sampling: `TRAINING` or `EVALUATION` of `config.context`, the section with the maximum response length.
 
     Raises:
-        DataError: a prompt is too long, all are, or one cannot be encoded.
+        DataError: a prompt or stored response is too long and such rows are not dropped; all rows are too long; or a
+            prompt cannot be encoded.
     """
     kept = _short_enough(rows, generator, config, sampling)
     _require_some(rows, kept, config, sampling)

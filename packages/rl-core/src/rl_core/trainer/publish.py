@@ -55,11 +55,13 @@ async def publish_weights(
         delta: see `Rendezvous`; None: whole weights, of which neither side keeps a copy.
 
     Raises:
-        WeightSyncError: the weights that arrived are not those that were sent. Engines that were paused for the sync
-            stay paused and serve nothing until a sync succeeds.
+        WeightSyncError: the weights that arrived are not those that were sent.
+        RLError, OSError: one side failed; if both did, the error of the first.
+
+    After any error, engines that were paused for the sync stay paused and serve nothing until a sync succeeds.
     """
     preparing = client if transport.is_staged and isinstance(client, WeightPreparing) else None
-    # Receivers are counted after the pause, so that the sync does not wait for an engine that was lost during it.
+    # Receivers are counted after the pause, so that the sync does not wait for an engine that was lost while pausing.
     paused_at = await _paused(client, pause_mode) if preparing is None else None
     num_receivers = client.num_weight_receivers() if isinstance(client, WeightReceivers) else num_engines
     opened = transport.open(num_ranks=group.mesh.world_size, num_engines=num_receivers)
@@ -87,7 +89,7 @@ async def publish_weights(
 
 
 async def _paused(client: InferenceClient, mode: PauseMode) -> float:
-    """Pauses the engines. Returns the time at which they were asked to."""
+    """Pauses the engines. Returns the time at which it asked them."""
     asked_at = time.monotonic()
     await _of_client(client, client.pause(mode))
     return asked_at
@@ -101,9 +103,9 @@ async def _of_client(client: InferenceClient, answering: Awaitable[R]) -> R:
 async def _both_or_neither(
     sending: asyncio.Future[Any], receiving: asyncio.Future[Any], *, stop: Callable[[], None]
 ) -> None:
-    """Waits for both. If one side fails, `stop` ends the other through the transport, and this waits for it too: a rank
-    that still sends would block its next call. An engine that does not end in time may hang and is cancelled. Raises
-    the first error."""
+    """Waits for both. If one side fails, `stop` ends the other through the transport, and this function waits for that
+    side too: a rank that is still sending could not begin its next call. An engine that does not end in time may hang
+    and is cancelled. Raises the first error."""
     both = {sending, receiving}
     try:
         done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -121,4 +123,4 @@ async def _both_or_neither(
     finally:
         for future in both:
             if future.done() and not future.cancelled():
-                future.exception()  # the other side's error follows from the first
+                future.exception()  # counts as retrieved; the other side's error follows from the first

@@ -1,4 +1,4 @@
-"""Runs a step of each model on tensors without data, with the largest batch that the run may have."""
+"""Runs a step of each model on tensors without data, with the largest micro-batches that the run may have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ memory."""
 
 @attrs.frozen(kw_only=True)
 class RehearsedModel:
-    """The first rank of one model of the run."""
+    """What was rehearsed of one model: a step of its first rank."""
 
     phases: tuple[RehearsedPhase, ...]
     num_micro_batches: int

@@ -34,7 +34,8 @@ class CheckpointCopies:
         return sorted((name for name in names if self._listing(name) is not None), key=lambda name: int(name[5:]))
 
     def send(self, root: Path) -> None:
-        """Copies complete checkpoints in `root` that the remote lacks, and removes remote ones that `root` lacks."""
+        """Copies the complete checkpoints in `root` that are missing or different at the address, and removes those
+        there that `root` lacks. A failure causes a warning, and is kept for `require_sent`."""
         try:
             here = {path.name: path for path in complete_checkpoints(root)}
             for name, path in here.items():
@@ -49,8 +50,8 @@ class CheckpointCopies:
             logger.warning("%s: not copied, the next checkpoint tries again: %s", self._address, error)
 
     async def send_within(self, root: Path, timeout_s: float) -> None:
-        """Runs `send` outside the event loop. A store that does not answer within `timeout_s` counts as failed, and the
-        run does not wait for it again."""
+        """Runs `send` outside the event loop. If the store does not answer within `timeout_s`, the copy counts as
+        failed, and the run does not wait again until this copy has ended."""
         if self._sending is None or self._sending.is_done:
             self._sending = OwnThread(lambda: self.send(root))
             try:
@@ -69,7 +70,7 @@ class CheckpointCopies:
             ) from self._failure
 
     def fetch_newest(self, root: Path) -> None:
-        """Downloads the newest remote checkpoint into `root`, if it is missing. Raises ConfigError, OSError."""
+        """Downloads the newest remote checkpoint into `root`, if it is missing there. Raises ConfigError, OSError."""
         names = self.steps()
         if not names or (root / names[-1] / COMPLETE).is_file():
             return
@@ -95,11 +96,13 @@ def copies_of(config: Config) -> CheckpointCopies | None:
 
 
 async def fetch_checkpoint(config: Config) -> None:
-    """Downloads the newest remote checkpoint, if there is one. Called before a run looks for a checkpoint to resume.
+    """With `trainer.resume_mode=latest`, downloads the newest remote checkpoint, if there is one. Called before a run
+    looks for a checkpoint to resume from.
 
     Raises:
-        ConfigError: the address holds another run's checkpoints. DeadlineError: the store did not answer within
-            `trainer.worker_timeout_s`.
+        ConfigError: the address holds checkpoints, but the mode is another; or the store cannot be accessed.
+        OSError: reading from the store or writing failed.
+        DeadlineError: the store did not answer within `trainer.worker_timeout_s`.
     """
     copies = copies_of(config)
     if copies is None:

@@ -1,4 +1,4 @@
-"""Decides which of a checkpoint's finished groups a resumed run can train on; it plays the others again."""
+"""Decides which of a checkpoint's finished groups a resumed run can train on. The run plays the others again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 def resumed_groups(
     config: Config, checkpoint: Path | None, state: RunState, now: Mapping[str, Any], *, total_steps: int
 ) -> tuple[Sequence[StoredGroup], RunState]:
-    """The groups that the run trains on without playing them again, and the run state in which the others are to be
-    restarted.
+    """The groups that the run trains on without playing them again, and the run state, with the others added to its
+    `restart_groups`.
 
     Args:
         now: the fingerprint of this run (`trainer.fingerprint`). If it would play prompts differently than the
             checkpoint's run, all groups are played again.
 
     Raises:
-        CheckpointError: the groups cannot be read.
+        CheckpointError: the groups or the checkpoint's fingerprint cannot be read.
     """
     if checkpoint is None or not state.finished_groups:
         return (), state
@@ -54,8 +54,8 @@ def resumed_groups(
 def within_the_bound(
     groups: Iterable[StoredGroup], *, version: int, last_version: int, groups_per_step: int, max_staleness: int
 ) -> tuple[StoredGroup, ...]:
-    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. All `groups`,
-    unless the batch or the bound became smaller, or fewer steps are left."""
+    """The groups that a run resumed at `version` can train on within the staleness bound, oldest first. These
+    are all `groups`, unless the batch or the bound became smaller, or fewer steps are left."""
     kept: list[StoredGroup] = []
     for stored in sorted(groups, key=lambda one: (one.group.start_version, one.group.group_id)):
         trained_at = version + len(kept) // groups_per_step

@@ -105,9 +105,9 @@ class Rollouts:
         return tuple(self._restart)
 
     def stored(self) -> tuple[StoredGroup, ...]:
-        """The buffer's finished groups that no step has trained on, with their counts for later metrics. Empty for a
-        run in which generation does not run ahead: it plays all groups of its next step again and thus repeats itself
-        bit for bit."""
+        """The buffer's finished groups that no step has trained on, with their counts for later metrics. Empty if
+        generation does not run ahead: such a run, when resumed, plays all groups of its next step again, and thus
+        repeats itself bit for bit."""
         if not self._buffer.runs_ahead:
             return ()
         failed: dict[int, list[Trajectory]] = {}
@@ -125,7 +125,7 @@ class Rollouts:
     def lap(self) -> tuple[dict[str, float], tuple[Trajectory, ...]]:
         """Metrics since the last call, and the failed samples. Counts dropped groups by reason, tokens of dropped or
         discarded groups, failed samples by kind, and tokens of greedy answers. Outstanding groups are left for the step
-        that accounts for them, because a resumed run plays them again."""
+        that accounts for them, because a resumed run would play them again."""
         later = set(self._buffer.outstanding)
         dropped = Counter(reason for group, reason in self._dropped.items() if group not in later)
         self._dropped = {group: reason for group, reason in self._dropped.items() if group in later}

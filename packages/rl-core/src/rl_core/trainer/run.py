@@ -91,11 +91,12 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
     """Makes all checks that are possible beforehand (`trainer.preflight`), trains as `config` says, and returns when
     the run is done or was stopped.
 
-    In the main thread, the first SIGINT or SIGTERM stops the run at the next step boundary, with a checkpoint; a second
-    one ends it at once. In a notebook, whose event loop occupies that thread, use
+    In the main thread, once the loop runs, the first SIGINT or SIGTERM stops the run at the next step boundary, with a
+    checkpoint; a second one, or one before the loop, ends the run at once. In a notebook, whose event loop occupies the
+    main thread, use
     `await asyncio.to_thread(run_training, config)`.
 
-    Until it returns, no other run can use its directories (`trainer.run_lock`).
+    Until this function returns, no other run can use the run's directories (`trainer.run_lock`).
 
     Args:
         config: a resolved configuration (see `rl_core.config.resolve`), or the result of `rl_core.config.load`. With
@@ -104,9 +105,11 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 
     Raises:
         ConfigError, PluginError, DataError: the run cannot start as configured, for example because another run uses
-            one of its directories. Nothing was changed. ConfigErrors: several mistakes, listed.
+            one of its directories. Mistakes that `trainer.preflight` finds are raised before anything is changed.
+            ConfigErrors: several mistakes, listed.
         RLError: any failure caused by input, data or the machine.
         KeyboardInterrupt: the run was ended at once.
+        RuntimeError: this thread has a running event loop already.
     """
     begun = time.perf_counter() if started is None else started
     preflight(config, says_changes=False)
@@ -126,12 +129,15 @@ def run_training(config: Config | Loaded, *, started: float | None = None) -> Ru
 def run_evaluation(config: Config | Loaded) -> dict[str, float]:
     """Plays the held-out rows once with the model at `trainer.policy.model.path`. Returns the metrics.
 
+    Only what playing needs is checked. The recipe creates missing files.
+
     Args:
-        config: as in `run_training`. Checks only what playing needs; the recipe creates missing files.
+        config: as in `run_training`.
 
     Raises:
         ConfigError, PluginError, DataError: the rows cannot be played as configured. ConfigErrors: several mistakes,
             listed.
+        RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
     """
     prepare_playing(config, reads="data.val_data")
     resolved = config_of(config)
@@ -145,11 +151,12 @@ def run_generation(config: Config | Loaded, output: Path, *, limit: int | None =
     Args:
         config: as in `run_evaluation`.
         output: a new file. Its directory is created if it is missing.
-        limit: plays only this many rows, the first ones; None: all.
+        limit: number of rows to play, from the first; None: all.
 
     Raises:
         ConfigError, PluginError, DataError: the rows cannot be played as configured, or `output` exists; it is never
             overwritten. ConfigErrors: several mistakes, listed.
+        RLError, KeyboardInterrupt, RuntimeError: as in `run_training`.
     """
     resolved = config_of(config)
     reads = _generation_data(resolved)
@@ -287,7 +294,8 @@ def _rows(config: Config, key: str) -> list[DataRow]:
 
 
 async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettings, sampling: str) -> Evaluation:
-    """Plays the rows once with the model at `trainer.policy.model.path`, and the sampling of the section `sampling`."""
+    """Plays the rows once with the model at `trainer.policy.model.path`. `sampling`: the section with the maximum
+    response length, which limits prompts."""
     async with _playing(config) as (_, generator):
         return await evaluate(
             generator,
@@ -301,7 +309,7 @@ async def _play(config: Config, rows: Sequence[DataRow], settings: RolloutSettin
 
 @asynccontextmanager
 async def _playing(config: Config) -> AsyncIterator[tuple[InferenceClient | None, Generator]]:
-    """The generator, and the engine's client; None if the generator does not sample."""
+    """The engine's client (None if the generator does not sample), and the generator."""
     generator, told = generator_spec(config)
     generator.validate(told)
     if needs_engine(config):
@@ -434,7 +442,7 @@ def _callback(path: str) -> Callback:
 def _data_outside_garbage_collection() -> Iterator[None]:
     """Excludes rows, models and modules, which live as long as the run, from garbage collection.
 
-    They are most objects of the process. In the quick start, scanning them took 95 ms of a 730 ms step.
+    They make up most objects of the process. In the quick start, scanning them took 95 ms of a 730 ms step.
     """
     gc.collect()
     gc.freeze()

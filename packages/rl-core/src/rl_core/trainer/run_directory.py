@@ -39,7 +39,8 @@ _OWN_ENTRIES = re.compile(
 )
 """Names of the files that a run, its trackers and its engines write into its directory."""
 MARK = ".rl-run"
-"""The first file of every run directory, and the last one to be moved: other programs use the remaining names too."""
+"""The first file that a run writes into its directory, and the last one to be moved away. It identifies a run's
+directory, because other programs use the other names too."""
 _MARK_TEXT = "A run of rl writes this directory, and may move files with the names of its output; see config.yaml.\n"
 _COMPLETE = ("trainer", "generator", "data", "environment")
 """Sections of every configuration that a run wrote."""
@@ -55,11 +56,11 @@ class RunSummary:
     interrupted: bool
     accuracy_before: float | None
     """Held-out accuracy before training (mean reward if the environment reports no accuracy). None without
-    evaluation."""
+    an evaluation before training."""
     accuracy_after: float | None
     """The same measure in the last evaluation; None without evaluation."""
     rl_seconds: float
-    """Duration of the loop: all steps and evaluations."""
+    """Duration of all steps and evaluations, in all processes of the run."""
     total_seconds: float
     """Time since this process started, including preparation, loading and saving."""
     seed: int
@@ -85,9 +86,10 @@ def open_run_directory(config: Config) -> RunStart:
     another configuration writes `config.resumed-1.yaml`, `-2`, …. Partial directories of unfinished saves are removed.
 
     Raises:
-        CheckpointError: `resume_path` is not a checkpoint, or it is damaged; nothing was changed.
-        ConfigError: the directory cannot be created or written, or it contains files that have the names of a run's
-            files but were not written by a run.
+        CheckpointError: `resume_path` is not a checkpoint, or the checkpoint to continue from is damaged. Nothing was
+            changed.
+        ConfigError: the directory cannot be created or written; it contains files that have the names of a run's
+            files but were not written by a run; or the run would overwrite the model that it starts from.
     """
     require_own_files(config)
     run_dir, checkpoint = config.run_dir, checkpoint_to_resume(config)
@@ -111,10 +113,10 @@ def open_run_directory(config: Config) -> RunStart:
 
 def set_aside_later_steps(config: Config, step: int) -> None:
     """Moves the output of steps after `step`, which will be repeated, to `<run_dir>/replaced_1`, `_2`, …: checkpoints,
-    rows of metrics and samples, and the final model and report.
+    rows of metrics and samples, exported models, summary and report.
 
-    Does nothing if there is no later output. The model is not moved if `trainer.export_path` is outside the run
-    directory. If killed midway, some checkpoints may already be moved, but no row is lost.
+    Does nothing if no later step left checkpoints or rows. Models are not moved if `trainer.export_path` is outside the
+    run directory. If killed midway, some checkpoints may already be moved, but no row is lost.
     """
     run_dir = config.run_dir
     checkpoints = [path for path in complete_checkpoints(config.ckpt_dir) if step_of(path) > step]
@@ -199,7 +201,8 @@ def _remove_unfinished(config: Config, checkpoint: Path | None) -> None:
 
 
 def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
-    """Warns about missing metrics rows. A row is on disk before its step's checkpoint, so something else removed it."""
+    """Warns about missing metrics rows. A row is on disk before its step's checkpoint, so a kill cannot have caused
+    this."""
     metrics = config.run_dir / METRICS_FILE_NAME
     if checkpoint is None or not metrics.exists() or checkpoint.resolve().parent != config.ckpt_dir.resolve():
         return
@@ -213,11 +216,12 @@ def _warn_of_lost_rows(config: Config, checkpoint: Path | None) -> None:
 
 
 def require_own_files(config: Config) -> None:
-    """Requires that files in the run's directory that have the names of a run's files were written by a run: the
-    directory has a run's mark or, from a version without marks, a complete checkpoint, or configuration, metrics and
-    samples together.
+    """Requires that a run wrote all files in the run's directory that have the names of a run's files. This is shown by
+    a run's mark; by a complete checkpoint; or, from a version that made no marks, by configuration, metrics and samples
+    together.
 
-    Raises ConfigError if not, because the run would otherwise append to, or move, foreign files.
+    Raises ConfigError if not, because the run would otherwise append to, or move, foreign files. Also raises it if the
+    run would overwrite the model that it starts from.
     """
     run_dir, model = config.run_dir, config.trainer.policy.model.path
     for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME):
@@ -305,7 +309,8 @@ def _move_aside(config: Config, checkpoint: Path | None) -> Path | None:
 
 
 def _own_entries(config: Config) -> list[Path]:
-    """The entries of the run directory that a run wrote, rows and mark last, without those that this run will read."""
+    """The entries of the run directory that a run wrote, without those that this run will read. Metrics and mark come
+    last."""
     run_dir = config.run_dir.absolute()
     models = (config.trainer.policy.model.path, config.trainer.ref.model.path, config.trainer.critic.model.path)
     reads = [Path(os.path.realpath(path)) for path in (*models, *config.data.train_data, *config.data.val_data) if path]

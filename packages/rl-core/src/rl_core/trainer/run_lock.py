@@ -6,12 +6,12 @@ file inside would move with the directory, lock included, when a run moves an ea
 only if the directory cannot be moved, because it is a mount point or its parent is not writable.
 
 A host may not see the locks of another host on a shared file system, and some file systems have no locks. So a run also
-touches its lock files every few seconds. If a lock file names a process of another host, it is watched for such a touch
-before it is taken over.
+touches its lock files every few seconds. If the process that a lock file names may still be alive although its lock
+cannot be seen, the file is watched for such a touch before it is taken over.
 
 A directory inside another directory of the run needs no lock of its own, because every run also looks for lock files
-above its directories and directly inside them. It does so after taking its own locks, so of two runs whose directories
-overlap, at least one sees the other.
+above its directories and directly inside them. It looks before and after taking its own locks, so of two runs whose
+directories overlap, at least one sees the other.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def require_unused(config: Config) -> None:
 
 
 def _directories(config: Config) -> dict[Path, str]:
-    """Directories that the run writes → key, under the configured path and, if that is a link, also under its target.
-    Leaves out directories inside another one."""
+    """Directory that the run writes → its configuration key. If a configured path is a link, both the path and
+    the link's target are listed. Leaves out directories inside another one."""
     found: dict[Path, str] = {}
     for key in _KEYS:
         path = str(config.ckpt_dir) if key == "trainer.ckpt_path" else value_at(config, key)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _REPEAT_S = 60.0
-"""Seconds between two warnings about the same full disk, which is tried after every step."""
+"""Seconds between two warnings about the same full disk, although saving is tried after every step."""
 
 
 class CheckpointSaver:
@@ -79,8 +79,8 @@ class CheckpointSaver:
         return self._full is not None
 
     async def save(self, state: RunState, finished: Sequence[StoredGroup] = ()) -> None:
-        """Writes the checkpoint of `state.step`, or starts to write it in the background. Raises the error of the
-        previous background save, unless that was a full disk."""
+        """Writes the checkpoint of `state.step`, or starts to write it in the background. First waits for the previous
+        background save. Raises that save's error (unless the disk was full), or DeadlineError if it takes too long."""
         await self._wait()
         self._full = None
         partial = partial_path(self._root, state.step)
@@ -132,8 +132,8 @@ class CheckpointSaver:
                 await self._copy()
 
     async def finish(self) -> None:
-        """Waits for the background checkpoint. Raises its error, DeadlineError, or DiskFullError if the disk was too
-        full for the last checkpoint."""
+        """Waits for the background checkpoint. Raises its error, DeadlineError, DiskFullError if the disk was too full
+        for the last checkpoint, or CheckpointError if the last copy to a remote store failed."""
         await self._wait()
         if self._full is not None:
             raise DiskFullError(

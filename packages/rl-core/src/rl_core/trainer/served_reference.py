@@ -17,11 +17,11 @@ from rl_core.errors import ConfigError, DeadlineError, GenerationError
 from rl_core.interfaces import Scoring
 
 TOKENS_PER_REQUEST = 65_536
-"""Keeps an engine busy for seconds, and a request to a server below 1 MB."""
+"""Most tokens in one request: enough to keep an engine busy for seconds, and less than 1 MB to send to a server."""
 
 
 class ServedReference:
-    """Computes `ref_logprobs` with an engine. Its weights never change.
+    """Computes `ref_logprobs` with an engine, whose weights never change.
 
     Args:
         client: client of an engine that serves the reference model at temperature 1.
@@ -38,7 +38,7 @@ class ServedReference:
         Raises:
             ConfigError: a token is outside the reference's vocabulary.
             DeadlineError: the engine did not answer in time.
-            GenerationError: no engine is in service, or it did not give one finite number per token.
+            GenerationError: no engine is in service, or the engine did not give one finite number per token.
         """
         largest = int(batch["tokens"].max())
         if largest >= self._client.vocab_size:
@@ -74,7 +74,7 @@ class ServedReference:
 
 
 def _parts(batch: Batch) -> Iterator[list[list[int]]]:
-    """The batch's sequences, in parts of at most `TOKENS_PER_REQUEST` tokens or one sequence."""
+    """The batch's sequences, in parts of at most `TOKENS_PER_REQUEST` tokens; a longer sequence is a separate part."""
     part: list[list[int]] = []
     for tokens in batch["tokens"].split(batch.lengths.tolist()):
         if part and sum(map(len, part)) + len(tokens) > TOKENS_PER_REQUEST:

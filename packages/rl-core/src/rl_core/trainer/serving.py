@@ -1,6 +1,6 @@
 """The loop's interface to the engines: publishes each version, proves that it arrived, brings back lost engines.
 
-A run whose groups come from data has no engines and uses `NoEngines`.
+A run whose responses come from its data has no engines and uses `NoEngines`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Engines(Protocol):
 
     @property
     def are_asleep(self) -> bool:
-        """Whether the engines sleep. They have lost their weights, and need them before they can sample."""
+        """Whether the engines sleep. If so, they have lost their weights, and need them before they can sample."""
         ...
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Publishes the policy's weights as `version`. Returns the metrics of the verification, if one was due."""
+        """Publishes the policy's weights as `version`. Returns metrics of the sync and, if one was due, of the
+        verification."""
         ...
 
     async def prove(self) -> None:
@@ -93,7 +94,7 @@ class Engines(Protocol):
 
 
 class NoEngines:
-    """For runs whose groups come from data: nothing is published, and only models use the devices."""
+    """For runs whose responses come from their data: nothing is published, and only models use the devices."""
 
     is_sampled_from = False
     are_shared = False
@@ -179,7 +180,7 @@ class ServedEngines:
         await self._turns.to_models()
 
     def idle_lap(self) -> dict[str, float]:
-        """With several engines: the mean over all, and the idle time of each of the first `_MOST_ENGINES`."""
+        """The mean over all engines, and the idle time of each of the first `_MOST_ENGINES`. Empty with one engine."""
         idle = self._client.idle_lap() if isinstance(self._client, IdleMeasuring) else {}
         if len(idle) < 2:
             return {}
@@ -187,12 +188,13 @@ class ServedEngines:
         return {"time/engine_idle": sum(idle.values()) / len(idle), **each}
 
     async def _publish(self) -> Publication:
-        """Publishes once, and again in three cases: an engine was lost during the sync, which fails it for all engines;
-        an engine refused a delta (then with whole weights); or a disk was full (until there is space).
+        """Publishes once, and again in three cases: an engine was lost during the sync, which then fails for all
+        engines; an engine refused a delta (then with whole weights); or a disk was full (until there is space).
 
         Raises:
             WeightSyncError, DeadlineError: the sync failed with all engines alive, or engines were lost in every try.
             DiskFullError: the disk stayed full for too long.
+            OSError: reading or writing failed in another way.
         """
         num_lost, clock = 0, asyncio.get_running_loop().time
         deadline = clock() + _ROOM_S

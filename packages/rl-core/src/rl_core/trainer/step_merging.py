@@ -1,4 +1,4 @@
-"""Merges the steps of multi-turn trajectories into fewer, longer sequences, with the same training result."""
+"""Merges the steps of multi-turn trajectories into fewer, longer sequences, so that shared tokens are computed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ZERO_IN_PROMPTS = ("loss_mask", "loss_weights", "rewards")
 
 
 def merge_steps(batch: Batch) -> tuple[Batch, PrefixMerge]:
-    """Merges each step whose prompt continues the previous step with that step.
+    """Merges each step with the previous one if its prompt continues the previous step's tokens.
 
     Every sampled token keeps its log-probs, reward, mask, advantage and weight, at the position where it was sampled.
     So the gradient of a per-token loss does not change, if advantages and loss weights are already computed. A mean per

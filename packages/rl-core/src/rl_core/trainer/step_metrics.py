@@ -30,8 +30,8 @@ _MOST_AGES = 32
 
 
 def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: int, bound: int) -> dict[str, float]:
-    """`reward/…`, `rollout/…` and `environment/…` of the groups on which version `version` is trained. None is more
-    than `bound` versions old."""
+    """`reward/…`, `rollout/…` and `environment/…` of the groups on which version `version` is trained. No group is
+    more than `bound` versions old."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     means = trajectory_means(trajectories)
     mean = means.pop("reward")
@@ -58,6 +58,6 @@ def rollout_metrics(groups: Sequence[FinishedGroup], batch: Batch, *, version: i
 
 
 def queue_metrics(buffer: GroupBuffer) -> dict[str, float]:
-    """Groups that wait between generation and training after a step has taken its own."""
+    """Numbers of finished groups that wait for training and of groups being played, after a step has taken its own."""
     queued, under_way = len(buffer.finished), buffer.num_under_way
     return {"rollout/queued_groups": float(queued), "rollout/groups_under_way": float(under_way)}

@@ -3,7 +3,7 @@
 When streaming, a part consists of the groups that were finished when the trainer became free. It is collated and
 scored, gets its advantages and loss weights on its own, and its gradient is accumulated, while the step's other groups
 are still being sampled. The last part ends with the optimizer step. `trainer.streaming` decides for which
-configurations this gives the same step.
+configurations this gives the same step as training on all groups at once.
 
 Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
 large parts; a faster one trains many small ones.

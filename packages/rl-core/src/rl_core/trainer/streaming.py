@@ -1,4 +1,4 @@
-"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those that get the same steps.
+"""Decides which runs may train on groups as they finish (`trainer.stream_groups`): those whose steps stay the same.
 
 Advantages, masks and undivided loss weights of a part must not depend on the step's other groups. Settings are checked
 directly. Functions are tried on made-up groups, once with all groups together and once with each group alone.
@@ -130,7 +130,8 @@ def _unfit_functions(config: Config, update: UpdateSettings) -> Iterator[ConfigE
 
 
 def difference_alone(settings: UpdateSettings, *, num_samples: int) -> float:
-    """Largest difference between the columns of three made-up groups prepared together and each alone; 0 if equal."""
+    """Largest difference between the columns of three made-up groups prepared together and each alone; 0 if it is not
+    above `_TOLERANCE`."""
     largest = 0.0
     for seed in range(4):
         batch = _made_up(num_samples, seed)

@@ -137,7 +137,7 @@ class BatchUpdate:
         return {"old_logprobs": old_logprobs_T}
 
     def prepare(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Adds advantages; applies KL in the reward, normalisation and off-policy correction."""
+        """See `prepared`. Uses the current KL coefficient."""
         return prepared(batch, self._settings, kl_coef=self.kl_coef)
 
     async def judged(self, batch: Batch, step: int) -> dict[str, float]:
@@ -176,8 +176,8 @@ class BatchUpdate:
         return {name: value for metrics in of_models for name, value in metrics.items()}
 
     def observed(self, batch: Batch, metrics: Metrics) -> Metrics:
-        """Updates the state that needs the whole prepared batch and that the next step reads: adapts the KL
-        coefficient.
+        """Adapts the KL coefficient, which the next step reads, to the whole prepared batch. Returns the metrics that
+        need the whole batch.
 
         Args:
             batch: the step's batch.
@@ -204,8 +204,8 @@ class BatchUpdate:
 
 
 def prepared(batch: Batch, settings: UpdateSettings, *, kl_coef: float) -> tuple[Batch, Metrics]:
-    """Adds advantages to a scored batch. Applies KL in the reward, normalisation and off-policy correction if the
-    settings enable them."""
+    """Prepares a scored batch for the loss: KL in the reward, advantages, normalisation, off-policy correction, in this
+    order and as far as the settings enable them. Without an estimator, only the first. Also returns metrics."""
     metrics: dict[str, tuple[float, float]] = {}
     if settings.kl_in_reward is not None:
         batch, kl = with_kl_in_reward(batch, coef=kl_coef, estimator=settings.kl_in_reward)

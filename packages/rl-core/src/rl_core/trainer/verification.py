@@ -35,7 +35,7 @@ _USUAL_LOGPROB = -5.0
 proportion below. A pretrained model gives random tokens lower log-probs than a random model does (SmolLM2-135M in
 bfloat16: -15.3, with trainer and engine 0.12 apart)."""
 LEAST_NOISE = 0.125
-"""The first scale of noise that is tried. It is doubled until the noise has an effect."""
+"""The first scale of noise that is tried. It is doubled until the effect is large enough."""
 _LARGEST_FACTOR = 8192
 """Largest multiple of `LEAST_NOISE` that is tried. A rank-1 adapter on a tiny model needs 32 or 64."""
 _WANTED_EFFECT = 1.5
@@ -98,7 +98,8 @@ class WeightVerification:
         the trainer's weights.
 
         Raises:
-            WeightSyncError: an engine computes with another tensor than the trainer. The message says in which phase.
+            WeightSyncError: an engine computes with another tensor than the trainer (the message says in which phase);
+                no noise changes the trainer's log-probs enough; or no engine is in service.
         """
         if not await self._policy.is_perturbable():
             logger.warning("the training backend cannot perturb its weights: it is not proved that each tensor arrives")
@@ -107,7 +108,7 @@ class WeightVerification:
             moved = await self._perturb()
             await self._publish()
             perturbed = await self._probe("every weight was perturbed", _NOISY_LIMIT)
-        except Exception:  # not on cancellation: the weights are no longer needed, and a busy rank would delay it
+        except Exception:  # not on cancellation: weights are no longer needed, and a busy rank would delay the end
             await self._policy.restore()
             raise
         await self._policy.restore()
@@ -124,7 +125,7 @@ class WeightVerification:
 
     async def _perturb(self) -> float:
         """Adds noise of the smallest scale that changes the trainer's log-probs enough. Returns the change in nats.
-        Noise on small adapters changes a model less than noise on all of its weights.
+        Several scales are tried, because noise on small adapters changes a model less than noise on all weights.
 
         Raises:
             WeightSyncError: no noise changes the log-probs enough to tell whether it arrived.
@@ -165,8 +166,8 @@ class WeightVerification:
         """Scores the fixed tokens on both sides.
 
         Returns:
-            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats, for the engine with the largest
-            difference. Empty, with a warning, if no engine is in service.
+            `weight_sync/logprob_diff_mean` and `_max`: |trainer − engine| in nats; each is the largest over all
+            engines. Empty, with a warning, if no engine is in service.
 
         Raises:
             WeightSyncError: an engine's mean is above the limit. The message has the numbers of both sides.
