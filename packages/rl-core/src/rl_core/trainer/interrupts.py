@@ -33,7 +33,7 @@ class Interrupts:
     |----------------------------|-------------------------------------------------------------|
     | is not in a `stops` block  | cancels it                                                  |
     | is in a `stops` block      | the first calls `stop`; one at least 1 s later cancels it   |
-    | was cancelled or has ended | does nothing; 10 s later, raises KeyboardInterrupt          |
+    | was cancelled or has ended | does nothing, or after 10 s raises KeyboardInterrupt        |
     """
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class Interrupts:
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Like `asyncio.run`, except for a SystemExit in a task. There it ends the event loop at once. Here the other tasks
-    continue, and the task that awaits the failed one gets the exception."""
+    """Like `asyncio.run`, except for a SystemExit in a task: `asyncio.run` would leave the event loop at once; here the
+    other tasks continue, and the task that awaits the failed one gets the exception."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(work)

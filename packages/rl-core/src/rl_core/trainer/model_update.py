@@ -175,7 +175,7 @@ _SCORE_OF = {"logprobs": "old_logprobs", "entropies": "old_entropies", "predicte
 
 
 def mini_batch_sequences(batch: Batch, groups_per_mini_batch: int) -> list[Tensor]:
-    """Indices [M] of the sequences of each mini-batch. Each has whole groups, in the batch's order of groups."""
+    """Indices [M] of the sequences of each mini-batch. Each takes whole groups, in the batch's order of groups."""
     groups = list(dict.fromkeys(batch["group_id"].tolist()))
     number = {group: index // groups_per_mini_batch for index, group in enumerate(groups)}
     mini_batch_N = torch.tensor([number[group] for group in batch["group_id"].tolist()])

@@ -348,8 +348,8 @@ def _rows(config: Config, key: str, mistakes: Mistakes) -> list[DataRow] | None:
 
 
 def _gather_environments(rows: Sequence[DataRow], mistakes: Mistakes) -> None:
-    """Notes the first row without an environment and, for each environment that cannot be loaded, the first row with
-    it."""
+    """Notes the first row without an environment and, for each environment that cannot be loaded, the first row that
+    names it."""
     seen: set[object] = set()
     for row in rows:
         name = row.row.get("env_class")

@@ -89,7 +89,7 @@ async def publish_weights(
 
 
 async def _paused(client: InferenceClient, mode: PauseMode) -> float:
-    """Pauses the engines. Returns the time at which it asked them."""
+    """Pauses the engines. Returns the time of the request."""
     asked_at = time.monotonic()
     await _of_client(client, client.pause(mode))
     return asked_at

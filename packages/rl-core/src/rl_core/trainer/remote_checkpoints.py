@@ -100,7 +100,7 @@ async def fetch_checkpoint(config: Config) -> None:
     looks for a checkpoint to resume from.
 
     Raises:
-        ConfigError: the address holds checkpoints, but the mode is another; or the store cannot be accessed.
+        ConfigError: the address holds checkpoints but `resume_mode` is not `latest`, or the store cannot be accessed.
         OSError: reading from the store or writing failed.
         DeadlineError: the store did not answer within `trainer.worker_timeout_s`.
     """
