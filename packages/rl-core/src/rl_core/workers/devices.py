@@ -1,4 +1,4 @@
-"""Lets groups that share devices use them in turn."""
+"""Lets groups of ranks that share devices use them in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.workers.rank import Ranks
 
 @attrs.define(eq=False)
 class Tenant:
-    """One group's ranks on shared devices, and which parts of them are there."""
+    """One group's ranks on shared devices, and which parts of their state are there."""
 
     ranks: Ranks
     keeps_optimizer: bool = False

@@ -1,7 +1,8 @@
 """The controller's handle of the ranks of one model: it plans, sends each rank its part once, and collects results.
 
-All methods are awaitable. The plan depends only on lengths: for each data-parallel rank, a list of micro-batches, each
-a list of sequences. A sequence is never split over micro-batches or data-parallel ranks.
+All methods are awaitable. The plan has, for each data-parallel rank, a list of micro-batches, each a list of sequences.
+It depends only on lengths and, if the ranks compute shared prefixes once, on which sequences share prefixes. A
+sequence is never split over micro-batches or data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -89,15 +90,17 @@ class WorkerGroup:
         start_timeout_s: float | None = None,
         silence_s: float = 300.0,
     ) -> Self:
-        """Starts the ranks and builds their models. One rank runs in this process, several as Ray actors.
+        """Starts the ranks and builds their models. Ranks are Ray actors, but a single rank runs in this process if the
+        backend allows it.
 
         Args:
             backend: the training backend.
             spec: the spec of each rank.
             num_nodes: number of machines.
             ranks_per_node: GPUs per machine; on machines without GPUs, processes.
-            share_devices_of: a group with the same number of ranks whose devices this group uses too. `Offloadable`
-                workers leave them while the other group computes. None: the group has its own devices.
+            share_devices_of: a group of the same shape (nodes, ranks per node) whose devices this group uses too.
+                `Offloadable` workers leave the devices while the other group computes. None: the group has its own
+                devices.
             timeout_s: longest wait for each later call.
             start_timeout_s: longest wait for this start; None: `timeout_s`.
             silence_s: a rank in another process counts as dead after this long without an answer and without work, even
@@ -263,8 +266,8 @@ class WorkerGroup:
             await self._ranks.call(Worker.save_model, directory)
 
     async def offload(self) -> None:
-        """Moves all `Offloadable` workers off the devices, including other groups' there. A call moves back what it
-        needs."""
+        """Moves all `Offloadable` workers off the devices, including those of groups that share them. Later calls move
+        back what they need."""
         await self._devices.clear()
 
     async def close(self) -> None:

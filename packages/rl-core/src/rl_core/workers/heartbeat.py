@@ -1,8 +1,9 @@
 """Decides whether a rank that has not returned is still working: its process's resource use tells a long computation
 from a dead rank.
 
-A rank answers from a second thread while it computes, unless its process is stopped or native code holds the GIL. So an
-observer process on its node is asked as well. CPU time, bytes read or written, and a thread in disk wait count as work.
+A rank answers from a second thread while it computes, unless its process is stopped or native code holds the GIL. If
+it does not answer, an observer process on the rank's node reads the resource use. CPU time, bytes read or written,
+and a thread in disk wait count as work.
 """
 
 from __future__ import annotations

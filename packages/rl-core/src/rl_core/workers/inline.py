@@ -75,8 +75,8 @@ class InlineRank:
         return rank
 
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it keeps running, and later calls do not
-        wait for it."""
+        """See `Ranks.call`. A thread cannot be killed: after a DeadlineError it keeps running, and all later
+        calls raise WorkerError."""
         if self._host is None:
             raise WorkerError(f"{self._role} rank 0 was asked to {method.__name__} but is closed: start a new group")
         host = self._host
@@ -123,7 +123,7 @@ class InlineRank:
             raise WorkerError(f"{self._role} rank 0 failed in {phase}: {type(error).__name__}: {error}") from error
 
     def _answer(self, phase: str, function: Callable[[], Any]) -> Any:
-        """Runs in the rank's thread. Converts a BaseException, such as that of a loss that calls `sys.exit()`: it would
-        otherwise end the run as if it had finished."""
+        """Runs in the rank's thread. Converts a BaseException, such as that of a loss that calls `sys.exit()`: this
+        would otherwise end the run as if the run had finished."""
         with code_of(f"{self._role} rank 0 in {phase}"):
             return function()

@@ -41,7 +41,8 @@ class Part:
     sequences: np.ndarray
     """int64, indices into the whole batch; empty for a rank that only joins the collectives."""
     sent: np.ndarray
-    """int64, the sequences that are sent: `sequences`, or an arbitrary one if that is empty (no batch may be empty)."""
+    """int64, the sequences that are sent: `sequences` or, if that is empty, the batch's shortest one (no batch may be
+    empty)."""
     plan: Plan
     """Micro-batches as indices into `sent`."""
 

@@ -1,8 +1,8 @@
 """Connects to Ray and reserves a placement group for a group of ranks.
 
-Resources: a node of the group is one bundle of its placement group. A rank reserves one GPU or, without GPUs, `CPUS` of
-a CPU. CPU ranks share cores, so this number only limits ranks per machine. A group that shares another group's devices
-reserves nothing; it uses the same bundles and GPUs.
+Resources: a node of the group is one bundle of its placement group. A rank reserves `CPUS` of a CPU and, if the cluster
+has GPUs, one GPU. Ranks share cores, so `CPUS` only limits the number of ranks per machine. A group
+that shares another group's devices reserves nothing; it uses the same bundles and GPUs.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class RaySession:
             ) from error
 
     def _start_locally(self, common: dict[str, Any]) -> None:
-        """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so start-up is
-        tried twice."""
+        """Ray allows its node 30 s to start. This is not configurable and too short on a busy machine, so there
+        are two attempts."""
         for is_last_try in (False, True):
             try:
                 _init("local", include_dashboard=False, **common)

@@ -71,7 +71,7 @@ class RankCall:
     """A call of a rank."""
 
     method: Callable[..., Any]
-    """A method of `Worker` and its optional protocols, or of `RankHost`."""
+    """A method of `Worker`, of one of its optional protocols, or of `RankHost`."""
     args: Sequence[Any]
     """Arguments, without the batch: it is sent separately, one copy for all ranks that read it."""
     kwargs: Mapping[str, Any]

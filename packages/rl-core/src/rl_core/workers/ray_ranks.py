@@ -3,7 +3,8 @@ side. In rl_core only these two modules and `ray_cluster.py` use Ray.
 
 Consumes calls of the group; produces results by rank, or one error. Waits for all ranks; unblocked by their answers, by
 the first rank that fails, or by the deadline. After an error the ranks are out of step (some may wait in a collective
-for a dead rank), so all of them are killed, unless all ranks raised a user's mistake.
+for a dead rank), so all of them are killed. There are two exceptions: all ranks raised a user's mistake, or some did in
+a call that does not change the training state, and the others answered.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ASK_S = 2.0
 """Seconds that a rank which missed the deadline has to report what it is doing."""
 _NO_ANSWER = "does not answer the question what it is doing"
 _BEAT_S = 10.0
-"""Seconds between requests for the pulse of ranks in a call."""
+"""Most seconds between requests for the pulse of ranks in a call."""
 _OBSERVER_S = 60.0
 """Seconds for an observer process to start on the node of a rank that does not answer, and to read its pulse."""
 _Reader = tuple[int, tuple[int, ...] | None]
@@ -220,8 +221,8 @@ class RayRanks:
         raise error
 
     async def _answers(self, refs: Sequence[Awaitable[Any]]) -> tuple[dict[int, Any], Mapping[int, str]]:
-        """Waits for all answers, or until the deadline, shortly after a failure, or until ranks are found dead. Returns
-        the answers by rank, and the dead ranks."""
+        """Waits until all answers are there, the deadline has passed, a failure is `_SETTLE_S` old, or ranks are found
+        dead. Returns the answers by rank, and the dead ranks."""
         tasks = {asyncio.ensure_future(_answer_of(ref)): rank for rank, ref in enumerate(refs)}
         clock = asyncio.get_running_loop().time
         deadline, has_failed = clock() + self._timeout_s, False
@@ -286,8 +287,9 @@ class RayRanks:
         return len(failures) == len(self._actors) and _are_user_errors(failures)
 
     def _error_of(self, phase: str, failures: Mapping[int, Failure], silent: Sequence[int]) -> Exception:
-        """One error for all failures. A rank that died takes precedence over one that raised, which may only have lost
-        its peer; else the first rank's."""
+        """One error for all failures. If all ranks raised a user's mistake, it is rank 0's. Otherwise a rank that died
+        takes precedence over one that raised, which may only have lost its peer, and an earlier failure over a later
+        one."""
         rank = min(failures, key=lambda rank: not failures[rank].died)
         if self._all_agree(failures):
             rank = 0
