@@ -80,7 +80,8 @@ def line_chart(title: str, series: Sequence[Series], *, is_log: bool = False, is
 
 
 def stacked_chart(title: str, layers: Sequence[Series]) -> str:
-    """An SVG of stacked bars, one per step (of many steps, the mean of neighbours); all layers have the same steps."""
+    """An SVG of stacked bars, one per step or, if there are many steps, one for the mean of several neighbouring steps.
+    All layers must have the same steps."""
     steps = [step for step, _ in layers[0].points]
     bars = _bars(steps)
     means = [[statistics.fmean([one.points[i][1] or 0.0 for i in bar]) for bar in bars] for one in layers]

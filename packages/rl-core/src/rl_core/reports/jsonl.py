@@ -1,4 +1,4 @@
-"""JSON-lines files whose rows have a step. A run that writes them may be killed at any byte; the next one continues."""
+"""JSON-lines files whose rows have a step. A run may be killed at any byte; its next process continues the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepLog:
             is_written_again: tells which rows of earlier steps to drop too; None: none.
 
         Raises:
-            DataError: a line other than the last is not a row. The file is not changed.
+            DataError: a line is not a row and is not a truncated last line. The file is not changed.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -86,7 +86,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a step log in order, read lazily. A truncated last line is skipped.
 
     Raises:
-        DataError: the file does not exist, or a line before the last is not a row.
+        DataError: the file does not exist, or a line is not a row and is not a truncated last line.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist; a run writes it into its directory")

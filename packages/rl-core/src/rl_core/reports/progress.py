@@ -29,8 +29,8 @@ class Progress:
                 ...
                 progress.update(step + 1, loss=loss)
 
-    It writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so the result
-    of an evaluation every tenth step stays visible. If an exception passes through, the last line says so.
+    By default it writes to stderr, so that stdout remains free for results. A number is shown until it is updated, so
+    the result of an evaluation every tenth step stays visible. If an exception passes through, the last line says so.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Progress:
         self._phase = name
 
     def close(self, failure: str | None = None) -> None:
-        """Shows the last state, with the time taken or the point at which it stopped; a second call does nothing."""
+        """Shows the last state, with the time taken and, if given, the failure; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -36,7 +36,8 @@ class RunCharts:
     """All charts of a run, in the order of the page."""
 
     learning: Sequence[Chart]
-    """Reward and held-out accuracy: one chart if both are fractions, else two."""
+    """Reward and held-out accuracy: one chart if all values are fractions, else one for each. For a run that logs a
+    held-out loss: one chart of losses."""
     others: Sequence[Chart]
     time: Chart | None
     absent: Sequence[str]
@@ -155,7 +156,7 @@ def _learning_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _environment_charts(rows: Sequence[Row]) -> list[Chart]:
-    """The environment's metrics in training and on held-out problems."""
+    """The environment's metrics in training and on held-out problems. Without a held-out reward: the loss's metrics."""
     names = {name.partition("/")[2] for row in rows for name in row if name.startswith(("environment/", "eval/"))}
     charts = []
     for name in sorted(names - {"reward", "accuracy", "response_length", "failed", "loss", "entropy"}):

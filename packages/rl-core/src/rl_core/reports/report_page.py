@@ -30,13 +30,13 @@ _FAILURES_SHOWN = 3
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run's directory, finished or not, and returns its path.
+    """Writes `report.html` into the directory of a run, finished or not, and returns the page's path.
 
     Reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `config.yaml` and `summary.json`. The page lists charts
     whose metrics were not logged.
 
     Raises:
-        DataError: there is no `metrics.jsonl`, or one of the files is broken.
+        DataError: there is no `metrics.jsonl`, or one of the JSON files is broken.
     """
     rows = list(read_rows(run_dir / METRICS_FILE_NAME))
     config_text = _text(run_dir / "config.yaml")
@@ -248,7 +248,7 @@ def _prompt_of(sample: Sample) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """The text of a message, and the calls of one that calls tools, whose content is then null or left out."""
+    """The text of a message and its tool calls. If it has tool calls, its text may be null or left out."""
     said = [message.get("content"), message.get("tool_calls")]
     return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in said if part)
 

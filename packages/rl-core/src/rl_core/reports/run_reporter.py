@@ -78,8 +78,8 @@ class RunReporter:
     def failed_samples(
         self, step: int, trajectories: Sequence[Trajectory], *, purpose: Literal["train", "eval"] = "train"
     ) -> None:
-        """Writes all samples that failed before a step, none of which it trained on; or those of an evaluation that
-        ended with an error."""
+        """Writes all failed samples that count in a step, which did not train on them; or the failed samples of an
+        evaluation that ended with an error."""
         self._samples.write([self._sample(trajectory, step, purpose) for trajectory in trajectories])
 
     def eval_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:

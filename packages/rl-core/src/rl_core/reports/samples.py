@@ -102,7 +102,7 @@ def with_logprobs(sample: Sample, sequences: Batch) -> Sample:
 
 
 class SamplesWriter:
-    """Appends to a file of samples. Drops the rows that the earlier run wrote for `first_step` and later steps."""
+    """Appends to a file of samples. Drops the rows that earlier processes wrote for `first_step` and later steps."""
 
     def __init__(self, path: Path, *, first_step: int, evaluates_again: bool = False) -> None:
         """

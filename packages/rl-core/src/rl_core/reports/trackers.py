@@ -1,8 +1,9 @@
 """The built-in trackers, which receive metrics. Each is a callable `(config, run_dir, *, total_steps, first_step) →
 Tracker`.
 
-`first_step` is the first step that this process will log: 0 for a new run, the checkpoint's step + 1 for a resumed one.
-Rows that an earlier process logged for that step and later ones are dropped, so that no step appears twice.
+`first_step` is the first step that this process will log: 0 for a new run; for a resumed one, the checkpoint's step + 1
+or, if that step's row is to be written again, the checkpoint's step.
+Rows that an earlier process logged for the first step and later ones are dropped, so that no step appears twice.
 """
 
 from __future__ import annotations
