@@ -89,7 +89,7 @@ def _pairs() -> Iterator[Finding]:
 
 
 def _installed(distribution: str) -> str | None:
-    """Its installed version; None if it is not installed."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return version(distribution) if distribution else None
     except PackageNotFoundError:

@@ -14,7 +14,7 @@ _WIDTH = 13
 
 
 def show_episodes(samples: Path) -> None:
-    """Prints the first few multi-turn episodes of a file that `rl generate` wrote; nothing for single turns."""
+    """Prints the first few multi-turn episodes of a file that `rl generate` wrote; nothing if all have one turn."""
     from rl_core.reports.jsonl import read_rows
 
     for row in islice((row for row in read_rows(samples) if row.get("turns")), NUM_SHOWN):

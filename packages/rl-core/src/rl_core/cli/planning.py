@@ -1,4 +1,5 @@
-"""The output of `rl plan`: a table of each model's ranks, one of the run's phases, and one of sequence lengths."""
+"""The output of `rl plan`: a table of each model's ranks, one of the run's phases and, if asked for, one of sequence
+lengths."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def show_plan(
         context: tokens of a sequence; plans lengths from the configured one up to this.
 
     Raises:
-        ConfigError: a model's ranks form no valid mesh, its backend does not plan, or the run does not fit.
+        ConfigError: a value is invalid, a model's ranks form no valid mesh, its backend does not plan, `context` is
+            below the configured length, or the run does not fit; ConfigErrors: several values are invalid.
     """
     from rl_core.rank_kit.model_proof import require_proof
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_engine
@@ -83,7 +85,7 @@ class _Plan:
     peaks: tuple[Peak, ...]
     served: Serving | None
     problem: ConfigError | None
-    """Why it does not fit."""
+    """Why the run does not fit; None: it does."""
 
     @classmethod
     def of(

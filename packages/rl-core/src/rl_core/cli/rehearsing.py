@@ -22,7 +22,8 @@ def show_rehearsal(loaded: configuration.Loaded) -> None:
     """Rehearses every model of the run.
 
     Raises:
-        ConfigError: a model's ranks form no valid mesh, or its backend cannot rehearse this configuration.
+        ConfigError: a value is invalid, a model's ranks form no valid mesh, or its backend cannot plan or rehearse this
+            configuration; ConfigErrors: several values are invalid.
     """
     from rl_core.trainer.planned_run import arranged_models, longest_sequence, planned_model
     from rl_core.trainer.rehearsed_run import rehearsed_model

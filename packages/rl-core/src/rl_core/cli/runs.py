@@ -104,7 +104,7 @@ def has_checkpoint(loaded: configuration.Loaded) -> bool:
 
 
 def resume_command(loaded: configuration.Loaded) -> str:
-    """The checkpoint from which the run can be resumed, and the command to do so."""
+    """Tells from which checkpoint the run can be resumed, and with which command; or how to start again."""
     from rl_core.trainer.checkpoint import list_checkpoints
     from rl_core.trainer.run_directory import newest_config
 
