@@ -128,7 +128,7 @@ class GroupBuffer:
 
     async def permission(self, group_id: int) -> int | None:
         """Waits until this group may start, then counts it as outstanding. Returns its start version; None if
-        there is no room and will be none, because no step needs the group or `fail` was called."""
+        there will never be room for it, because no step needs the group or `fail` was called."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room() or self._is_over())
             if not self._has_room():

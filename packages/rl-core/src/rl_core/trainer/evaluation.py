@@ -1,4 +1,4 @@
-"""Plays the held-out rows once, at one policy version."""
+"""One evaluation: plays the held-out rows at one policy version."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The fingerprint of a run: its prompts and settings. Checkpoints store it, and a resume compares it.
 
-Rows, their order and the seed determine which prompt a group number means. With other rows, another
-number of prompts that are short enough, other shuffling or another seed, the group numbers in a checkpoint would mean
-other prompts, so a resume refuses such changes. All other settings may change; a resume lists the changes in a warning,
+Rows, their order and the seed determine which prompt a group number means. With other rows, another number
+of prompts that are short enough, other shuffling or another seed, the group numbers in a checkpoint would mean other
+prompts, so a resume refuses such changes. All other settings may change; a resume lists the changes in a warning,
 except those of the process (`_OF_THE_PROCESS`).
 """
 

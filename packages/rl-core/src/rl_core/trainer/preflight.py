@@ -217,8 +217,8 @@ def config_of(run: Config | Loaded) -> Config:
 
 
 def _loaded(run: Config | Loaded) -> Loaded:
-    """Wraps a plain configuration. It does not tell which keys the user set, so no key counts as set, and none causes
-    the warning that it has no effect."""
+    """Wraps a plain configuration. A plain configuration does not tell which keys the user set. So no key counts as
+    set, and no warning says that a key has no effect."""
     return run if isinstance(run, Loaded) else Loaded(config=run, given={})
 
 
@@ -314,7 +314,8 @@ def _gather_prompts(
     config: Config, rows: Mapping[str, list[DataRow] | None], mistakes: Mistakes, *, makes: Container[str]
 ) -> None:
     """Notes prompts that are too long, and a tokenizer that cannot be loaded. Encodes only the prompts with the most
-    and the fewest characters; the run later counts the tokens of all. Skipped if there are other mistakes."""
+    and the fewest characters; the run later counts the tokens of all. Skipped if there are other mistakes,
+    or if prompts cannot be encoded before the start."""
     is_made = config.policy_model_path in makes
     if mistakes or (is_made and not Path(config.policy_model_path).exists()):
         return

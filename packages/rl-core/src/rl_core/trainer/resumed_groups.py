@@ -24,8 +24,8 @@ def resumed_groups(
     `restart_groups`.
 
     Args:
-        now: the fingerprint of this run (`trainer.fingerprint`). If it would play prompts differently than the
-            checkpoint's run, all groups are played again.
+        now: the fingerprint of this run (`trainer.fingerprint`). If this run would play prompts differently than
+            the checkpoint's run, all groups are played again.
 
     Raises:
         CheckpointError: the groups or the checkpoint's fingerprint cannot be read.

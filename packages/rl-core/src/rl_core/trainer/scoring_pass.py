@@ -1,9 +1,9 @@
 """Decides, from the configuration, which scores of the policy a step computes before its first optimizer step.
 
 `old_logprobs` are log-probs under the weights at the start of the update, no matter which weights sampled the tokens. A
-batch's first optimizer step computes the same log-probs anyway, so its loss uses its own log-probs, detached
-(`LossSpec.old_is_current`), and needs no scoring pass. Later mini-batches are trained with other weights, so they are
-scored beforehand. Later epochs over the first mini-batch reuse the log-probs of its first step.
+batch's first optimizer step computes the same log-probs anyway. So the loss of this step uses them, detached
+(`LossSpec.old_is_current`), and needs no scoring pass. The weights then change, so later mini-batches are scored before
+the first step. Later epochs over the first mini-batch reuse the log-probs that the first step computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ScoringPass:
     covers_batch: bool = True
     """All sequences are scored, because something reads the scores before the first optimizer step."""
     first_is_own: bool = False
-    """The loss reads old log-probs, and the first optimizer step uses its own. Only later mini-batches are scored."""
+    """The loss reads old log-probs, and the first optimizer step computes them itself. Only later mini-batches are
+    scored."""
     keeps_first: bool = False
     """The first optimizer step returns its log-probs, because later epochs read them or they are compared with the
     engine's."""

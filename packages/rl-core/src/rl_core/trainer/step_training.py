@@ -1,8 +1,8 @@
 """Trains on a step's groups, either at once or, when streaming, as they finish.
 
-When streaming, a part consists of the groups that were finished when the trainer became free. It is collated and
-scored, gets its advantages and loss weights on its own, and its gradient is accumulated, while the step's other groups
-are still being sampled. The last part ends with the optimizer step. `trainer.streaming` decides for which
+When streaming, a part consists of the groups that were finished when the trainer became free. Each part is collated
+and scored, gets its advantages and loss weights from its own groups only, and adds its gradient, while the step's other
+groups are still being sampled. The last part ends with the optimizer step. `trainer.streaming` decides for which
 configurations this gives the same step as training on all groups at once.
 
 Parts grow with load, because groups accumulate while a part is trained. A trainer slower than the engines trains few
