@@ -79,8 +79,8 @@ class Heartbeats:
 
     A rank that neither answers nor works for `silence_s` is frozen. A rank that answers may be waiting for others, so
     it counts as dead only if no rank of the call has worked for `silence_s`: a deadlock. Work shows only between two
-    pulses, so the time before a rank's first pulse does not count; reading it may take a busy machine longer than
-    `silence_s`.
+    pulses, so the time before a rank's first pulse does not count. On a busy machine, reading the first pulse may
+    take longer than `silence_s`.
     """
 
     def __init__(self, num_ranks: int, silence_s: float, now_s: float) -> None:

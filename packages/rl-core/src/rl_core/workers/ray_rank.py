@@ -134,7 +134,7 @@ class RayRank:
 
     @ray.method(concurrency_group="status")
     def doing(self) -> str:
-        """What the computing thread is doing: the method, since when, and the innermost frames."""
+        """What the computing thread is doing: the method, for how long, and the innermost frames."""
         method, started, thread = self._call
         frame = sys._current_frames().get(thread)
         frames = reversed(traceback.extract_stack(frame)[-4:]) if frame else ()
