@@ -184,8 +184,8 @@ def _start_middle_end(steps: set[int]) -> list[int]:
 
 
 def _stages(wanted: Mapping[str, Sequence[int]]) -> list[tuple[str, dict[str, int]]]:
-    """(name, purpose → step) of start, middle and end. Steps of the purpose with fewer steps are assigned to the stages
-    with the nearest steps of the other: of two evaluations, the second belongs to the end."""
+    """(name, purpose → step) of start, middle and end. If one purpose has fewer steps than the other, each of these
+    steps goes to the stage with the nearest step of the other: of two evaluations, the second belongs to the end."""
     longest = max(wanted.values(), key=len)
     names = {0: (), 1: ("So far",), 2: ("Start", "End"), 3: ("Start", "Middle", "End")}[len(longest)]
     stages: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
@@ -212,8 +212,8 @@ def _first_prompts(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _best_and_worst(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The samples with the highest and the lowest reward of the step; the first one if equal. Failures have a separate
-    section."""
+    """The samples with the highest and the lowest reward of the step; only the first sample if all rewards are equal.
+    Failures have a separate section."""
     rewarded = [sample for sample in samples if sample.reward is not None]
     if not rewarded:
         return []

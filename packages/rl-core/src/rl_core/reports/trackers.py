@@ -2,8 +2,8 @@
 Tracker`.
 
 `first_step` is the first step that this process will log: 0 for a new run; for a resumed one, the checkpoint's step + 1
-or, if that step's row is to be written again, the checkpoint's step.
-Rows that an earlier process logged for the first step and later ones are dropped, so that no step appears twice.
+or, if the row of the checkpoint's step is to be written again, that step. Rows that an earlier process logged for the
+first step and later ones are dropped, so that no step appears twice.
 """
 
 from __future__ import annotations
