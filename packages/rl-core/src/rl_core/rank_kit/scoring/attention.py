@@ -1,9 +1,10 @@
 """Causal attention inside a packed stream: every sequence attends only to itself, and no T×T mask is ever built.
 
-This module alone chooses the kernel: on CUDA in half precision, torch's variable-length flash attention; otherwise SDPA
-over rectangles. A rectangle holds sequences of similar length as right-padded rows. Under a causal mask no real token
-sees padding on its right, so `is_causal` is exact and needs no mask tensor. With Ulysses, all ranks first exchange
-their tokens for heads of whole sequences (`ulysses.py`).
+The kernel, which models do not choose, is torch's variable-length flash attention on CUDA in half precision, otherwise
+SDPA over rectangles; for sequences that share prefixes, `shared_attention.py` has others. A rectangle holds sequences
+of similar length as right-padded rows. Under a causal mask no real token sees padding on its right, so `is_causal` is
+exact and needs no mask tensor. With Ulysses, all ranks first exchange their tokens for heads of whole sequences
+(`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def packed_attention(
         module: the calling attention layer.
         query, key, value: [B, heads, L, D], the stream cut into B rows (one, if packed). Key and value may have fewer
             heads, each shared by a group of query heads.
-        attention_mask: None, which transformers passes if an attention has no mask function.
+        attention_mask: must be None, as transformers passes for an attention function without a mask function.
         scaling: factor of query · key; None: D ** −0.5.
-        sliding_window: number of tokens that each token sees, including itself; None: all tokens before it.
+        sliding_window: number of tokens that each token sees, including itself; None: itself and all before it.
         packed_sequences: the places of the sequences.
         others: arguments that transformers passes to every attention function; unused.
 
@@ -103,8 +104,8 @@ def _attention_per_sequence(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """For windows and head sizes without a kernel for shared prefixes: only attention is computed separately for every
-    sequence."""
+    """Attention of sequences that share prefixes, where no kernel for that fits the window, head sizes or device. Only
+    attention is computed for every sequence separately; the other layers still compute a shared prefix once."""
     query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
     output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
     return gather_rows(output_THD, shared.token_C)

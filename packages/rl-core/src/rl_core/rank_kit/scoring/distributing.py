@@ -49,8 +49,8 @@ def _from_first(tensor: Tensor, ranks: RankMesh) -> Tensor:
 
 
 def require_same_structure(scorer: nn.Module) -> None:
-    """Requires that the structure that other ranks built from the configuration equals the model that rank 0 loaded,
-    and that its units share no parameters."""
+    """Raises ConfigError, on all ranks, unless the structure that the other ranks built from the configuration equals
+    the model that rank 0 loaded, and no two units of the model share a parameter."""
 
     def describe() -> list[tuple[str, tuple[int, ...], str]]:
         named = [*scorer.named_parameters(), *scorer.named_buffers()]

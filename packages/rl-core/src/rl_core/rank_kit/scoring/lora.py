@@ -92,7 +92,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]
 def merged_weights(model: PreTrainedModel, making: Making = as_they_are) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of the equivalent model without adapters, W + s · B A, one at a time; a tied weight once.
 
-    Computed in float32 like the adapters, under the names that the model has without adapters.
+    The sum has the adapters' dtype. Names are those that the model has without adapters.
     """
     for name, weight in model.named_parameters():
         if ".lora_" in name:

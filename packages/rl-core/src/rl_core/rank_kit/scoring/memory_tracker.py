@@ -1,4 +1,4 @@
-"""Peak memory of one rank's tensors by kind, and the number of operations computed on them.
+"""Peak memory of one rank's tensors by kind, and the number of floating-point operations computed on them.
 
 torch's own counters attach hooks to a model's tensors. While these hooks exist, the graphs that checkpointing
 recomputes are not freed (torch 2.13: with FlopCounterMode, 28 layers used 38 GiB instead of 10). So this tracker only
@@ -43,7 +43,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
         self.flops = 0
-        """Operations of matrix products and attention; a multiplication and an addition count as two."""
+        """Floating-point operations of matrix products and attention; a multiplication and an addition count as two."""
         self._fake_mode = fake_mode
         self._alive: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._changes: list[tuple[_Storage, int]] = []

@@ -159,7 +159,7 @@ def predicting_states(model: PreTrainedModel, inputs: ModelInput, compute_dtype:
     with autocast(model, compute_dtype):
         hidden_BLH = model.base_model(input_ids=inputs.tokens_BL, use_cache=False, **packing).last_hidden_state
     hidden_CH, source_S = hidden_BLH.flatten(0, 1), inputs.source_S
-    # A shared token may predict several tokens.
+    # A token of a shared prefix may predict several tokens, whose gradients must be summed.
     states_SH = gather_rows(hidden_CH, source_S) if inputs.score_S is None else hidden_CH.index_select(0, source_S)
     return states_SH.to(compute_dtype)
 

@@ -69,7 +69,7 @@ class SharedPrefixes:
     query_Q: Tensor
     """int64, the stream's rows whose nodes have ancestors."""
     key_K: Tensor
-    """int64, the rows that these see, once per block."""
+    """int64, the stream's rows that these queries see; a row appears once in each block that sees it."""
     sequences: PackedSequences
     """Every sequence in full, including its shared prefix."""
     row_T: Tensor

@@ -1,9 +1,9 @@
 """Gradient checkpointing of a Hugging Face model's decoder layers: what backward computes again.
 
-`True` keeps a layer's input alone and computes the layer again. `"selective"` keeps the results of matrix products and
+`True` keeps only a layer's input and computes the layer again. `"selective"` keeps the results of matrix products and
 attention, which cost nearly all of the time, and computes again what lies between them: norms, rotary embedding,
-activation functions (Korthikanti et al. 2022, arXiv 2205.05198, choose the other way round: they recompute attention,
-which no longer keeps its scores).
+activation functions. (Korthikanti et al. 2022, arXiv 2205.05198, recompute attention instead, because it kept its
+scores then; flash attention keeps none.)
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ KEPT = frozenset(
 
 
 def recompute_layers(model: PreTrainedModel, which: Literal[True, "selective"], where: str) -> None:
-    """Wraps every decoder layer's `forward`, not its call: hooks of a sharding wrapper stay outside and run once.
+    """Wraps every decoder layer's `forward`, not its `__call__`, so that hooks of a sharding wrapper run only once.
 
     transformers' own switch works in training mode only, which would also switch dropout on.
 
     Args:
         model: whose layers are computed again in backward.
-        which: see the module.
+        which: see the module's docstring.
         where: section of the model, for messages.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  for a single rank
 
 from rl_core.batch import Batch
 from rl_core.errors import ConfigError
@@ -52,7 +52,7 @@ def rehearse(
     Args:
         spec: the model; of its files, only `config.json` is read.
         mesh: the mesh of all ranks.
-        shard: as in `start.start_shards`.
+        shard: as in `start.start_shards`, but it also gets the ranks.
         batch: the rank's sequences, with the columns that the loss reads.
         plan: its micro-batches.
         loss: what is minimised; None: the batch is scored.
@@ -62,7 +62,7 @@ def rehearse(
         The phases `train` and `step`, as in a step after the first (with optimizer state); or `score`.
 
     Raises:
-        ConfigError: the model cannot be built or sharded.
+        ConfigError: the model cannot be built or sharded, or this process has already joined a process group.
     """
     # The batch stands for the largest one, in which no two sequences share a prefix.
     spec = attrs.evolve(spec, share_prefixes=False)

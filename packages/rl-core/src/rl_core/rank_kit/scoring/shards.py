@@ -72,7 +72,7 @@ class Shards(Protocol):
         ...
 
     def take(self, state: Mapping[str, Any], *, with_optimizer: bool, steps_done: int) -> None:
-        """Loads `state`, as after `steps_done` optimizer steps."""
+        """Loads `state`, which was saved after `steps_done` optimizer steps."""
         ...
 
     def pieces(self) -> list[Piece]:

@@ -40,6 +40,7 @@ def write_state(directory: Path, tensors: Mapping[str, Tensor], *, steps_done: i
 
     Raises:
         CheckpointError: the storage of any rank failed. Raised on all ranks.
+        RuntimeError: writing failed for another reason, for example because a rank was lost.
     """
     _expect_one_rank()
     try:
@@ -90,8 +91,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
         ranks: the ranks, which read collectively; None for a single rank.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed, or the tensors are not those of this model. `tensors`
-            are then unchanged.
+        CheckpointError: a file is missing, truncated or changed, or the tensors are not those of this model; `tensors`
+            are then unchanged. Or reading failed after these checks.
     """
 
     def check() -> int:
@@ -111,8 +112,8 @@ def read_state(directory: Path, tensors: Mapping[str, Tensor], *, ranks: RankMes
 
 
 def _expect_one_rank() -> None:
-    """Filters torch's warning about a single rank, which it gives even if asked for one. A background save warns from
-    another thread, so the filter stays installed."""
+    """Filters torch's warning about a single rank, which torch gives even with `no_dist=True`. A background save warns
+    from another thread, so the filter stays installed."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 

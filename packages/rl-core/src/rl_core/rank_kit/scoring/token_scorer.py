@@ -92,8 +92,8 @@ def load_scorer(
 ) -> Scorer:
     """Loads the model of `spec`, for training or (without an optimizer) frozen; a critic gets a value head.
 
-    Parameters are float32 if they are trained or if float32 is the compute dtype, else bfloat16. They are float64 for a
-    checkpoint stored in float64.
+    Parameters are float32 if they are trained or if float32 is the compute dtype, else bfloat16. Without
+    `spec.bf16`, a checkpoint stored in float64 keeps float64.
 
     Args:
         spec: the model to load.

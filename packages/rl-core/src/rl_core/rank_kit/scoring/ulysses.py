@@ -2,8 +2,8 @@
 
 Every rank of a group holds an equal slice of the tokens and runs all layers on it. Before attention, an all-to-all
 exchanges tokens for heads, so that a rank computes attention over whole sequences for its part of the heads. After
-attention, another one exchanges back. Log-probs are gathered over the group. Their gradient flows only to a rank's own
-slice, and the parameter gradients of the ranks sum to the whole gradient.
+attention, another all-to-all exchanges back. Log-probs are gathered over the group. Their gradient flows only to a
+rank's own slice, and the parameter gradients of the ranks sum to the whole gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def require_heads(num_heads: int, group: UlyssesGroup, where: str) -> None:
 def heads_for_tokens(tensor: Tensor, group: UlyssesGroup) -> Tensor:
     """[B, heads, L / size, D] of this rank's tokens to [B, heads / size, L, D] of its heads.
 
-    If the number of key/value heads is not a multiple of the number of ranks, they are repeated until it is.
+    Key/value heads are repeated if their number is not a multiple of the number of ranks.
     """
     num_heads = tensor.shape[1]
     repeats = math.lcm(num_heads, group.size) // num_heads

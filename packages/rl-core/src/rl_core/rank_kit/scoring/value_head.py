@@ -16,7 +16,7 @@ from rl_core.rank_kit.scoring.weights import exported_weights, state_weights
 
 
 class ValueScorer(nn.Module):
-    """The value of the state before each token, predicted from the tokens before it, as its log-prob is.
+    """For each token, the value of the state before it, predicted from the tokens before it like the token's log-prob.
 
     The head starts at zero. So the first advantages equal the returns, the first optimizer step changes only the head,
     and initialisation is not random.

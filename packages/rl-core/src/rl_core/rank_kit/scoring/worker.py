@@ -62,8 +62,8 @@ class ScoringWorker:
     or one of several.
 
     All ranks run the same number of micro-batches, because every layer's parameters are gathered from all ranks. A rank
-    without sequences left computes a shortest one again and discards the result. Nothing here is random (the model runs
-    without dropout), so `spec.seed` is not needed.
+    that has no sequences left computes a shortest one of its batch again and discards the result. Nothing here is
+    random (the model runs without dropout), so `spec.seed` is not needed.
 
     Args:
         spec: the spec of the loaded model.
@@ -94,8 +94,8 @@ class ScoringWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient; only those in `returns` if
-        given."""
+        """Log-probs and entropies of all tokens, or a critic's values, without gradient; only the scores in `returns`
+        if it is not None."""
         score_names = self.scorer.score_names
         wanted = score_names if returns is None else returns
         require_scores(wanted, score_names, self.spec.role)
@@ -196,7 +196,7 @@ class ScoringWorker:
         start_writing(self.background, directory, self._state(), steps_done=self.steps_done, ranks=self.ranks)
 
     def has_saved(self) -> bool:
-        """See `BackgroundSaver`. Raises CheckpointError."""
+        """See `BackgroundSaver`; raises what `BackgroundWriter.is_done` raises."""
         return self.background is None or self.background.is_done()
 
     def load_state(self, directory: Path) -> None:
@@ -214,7 +214,7 @@ class ScoringWorker:
         Adapters are merged, and also written separately to the folder `adapter`. A critic's head is a separate file.
         """
         scorer, model, dtype, is_first = self.scorer, self.scorer.model, self.scorer.compute_dtype, self._is_first
-        # All that ranks gather together comes before what only the first one writes, and may fail to write.
+        # All ranks gather the head and the adapters before rank 0 writes, which may fail on rank 0 alone.
         head = self.shards.head() if isinstance(scorer, ValueScorer) else {}
         adapters = dict(self.shards.adapters(None)) if has_adapters(model) else {}
         tensors = chain(self.shards.model_weights(), persistent_buffers(model).items())
@@ -238,7 +238,7 @@ class ScoringWorker:
         self._move(torch.device("cpu"), parameters=parameters, optimizer=optimizer)
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Moves them back to the device."""
+        """Moves parameters and optimizer state back to the device."""
         self._move(self.device, parameters=parameters, optimizer=optimizer)
 
     def close(self) -> None:
@@ -274,8 +274,9 @@ class ScoringWorker:
         return dict(zip(names, scores_S, strict=True))
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[tuple[list[int], Batch]]:
-        """Yields each micro-batch's sequences and the batch to compute. An empty micro-batch computes one sequence
-        without trained tokens, because the other ranks wait for this one in every layer. A single rank skips it."""
+        """Yields each micro-batch's sequences and the batch to compute. For an empty micro-batch, the batch is one
+        sequence without trained tokens, because the other ranks wait for this one in every layer; a single rank skips
+        the micro-batch."""
         for sequences in plan:
             if len(sequences):
                 yield list(sequences), batch.select(list(sequences))
