@@ -1,4 +1,4 @@
-"""Building blocks for the ranks of any training backend. Public: for authors of backends, and used by our own.
+"""Building blocks for the ranks of any training backend. Public: our own backends use them, and other backends may.
 
     worker_specs       the configuration keys of a `WorkerSpec`, and checks of it
     process_group      joining the other ranks, and agreeing on one outcome
@@ -22,7 +22,7 @@
     model_proof        whether a backend with its own model code computes a model as transformers does
     shrunken_models    a small version of a model's configuration
     reference_models   a small transformers model with random weights, and its scores and gradients
-    proof_process      the process that makes the comparison
+    proof_process      the process in which a backend is compared with transformers
 
 All ranks of a model call the same functions in the same order, because some of them are collective. Nothing here
 depends on the controller. A module is loaded when one of its names is first used; `worker_specs`, `learning_rates`,

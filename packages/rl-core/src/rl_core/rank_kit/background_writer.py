@@ -16,8 +16,8 @@ from rl_core.rank_kit.state_files import state_not_written
 
 
 class BackgroundWriter:
-    """Writes one state at a time while the calling thread continues. Each rank has its own; creating it is
-    collective."""
+    """Writes one state at a time while the calling thread continues. Each rank has its own writer; creating
+    it is collective."""
 
     def __init__(self, *, is_alone: bool) -> None:
         self.group: dist.ProcessGroup | None = None if is_alone else new_cpu_group()
@@ -40,6 +40,7 @@ class BackgroundWriter:
             WorkerError: the previous state is still being written.
             CheckpointError: this state cannot be written; or the previous one could not, unless the disk was full and
                 `is_done` has already raised that.
+            RuntimeError: another rank was lost while the previous state was being written.
         """
         if not self._found_no_room and not self.is_done():
             raise WorkerError(f"{directory}: {self._directory} is still being written, and one state is at a time")
@@ -72,6 +73,6 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the writing thread is running. It would crash without the process group, so a closing rank then does
-        not destroy the group; it ends with the process."""
+        """Whether the writing thread is running. The thread would crash without the process group, so a rank
+        that closes meanwhile does not destroy the group, which ends with the process."""
         return self._writing is not None and not self._writing.done()

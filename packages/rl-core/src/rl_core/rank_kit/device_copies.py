@@ -9,8 +9,9 @@ from torch import Tensor
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; the same tensor if it is already there.
 
-    A copy to a GPU goes through page-locked memory, so that it overlaps with earlier computation. The caller does not
-    wait for it; only work on the device is ordered after it. torch keeps the memory until the copy is done.
+    A copy from the host to a GPU goes through page-locked memory, so that it overlaps with earlier computation. The
+    caller does not wait for the copy; only later work on the device does. torch keeps the memory until the copy is
+    done.
     """
     if is_pinned_first(tensor, device):
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -18,6 +19,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_pinned_first(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the copy goes through page-locked memory: from host memory to a GPU, except for fake tensors, which have
-    no data (memory planning uses them)."""
+    """Whether the copy goes through page-locked memory: from host memory to a GPU, except for empty tensors and for
+    fake tensors, which have no data (rehearsals use them)."""
     return device.type == "cuda" and tensor.device.type == "cpu" and type(tensor) is Tensor and tensor.numel() > 0

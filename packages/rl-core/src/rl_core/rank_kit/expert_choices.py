@@ -46,7 +46,7 @@ class ExpertChoices:
             where: configuration key, for messages.
 
         Raises:
-            ConfigError: the model is dense, or its blocks differ.
+            ConfigError: the model is dense, a layer has several routers, or layers differ in their numbers of experts.
         """
         blocks: dict[int, _Block] = {}
         for name, module in model.named_modules():
@@ -66,7 +66,8 @@ class ExpertChoices:
 
     def follow(self, routes_CLK: Tensor | None, routed_C: Tensor | None) -> None:
         """Sets the routes of the next forward pass over C cells (rows × positions, row-major): those in `routes_CLK`
-        where `routed_C`, else the router's own choice; None: all its own. Recomputation repeats them."""
+        where `routed_C` is True, elsewhere the routers' own choices; None: their own choices in all cells.
+        Recomputation repeats the routes of the pass."""
         for layer, block in self._blocks.items():
             block.given = None if routes_CLK is None else (routes_CLK[:, layer], routed_C)
             block.taken_CK = None
@@ -89,7 +90,8 @@ class _Block:
         self.taken_CK: Tensor | None = None
 
     def choose(self, own_CK: Tensor) -> Tensor:
-        """Recomputation returns the same choice, although the router might round differently."""
+        """The experts to use. Recomputation gets those of the first call, although the router might round differently
+        then."""
         if self.taken_CK is None:
             self.taken_CK = own_CK
             if self.given is not None:
@@ -110,7 +112,7 @@ class _AtTheRouter(TorchFunctionMode):
         if func not in _TOPK:
             return result
         scores_CE, own_CK = args[0], result[1]
-        # Routers that first choose groups also call topk on other axes.
+        # Routers that first choose groups of experts also call topk on other tensors.
         if scores_CE.dim() != 2 or scores_CE.shape[1] != self.block.num_experts:
             return result
         if own_CK.shape[1] != self.block.experts_per_token:

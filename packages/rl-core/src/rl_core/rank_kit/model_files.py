@@ -32,10 +32,10 @@ MAX_FILE_BYTES = 2 << 30
 
 @contextmanager
 def writing_model(directory: Path) -> Iterator[None]:
-    """Around whatever writes a model's files, on a rank that writes.
+    """Context for the code that writes a model's files, on a rank that writes.
 
     Raises:
-        CheckpointError: the storage failed; a DiskFullError where there was no room.
+        CheckpointError: the storage failed; DiskFullError if the disk was full.
     """
     try:
         yield
@@ -121,7 +121,7 @@ def write_head(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dict[str, Tensor] | None:
-    """The head that `write_head` wrote, on the CPU. None if the directory has none, because it is a base model's.
+    """The head that `write_head` wrote, on the CPU. None if the file is absent, because the model was no critic.
 
     Args:
         directory: the model's directory.
@@ -130,6 +130,7 @@ def read_head(directory: str, expected: Mapping[str, Tensor], where: str) -> dic
 
     Raises:
         ConfigError: names or shapes are not the expected ones.
+        SafetensorError: the file is damaged.
     """
     file = Path(directory) / HEAD_FILE
     if not file.is_file():

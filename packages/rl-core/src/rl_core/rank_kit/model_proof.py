@@ -52,10 +52,12 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
         spec: the spec of one model of a run.
 
     Returns:
-        None if it is proved; else the reason why it cannot be proved on this machine now.
+        None if it is proved, or if there is nothing to prove; else the reason why it cannot be proved on this machine
+        now.
 
     Raises:
-        ConfigError: the backend's results differ, or it cannot build the model, or its process died.
+        ConfigError: the backend's results differ; the backend or transformers cannot read, build or run the model; or
+            the process of the comparison died or took too long.
     """
     if not isinstance(backend, ModelProving) or spec.model.path is None:
         return None
@@ -86,12 +88,13 @@ def require_proof(backend: Backend, spec: WorkerSpec) -> str | None:
 
 
 def written_config(path: str) -> Mapping[str, Any] | None:
-    """`config.json` of a local directory or of a downloaded hub model; None if there is none on this machine."""
+    """`config.json` of a local directory or of a downloaded hub model; None if there is none on this machine.
+    Raises ConfigError if a local file cannot be read."""
     if (local := read_config(path)) is not None:
         return local
     try:
         from transformers import PretrainedConfig
-    except ImportError:  # nor can anything here have fetched a model
+    except ImportError:  # without transformers, nothing here has downloaded a model
         return None
     try:
         with _quiet():
@@ -105,7 +108,7 @@ def config_at_hand(path: str, where: str) -> Any:
     """transformers' configuration of a model in a local directory or in the hub's cache; else None.
 
     Raises:
-        ConfigError: transformers cannot read it. The message begins with `where`.
+        ConfigError: it cannot be read. If transformers rejects its content, the message begins with `where`.
     """
     if written_config(path) is None:
         return None
@@ -154,7 +157,7 @@ def _code_digest(package: Path) -> str:
 
 
 def code_digest(package: Path) -> str:
-    """A digest of the Python files in and below a folder. A version number would not change with every edit."""
+    """A digest of the Python files in and below a folder. Unlike a version number, it changes with every edit."""
     files = sorted(package.rglob("*.py"))
     return _digest([[str(file.relative_to(package)), file.read_text(encoding="utf-8")] for file in files])
 
@@ -169,7 +172,7 @@ def _cache_directory() -> Path:
 
 
 def _is_proved(file: Path) -> bool:
-    """Whether the file exists and is complete: its content is its own name."""
+    """Whether the file exists and is complete, that is, contains its own name."""
     try:
         return json.loads(file.read_text(encoding="utf-8")) == {"proved": file.stem}
     except (OSError, ValueError):
@@ -226,7 +229,8 @@ def _compare_in_process(backend: ModelProving, spec: WorkerSpec, config: Mapping
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """The read end of a pipe that closes when this process ends, however it ends. The child then ends too."""
+    """The read end of a pipe, for the child's stdin. Its write end closes when this process ends, however it ends; then
+    the child ends too."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -236,6 +240,6 @@ def _lifeline() -> Iterator[int]:
 
 
 def _environment() -> dict[str, str]:
-    """Environment of a single rank, independent of how this process was started."""
+    """This process's environment, with the variables of a single rank in place of any that this process has."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {**os.environ, **alone, "OMP_NUM_THREADS": "1"}

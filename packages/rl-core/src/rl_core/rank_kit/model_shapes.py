@@ -98,8 +98,8 @@ class ModelShape:
         return self.num_parameters() - per_layer * len(self.moe_layers)
 
     def key_value_elements(self, *, tensor: int = 1) -> int:
-        """Elements per token in one layer's cache, on one of `tensor` ranks. A rank has at least one key/value head,
-        and with latent attention the complete latent vectors."""
+        """Elements per token in one layer's key/value cache, on one of `tensor` ranks. A rank has at least one
+        key/value head, and with latent attention the complete latent vectors."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.qk_rope_head_dim
         return 2 * max(1, self.num_kv_heads // tensor) * self.head_dim
@@ -120,8 +120,9 @@ class ModelShape:
         return query + down + up + self.num_heads * latent.v_head_dim // tensor * hidden
 
     def activation_elements(self, layer: int, *, tensor: int = 1, expert_tensor: int = 1) -> float:
-        """Estimated elements per token that one layer keeps until backward, on one of `tensor` ranks. They split heads
-        and feed-forward units, and the tokens outside matrix products."""
+        """Estimated elements per token that one layer keeps until backward, on one of `tensor` ranks. These ranks
+        split heads and feed-forward units, and, outside matrix products, the tokens. `expert_tensor` ranks split the
+        feed-forward units of each expert."""
         hidden = 4 * self.hidden_size / tensor
         if self.latent is None:
             query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -138,7 +139,8 @@ class ModelShape:
 
 
 def read_config(path: str | None) -> dict[str, Any] | None:
-    """`config.json` of a local model directory; None for a hub name or a directory that a recipe has yet to create."""
+    """`config.json` of a local model directory; None for a hub name or a directory that a recipe has yet to create.
+    Raises ConfigError if the file cannot be read."""
     file = Path(path or "") / "config.json"
     if path is None or not file.is_file():
         return None
@@ -159,7 +161,7 @@ def model_shape(config: Mapping[str, Any], where: str) -> ModelShape:
         where: key path of the model, for messages.
 
     Raises:
-        ConfigError: a size is missing.
+        ConfigError: a size or `model_type` is missing.
     """
     try:
         heads = config["num_attention_heads"]

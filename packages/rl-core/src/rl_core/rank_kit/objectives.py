@@ -69,8 +69,8 @@ def needs_entropies(objective: Objective, spec: LossSpec, returns: Sequence[str]
 
 
 def total_metrics(parts: Iterable[Any]) -> Metrics:
-    """Combines the metrics of several micro-batches into those of one call; its `loss` is a sum with weight 1. Empty
-    without micro-batches."""
+    """Combines the metrics of several micro-batches into the metrics of one call, in which `loss` is a sum with
+    weight 1. Empty without micro-batches."""
     totals = sum_metrics(list(parts))
     return {**totals, "loss": (totals["loss"][0], 1.0)} if totals else {}
 

@@ -1,7 +1,8 @@
-"""Temporary noise on the trained parameters, removed bit for bit. It proves the path of every tensor to the engines.
+"""Temporary noise on the trained parameters, removed bit for bit. It proves that every tensor reaches the engines.
 
-The noise of an element is a hash of the seed, the parameter's name in the whole model and the element's index in it
-(`noise.py`). So it does not depend on the mesh, each rank computes its part locally, and copies stay equal.
+The noise of an element is computed from the seed, the parameter's name in the whole model, and the element's index in
+the parameter (`noise.py`). So the noise does not depend on the mesh, each rank computes its own part, and ranks that
+hold copies of a part add the same noise.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  a rank alone meets nobody
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  for a single rank
 
 from rl_core.errors import RLError, WorkerError
 from rl_core.interfaces import RankInfo
@@ -67,7 +67,7 @@ def _runs_alone() -> bool:
 
 def from_first(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 and returns its result on all ranks. An RLError raised there is raised on all ranks.
-    Without a process group, this rank is alone."""
+    Without a process group, and in a rehearsal, calls `make` on this rank."""
     if _runs_alone():
         return make()
     made: list[tuple[T | None, RLError | None]] = [(None, None)]
@@ -85,7 +85,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 def agree(act: Callable[[], T]) -> T:
     """Calls `act` on every rank and returns this rank's result. If any rank raises an RLError, all ranks raise the
-    first one. Without a process group, this rank is alone."""
+    first one. Without a process group, and in a rehearsal, only this rank counts."""
     if _runs_alone():
         return act()
     result, error = None, None

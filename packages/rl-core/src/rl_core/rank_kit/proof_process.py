@@ -34,9 +34,10 @@ LOGPROB_LIMIT = 2e-5
 GRADIENT_LIMIT = 1e-3
 """Largest allowed relative gradient difference of each parameter; see `_gradient_error`. Measured: 3e-6."""
 ACCELERATOR_LOGPROB_LIMIT, ACCELERATOR_GRADIENT_LIMIT = 1e-2, 0.2
-"""Limits on an accelerator; the log-prob limit is for the mean difference. Its kernels may round to ten bits (TF32),
-which sends some tokens to other experts. This rounding has not been measured, for lack of an accelerator. The weakest
-fault in tests/megatron/test_model_proof.py has a mean of 0.04 (and, on a CPU, a largest difference of 0.39)."""
+"""Limits on an accelerator; the log-prob limit is for the mean difference. An accelerator's kernels may round to ten
+bits (TF32), which sends some tokens to other experts. This rounding has not been measured, for lack of an accelerator.
+The weakest fault in tests/megatron/test_model_proof.py has a mean difference of 0.04 (and, on a CPU, a largest
+difference of 0.39)."""
 _MOST_CHARACTERS = 500
 """Maximum length of a reported error message."""
 _LENGTHS = (MANY_TOKENS, 23, 1500)
@@ -87,7 +88,8 @@ def compare(job: ProofJob) -> Differences:
     """Creates the small model, runs it with transformers and the backend, and compares the results.
 
     Raises:
-        ConfigError: transformers cannot build the model.
+        ConfigError: the model cannot be shrunken, transformers cannot build it, or the backend's worker is not
+            `Inspectable`.
         Exception: whatever the backend raises.
     """
     config = shrunken(job.config, job.where)
@@ -143,7 +145,7 @@ def _batch(vocab_size: int, longest: int) -> Batch:
 
 
 def _scores(worker: Worker, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Log-probs of the stream, and the gradients over its trained sequences as one micro-batch."""
+    """Log-probs of the whole batch, and the gradients over its trained sequences as one micro-batch."""
     if not isinstance(worker, Inspectable):
         raise ConfigError(f"{type(worker).__name__} does not show its gradients (Inspectable), so it cannot be proved")
     last = batch.num_sequences - 1
@@ -158,8 +160,9 @@ def _gradient_error(
 ) -> tuple[float, str]:
     """The largest relative difference (L2) of a parameter's gradient, and the parameter's name.
 
-    Each gradient is multiplied by the magnitude of its weights: the effect of a relative change. The divisor is the
-    parameter's own effect, but at least 1 % of the effects of all parameters together.
+    Each gradient is multiplied by the magnitude of its weights, which gives the effect of a relative change of the
+    weights. A difference is divided by the parameter's own effect, but at least by 1 % of the effect of all parameters
+    together.
     """
     if missing := sorted(expected.keys() ^ found.keys()):
         return float("inf"), missing[0]

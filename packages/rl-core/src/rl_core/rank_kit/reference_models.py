@@ -1,8 +1,8 @@
 """A transformers model with random weights that expose differences in computation, and its scores and gradients.
 
-The mean square of every norm's input is a few times its eps, so that a wrong eps has an effect. Attention is sharp,
-biases are not zero, experts' scores are well separated, and log-probs spread over some nats. The configuration's
-initial weights are not used. transformers is imported inside functions, because rl_core does not depend on it.
+The mean square of every norm's input is a few times the norm's eps, so that a wrong eps has an effect. Attention is
+sharp, biases are not zero, experts' scores are well separated, and log-probs spread over some nats. The model's own
+initialisation is not used. transformers is imported inside functions, because rl_core does not depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOGITS = 1.0
 _WRITERS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "down_proj", "w2", "embed_tokens", "wte", "word_embeddings")
 """Layers whose outputs are added to the residual stream, which only norms read."""
 _NORMALISED = {"q_proj": "q_norm", "k_proj": "k_norm", "q_a_proj": "q_a_layernorm"}
-"""Layer → the norm next to it that alone reads its output, if the model has it."""
+"""Layer → the norm beside it, which, if the model has one, is the only reader of the layer's output."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class ReferenceScores:
     gradients: Mapping[str, Tensor]
     """Gradients of sum_t weights[t] · −logprobs[t], under the names of a checkpoint; a tied weight appears once."""
     magnitudes: Mapping[str, float]
-    """Root mean square of each of these weights."""
+    """Root mean square of each parameter, under the same names."""
 
 
 def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any:
@@ -53,7 +53,7 @@ def random_model(config: Mapping[str, Any], where: str, *, seed: int = 0) -> Any
         seed: the same seed makes the same weights.
 
     Raises:
-        ConfigError: transformers has no such model, or it is not small.
+        ConfigError: transformers cannot build the model, or the model is not small.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -143,12 +143,13 @@ def as_in_a_checkpoint(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def reference_scores(model: Any, sequences: list[Tensor], weights_T: Tensor) -> ReferenceScores:
-    """Log-probs of sequences, each computed alone, and the gradient of their weighted sum.
+    """Log-probs of sequences, each computed alone, and the gradient of the negated weighted sum of the log-probs.
 
     Args:
         model: a transformers model.
         sequences: int64 tokens of each sequence.
-        weights_T: float, for all sequences concatenated. Sequences with zero weights are scored without a gradient.
+        weights_T: float, for all sequences concatenated. A sequence whose weights are all 0 is scored without a
+            gradient.
     """
     parts, start = [], 0
     for tokens_S in sequences:

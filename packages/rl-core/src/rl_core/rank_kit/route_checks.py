@@ -1,7 +1,8 @@
 """Checks that a batch's routes (`routed_experts` [T, L, K], `routed` [T]) fit the model that follows them.
 
-L counts all transformer layers of the whole model, as engines return them; a rank may get only some of them, which
-`route_layers` names. Values in layers without experts, and at tokens whose `routed` is False, are never read.
+Engines return routes of all L transformer layers of the whole model; a rank may get those of only some layers, which
+the column `route_layers` names. Values in layers without experts, and at tokens whose `routed` is False, are never
+read.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def require_routes(batch: Batch, shape: RouteShape | None, *, key: str) -> None:
 
     Raises:
         ConfigError: the batch has routes and replay is off, or vice versa.
-        ShapeError: L or K differs, a layer of this rank is missing, an expert id is out of range, or a token has the
-            same expert twice.
+        ShapeError: L or K differs, `route_layers` does not fit `routed_experts`, a layer of this rank is missing, an
+            expert id is out of range, or a token has the same expert twice.
     """
     if "routed_experts" not in batch and "routed" in batch and not batch["routed"].any():
         return

@@ -1,7 +1,7 @@
 """Routes of some layers: what a rank that is a `RouteReader` receives, and how it reads them.
 
-In a whole batch, `routed_experts` [T, L, K] has all L layers of the model. In a part of it, the column `route_layers`
-[N, L] says which of them it has; all rows are equal.
+From an engine, `routed_experts` [T, L, K] has all L layers of the model. For a rank that reads only some of them,
+`routed_experts` has only these, and the column `route_layers` [N, L] (bool, all rows equal) says which.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ GROUP = "rl_core.model_configs"
 
 def shipped_config(path: str | None) -> Path | None:
     """The directory with the shipped `config.json` of the model with this name. None if no installed package has it, or
-    if the path is a local directory."""
+    if `path` exists locally or is not of the form `owner/name`."""
     if path is None or path.count("/") != 1 or path.startswith((".", "/", "~")) or Path(path).exists():
         return None
     roots = (plugins.load(GROUP, plugin.name) for plugin in plugins.installed(GROUP))
@@ -23,8 +23,7 @@ def shipped_config(path: str | None) -> Path | None:
 
 
 def known_config(path: str | None) -> Mapping[str, Any] | None:
-    """The fields of the `config.json` of a local or cached model, else of a shipped one; None
-    if there is none."""
+    """The fields of the `config.json` of a local or cached model, else of a shipped one; None if there is none."""
     written = None if path is None else written_config(path)
     if written is None and (directory := shipped_config(path)) is not None:
         return read_config(str(directory))

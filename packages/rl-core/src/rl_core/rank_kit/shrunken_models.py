@@ -92,13 +92,14 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _few(count: int, most: int) -> int:
-    """`count` if it is at most `most`; else 3 if it is odd, so that 2 and 4 still do not divide it; else `most`."""
+    """`count` if it is at most `most`; else 3 if `count` is odd, so that 2 and 4 do not divide the result
+    either; else `most`."""
     return count if count <= most else (3 if count % 2 else most)
 
 
 def _hidden_size(config: Mapping[str, Any], small_heads: int) -> int:
-    """heads · head size if that was the hidden size, else another multiple of the heads. Keeps a remainder if there was
-    one."""
+    """Heads · head size if that is the model's hidden size, else another multiple of the number of heads. If the
+    model's hidden size is not a multiple, neither is this one."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     per_head = hidden // heads
@@ -132,8 +133,8 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps the first layer of each kind and one more. If every n-th layer is of another kind, keeps the first
-    layers."""
+    """Keeps the first layer of each kind, and one more if there are at most two kinds. If every n-th layer is of
+    another kind, keeps the first layers without gaps."""
     count = config["num_hidden_layers"]
     lists = {
         name: value
@@ -180,7 +181,7 @@ def _kept_layers(config: Mapping[str, Any], count: int, lists: Sequence[Sequence
 
 
 def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Small windows, and small thresholds of rotary frequencies that depend on the sequence length."""
+    """If rotary frequencies depend on the sequence length: a small threshold and a small maximum length."""
     rope = config.get("rope_parameters") or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]
     if all(part.get(key) in _SAME_AT_ANY_LENGTH for part in parts for key in ("rope_type", "type")):

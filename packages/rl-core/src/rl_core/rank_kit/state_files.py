@@ -21,7 +21,7 @@ from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, re
 
 STATE_LIST = "state.json"
 _OF_A_RANK = ".checksums"
-"""Suffix of the file in which a rank records its files until all are listed."""
+"""Suffix of the file, one for each of a rank's files, that keeps its size and checksum until all are listed."""
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
@@ -53,7 +53,8 @@ def require_complete_state(directory: Path) -> int:
     """Checks a state and returns its number of optimizer steps. All ranks call it; each checks a part of the files.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or a file that this rank checks has changed.
+        CheckpointError: the list is missing or unreadable, a file is missing or truncated, or a file that this rank
+            checks has changed.
     """
     path = directory / STATE_LIST
     try:
@@ -72,7 +73,7 @@ def require_complete_state(directory: Path) -> int:
 
 def listed_files(directory: Path) -> dict[str, FileRecord]:
     """Relative path → record, for all files in the lists of workers' states anywhere below `directory`. Unreadable
-    lists are skipped."""
+    lists and files without a checksum are left out."""
     files: dict[str, FileRecord] = {}
     for path in directory.rglob(STATE_LIST):
         above = path.parent.relative_to(directory)
@@ -86,8 +87,8 @@ def listed_files(directory: Path) -> dict[str, FileRecord]:
 
 
 def state_not_written(directory: Path, error: BaseException, how: str = "") -> Exception:
-    """The exception for a failed write: DiskFullError if the disk was full, CheckpointError if storage failed
-    otherwise, else (for example if a rank was lost) RuntimeError.
+    """The exception for a failed write: DiskFullError if the disk was full, CheckpointError for other failures of the
+    storage, RuntimeError for anything else, such as a lost rank.
 
     Args:
         directory: the state's directory.
@@ -104,7 +105,7 @@ def state_not_written(directory: Path, error: BaseException, how: str = "") -> E
 
 
 def reason_of(error: BaseException) -> str:
-    """The reasons of all ranks in one line. torch raises them with every rank's traceback, in a BaseException."""
+    """The reasons of all ranks in one line. torch's exception, a BaseException, adds every rank's traceback."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())

@@ -1,9 +1,9 @@
-"""Compact encoding of the changes of a tensor between two versions: distances between changed elements, then their
-values.
+"""Compact encoding of the changes of a tensor between two versions: the distances between changed elements, then
+the new values of these elements.
 
 Elements are compared bitwise for every dtype, so the result equals the new tensor bit for bit. Distances use one or two
-bytes, whichever is smaller in total; longer distances are bridged with unchanged elements. With RL learning rates, 1 to
-2 % of the bfloat16 elements change per step, and a change takes slightly more than 3 bytes.
+bytes, whichever makes the whole smaller; longer distances are bridged with unchanged elements. With RL learning rates,
+1 to 2 % of the bfloat16 elements change per step, and a change takes slightly more than 3 bytes.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 It works with any transport, because it sends buckets. A rank keeps the weights that it sent last. An engine keeps the
 weights that it received, each tensor in separate host memory, applies the changes to copies, and loads the whole result
-like any version. The manifests of both sides describe the result, and an engine refuses a tensor whose checksum differs
-from the rank's before it loads anything. Held weights are identified by the unique id of their sync, because the same
-version number may be sent twice with different weights.
+like any version. The manifests of both sides describe the result. Before it loads a bucket, an engine refuses any
+tensor in it whose checksum differs from the rank's. Held weights are identified by the unique id of their sync, because
+the same version number may be sent twice with different weights.
 
-Layout: a bucket begins with a JSON table with one row per tensor. It says how the tensor is sent: whole, as `Changes`,
-or not at all if it is unchanged. The data follows in the order of the rows.
+Layout: a bucket begins with a JSON table with one row per tensor. A row says how its tensor is sent: whole, as
+`Changes`, or not at all if it is unchanged. The data follows in the order of the rows.
 """
 
 from __future__ import annotations
@@ -130,18 +130,19 @@ class DeltaSender:
 def received(
     receiver: WeightReceiver, version: int, delta: Mapping[str, Any] | None, held: HeldWeights
 ) -> Generator[WeightBucket, None, None]:
-    """An engine's end: yields the buckets of `receiver.receive`, each tensor whole and checked. Their memory is not
-    written again afterwards.
+    """An engine's end: yields the buckets of `receiver.receive`, with every tensor whole. If changes are received, each
+    tensor is compared with the rank's checksum, and its memory is not written again afterwards.
 
     Args:
         receiver: the receiver of any transport.
         version: the expected version.
         delta: `Rendezvous.delta`.
-        held: the weights that this engine received last. Updated when the caller has taken all buckets, else emptied.
+        held: the weights that this engine received last. Updated when the caller has taken all buckets; emptied
+            without `delta` and after an error.
 
     Raises:
         WeightSyncError: `receiver` raised it; or the engine does not hold the base; or a tensor with its changes
-            differs from the rank's; or changes are missing.
+            differs from the rank's; or tables and data are incomplete or do not fit each other.
     """
     arriving = receiver.receive(version)
     base, held.tensors = dict(held.tensors), {}
@@ -181,7 +182,7 @@ def _require_base(held: HeldWeights, base: str, arriving: Iterator[WeightBucket]
 
 
 def _with_changes(bucket: WeightBucket, base: dict[str, Tensor]) -> WeightBucket:
-    """The bucket of whole tensors for a bucket of `DeltaSender._changed`. Removes its tensors from `base`."""
+    """The bucket of whole tensors for a bucket of `DeltaSender._changed`. Removes the bucket's tensors from `base`."""
     sent = dict(unpack_bucket(bucket))
     tables = [name for name in bucket.names if name.startswith(_TABLE)]
     if len(tables) != 1 or bucket.names[0] != tables[0]:

@@ -1,4 +1,4 @@
-"""The configuration keys of a `WorkerSpec`, for the error messages of training backends, and checks of it. No torch."""
+"""The configuration keys of a `WorkerSpec`, for error messages of backends, and checks of the spec. No torch."""
 
 from __future__ import annotations
 
