@@ -87,7 +87,8 @@ class Tolerances:
     gradient_of_one: float = 1e-4
     """The same for each parameter. The divisor is at least 1 % of the norm of the whole gradient."""
     gradient_norm: float = 1e-5
-    """Relative difference in each of three steps. In the later ones, weights differ by `weight`. Measured: 5e-7."""
+    """Relative difference in each of three steps. In the later steps, weights differ by up to `weight`.
+    Measured: 5e-7."""
     weight: float = 1e-5
     """Absolute difference after three AdamW steps at 1e-3. AdamW divides by the gradient's size, so rounding of small
     gradients has an effect. Measured: 1.1e-6; 4e-6 with other models."""
@@ -109,7 +110,8 @@ OTHER_STEP = OptimizerUpdate(
 )
 """Settings that all differ from the configuration's."""
 MOVED = 1e-3
-"""Least change of the weights by three steps, and by using half the batch; else `weight` would prove nothing."""
+"""Least change that three steps, and half the batch, must make to the weights, and other routes to the log-probs. With
+smaller changes, agreement within the tolerances would prove nothing."""
 
 
 ROUTE_CHECKS = (
@@ -136,7 +138,8 @@ class BackendConformance:
     variants: ClassVar[Sequence[Variant]] = VARIANTS
     """World sizes, options and spec fields with which every check runs."""
     resumes: ClassVar[Sequence[tuple[Variant, Variant]] | None] = None
-    """Pairs: the first saves a state, the second loads it. None: all pairs of the first variants of each world size."""
+    """Pairs: the first saves a state, the second loads it. None: all pairs of the first variants of each world size
+    that have the same checkpoint."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Checks that do not apply → why; they are shown as skipped with the reason."""
     preload: ClassVar[Sequence[str]] = ()
@@ -233,7 +236,7 @@ class BackendConformance:
             pytest.skip("the backend does not implement the optional Protocol ModelProving")
         assert (reason := require_proof(self.backend, case.spec)) is None, f"the proof cannot run here: {reason}"
 
-    # --- what only looks; the ranks are kept from one to the next ---
+    # --- checks that change nothing; each leaves its ranks to the next ---
 
     def test_exported_weights_are_those_of_the_checkpoint_in_bounded_buckets(self, case: Case) -> None:
         group = case.start()
@@ -350,7 +353,8 @@ class BackendConformance:
             group.forward_backward(case.batch, LIMITS, LOSS, temperature=TEMPERATURE, returns=("heights",))
 
     def test_a_pass_takes_its_own_logprobs_as_the_old_ones(self, case: Case) -> None:
-        """The same gradient as with a column of these log-probs; the ratio is 1, and its gradient is not 0."""
+        """The gradient is the same as with the pass's own log-probs in a column; the ratio is 1, but its gradient is
+        not 0."""
         self._require_version(3)
         group, own = case.start(), attrs.evolve(LOSS, old_is_current=True)
         without = case.batch.without_columns("old_logprobs")
@@ -385,7 +389,8 @@ class BackendConformance:
         self.require_same_gradients(case, parts.gradients(), whole.gradients())
 
     def test_looking_at_gradients_changes_neither_weights_nor_later_gradients(self, case: Case) -> None:
-        """In bfloat16, in which gradients and computation have different dtypes, unless the backend refuses it."""
+        """Checked in bfloat16, where gradients and computation have different dtypes, unless the backend refuses
+        bfloat16."""
         spec = attrs.evolve(case.spec, bf16=True)
         try:
             case.backend.validate(spec, case.world_size)
@@ -441,7 +446,7 @@ class BackendConformance:
     def test_a_step_whose_batch_comes_in_parts_is_that_of_the_batch(self, case: Case) -> None:
         """Loss weights are undivided, and the step divides (`trainer.stream_groups`). Between the parts the model
         scores, exports and saves, which must neither contain nor change pending gradients. A state saved in the middle
-        of the second step is that of the first."""
+        of the second step equals that after the first step."""
         self._require_version(2)
         group = case.start()
         divisor = 64.0
@@ -549,7 +554,7 @@ class BackendConformance:
     def test_a_gradient_that_is_not_finite_skips_step_and_schedule(self, case: Case) -> None:
         group = case.start()
         before = group.weights()
-        # In one sequence: only the rank that has it sees it, but all must skip.
+        # NaN in one sequence: only the rank that has this sequence sees it, but all must skip.
         broken_T = torch.where(case.batch.sequence_index == 1, float("nan"), case.batch["loss_weights"])
         broken = case.batch.with_columns(loss_weights=broken_T)
         group.forward_backward(broken, LIMITS, LOSS, temperature=TEMPERATURE)

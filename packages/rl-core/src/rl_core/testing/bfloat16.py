@@ -4,8 +4,8 @@ bfloat16 has eight bits, so no two correct implementations agree, and no absolut
 ones. But the error of plain transformers shows how much rounding is due to the model itself. A worker with a 50 %
 larger error rounds where it should not (log-probs, trained weights).
 
-The checkpoint is stored in bfloat16, so that float32 starts from the same weights. Errors are means over many numbers,
-because the errors of two correct implementations at single tokens differ by factors of ten and more.
+The checkpoint is stored in bfloat16, so that the course in float32 starts from the same weights. Errors are means over
+many numbers, because the errors of two correct implementations at single tokens differ by factors of ten and more.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rl_core.testing.reference_worker import ReferenceWorker
 NUM_BATCHES = 4
 """836 tokens in total. With other seeds, the multiples of a mesh change by at most 0.1."""
 NUM_BATCHES_OF_ROUTERS = 16
-"""For models whose own routers choose the experts. Rounding flips about one choice in a hundred, and the number of
-flips is most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
+"""For models whose own routers choose the experts. Rounding flips about one choice in a hundred, and the flips cause
+most of the error. Measured multiples: 1 to 3.9 with 4 batches, 0.98 to 1.06 with 32."""
 
 
 class Bfloat16Worker(ReferenceWorker):
@@ -44,8 +44,8 @@ class Bfloat16Worker(ReferenceWorker):
 
         super().__init__(spec)
         assert spec.model.path is not None
-        # Loaded instead of cast, so that tensors which transformers keeps in float32 (rotary frequencies, a router's
-        # bias) remain float32.
+        # Loaded in bfloat16, not cast to it, so that tensors which transformers keeps in float32 (rotary frequencies, a
+        # router's bias) remain float32.
         self.computing = AutoModelForCausalLM.from_pretrained(
             require_model_path(spec), dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
@@ -73,14 +73,14 @@ def _add_to(trained: nn.Parameter, computing: nn.Parameter) -> None:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Course:
-    """A worker's results on some batches, and of three optimizer steps."""
+    """A worker's results: scores and gradients of some batches, and weights after three optimizer steps."""
 
     logprobs_T: Tensor
     """Log-probs of all scored tokens of all batches."""
     gradients: Mapping[str, Tensor]
     """Gradients summed over all batches."""
     weights: Mapping[str, Tensor]
-    """Weights after one step with these gradients and one step with each of two batches."""
+    """Weights after one step with these gradients and one step with each of the first two batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -99,7 +99,7 @@ def make_batches(reference: ReferenceWorker, *, forced_routes: bool, shared_begi
     """The batches for courses, made so that means are stable.
 
     Old log-probs are the reference's own, and all tokens have the same weight. Otherwise rounding near a clipping bound
-    could switch off a token's gradient, which would be most of the gradient in a batch with few heavy tokens. Forced
+    could switch off the gradient of a token with a large weight, which may be most of the batch's gradient. Forced
     routes cover every token, because rounding can flip a router's own choice, and one flipped expert can be most of the
     error.
     """
@@ -141,8 +141,8 @@ class Baseline:
 
     @classmethod
     def of(cls, spec: WorkerSpec, batches_of: Callable[[ReferenceWorker], Sequence[Batch]]) -> Baseline:
-        """Runs both courses on the batches that `batches_of` makes with the float32 worker. `spec.model` is stored in
-        bfloat16."""
+        """Runs both courses on the batches that `batches_of` makes with the float32 worker. The checkpoint of
+        `spec.model` must be stored in bfloat16."""
         reference = ReferenceWorker(spec)
         before, batches = weights_of(reference), batches_of(reference)
         exact = course(reference, batches, None, partial(weights_of, reference))

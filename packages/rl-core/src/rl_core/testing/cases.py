@@ -101,7 +101,7 @@ class KeptRanks:
         self._kept: RankGroup | None = None
 
     def take(self, spec: WorkerSpec, world_size: int) -> RankGroup | None:
-        """Returns the kept ranks if they match; otherwise ends them."""
+        """Returns the kept ranks if they match; otherwise ends them and returns None."""
         kept, self._kept = self._kept, None
         if kept is not None and (kept.spec, kept.mesh.world_size) != (spec, world_size):
             kept.close()
@@ -272,8 +272,8 @@ def make_routes(
 ) -> dict[str, torch.Tensor]:
     """`routed_experts` and `routed` of one sequence: random experts, not the router's, in all layers with experts.
 
-    As with an engine, the last token has no route; with `has_gaps`, neither have some others. Entries that must not be
-    read (there, and in dense layers) are 255, which is no expert of a tiny model.
+    As with an engine, the last token has no route; with `has_gaps`, some other tokens have none either. Entries that
+    must not be read (of these tokens, and of dense layers) are 255, which is no expert of a tiny model.
     """
     config = reference.model.config.get_text_config()
     generator = torch.Generator().manual_seed(seed)

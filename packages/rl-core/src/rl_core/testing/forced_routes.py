@@ -20,8 +20,8 @@ ROUTERS = {
     "MixtralTopKRouter": "softmax",
     "DeepseekV3TopkRouter": "sigmoid",
 }
-"""Router class → function that turns its logits into scores. All gather the scores of the chosen experts, and may
-divide by their sum."""
+"""Router class → function that turns its logits into scores. All these routers gather the scores of the chosen
+experts, and some divide them by their sum."""
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:

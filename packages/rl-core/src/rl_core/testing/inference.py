@@ -1,5 +1,5 @@
-"""Conformance suite of inference engines. It checks log-probs against the model, that no request is lost, and weight
-versions.
+"""Conformance suite of inference engines. It checks that log-probs are the model's, that no request is lost, and that
+answers name their weight versions.
 
 Plug-in authors write
 
@@ -133,7 +133,7 @@ class Bench:
             parameter.copy_(tensors[name])
 
     async def running(self, *requests: GenerateRequest) -> list[asyncio.Task[tuple[Completion, ...]]]:
-        """Starts requests and returns when the engine works on one."""
+        """Starts requests; returns when the engine works on one of them, or when all are done."""
         tasks = [asyncio.ensure_future(self.client.generate(request)) for request in requests]
         while not (await self.client.health()).num_running and not all(task.done() for task in tasks):
             await asyncio.sleep(0.001)
@@ -486,5 +486,5 @@ def make_bench(client: InferenceClient, transport: WeightTransport, path: str, r
 
 
 def _prompts(count: int) -> list[str]:
-    """Different lengths, some equal prompts."""
+    """Different prompts, of five kinds with different lengths."""
     return [("12+34=", "a", "what is 7*8?", "x" * 40, "7*8=")[i % 5] + str(i // 2) for i in range(count)]

@@ -28,7 +28,7 @@ class SuiteHost(RankHost):
     """A rank that also reports its worker's abilities."""
 
     def start(self) -> Abilities:
-        """The first call, made once the worker is built."""
+        """The first call, before which the process builds the worker."""
         return self.abilities
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:

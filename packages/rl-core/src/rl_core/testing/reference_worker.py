@@ -108,7 +108,8 @@ class ReferenceWorker:
         return {"loss": (total, 1.0), **returned}
 
     def optim_step(self, update: OptimizerUpdate | None = None) -> OptimizerStep:
-        """Clips by the global norm, then takes an AdamW step with linear warm-up and then a constant rate."""
+        """Clips by the global norm and takes an AdamW step. The rate rises linearly during warm-up, then stays
+        constant."""
         assert self.optimizer is not None
         assert self.spec.optimizer is not None
         config, update = self.spec.optimizer, update or OptimizerUpdate()

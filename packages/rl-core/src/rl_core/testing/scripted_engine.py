@@ -26,7 +26,7 @@ class Exchange:
 class ScriptedClient:
     """Sampler without a model.
 
-    A response ends with its script or with one of `end_tokens`, whichever is first. All log-probs differ. The version
+    A response ends where its script ends, or after the first of `end_tokens` in it. All log-probs differ. The version
     of an answer is `version` at that moment. Routes depend only on position, token and version.
     """
 
