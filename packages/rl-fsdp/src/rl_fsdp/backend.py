@@ -25,8 +25,8 @@ class FsdpBackend:
     config_section: str = "fsdp_config"
     options_class: type = FsdpOptions
     is_fsdp1: bool = False
-    """True for FSDP1 (flat parameters), kept for users who depend on it; `fsdp` does everything that it does, and
-    more."""
+    """True for FSDP1 (flat parameters), kept for users who depend on it; `fsdp` does everything that FSDP1 does,
+    and more."""
 
     def mesh(self, options: FsdpOptions, world_size: int) -> Mesh:
         """Ulysses ranks are adjacent; the remaining axis is data parallel, however parameters are sharded."""

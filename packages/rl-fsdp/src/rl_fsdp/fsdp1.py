@@ -211,8 +211,8 @@ class Fsdp1Shards:
         torch.cuda.synchronize()
 
     def _reshard(self) -> None:
-        """Frees units that scoring left gathered: they have no gradients and would pass for the weights after the
-        step."""
+        """Frees units that scoring left gathered: their parameters have no gradients, and the next forward would still
+        use them in place of the stepped weights."""
         for handle in self._root._all_handles or []:
             if handle.uses_sharded_strategy and not handle.needs_unshard():
                 handle.reshard(free_unsharded_flat_param=True)

@@ -31,7 +31,7 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
         scorer: on rank 0 loaded, on the CPU; on the other ranks on device `meta`.
         options: how to shard.
         ranks: the ranks to shard over.
-        spec: the model's.
+        spec: the spec of the model.
     """
     require_same_structure(scorer)
     settings: dict[str, Any] = {
@@ -43,14 +43,14 @@ def shard(scorer: Scorer, options: FsdpOptions, ranks: RankMesh, spec: WorkerSpe
     for unit in (*decoder_layers(scorer), scorer):
         receive(unit, ranks, leave_out=done)
         done.update(unit.modules())
-        # Backward needs the scorer's own unit again at once, but it must not stay gathered after scoring without
-        # backward.
+        # The scorer's own unit is freed after forward although backward needs it at once: after scoring, which has no
+        # backward, it must not stay gathered.
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward or unit is scorer, **settings)
         assert isinstance(unit, FSDPModule)
         # Without forced sums FSDP asks gloo for a pre-multiplied sum (by 1), which gloo does not support.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: an expert that only one rank used
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: for experts that only one rank used
             unit.set_reduce_scatter_unused_params(True)
     return TensorShards(scorer, spec)
 
