@@ -32,6 +32,6 @@ def keep_plain_gloo() -> None:
 
 
 def expect_deprecated_calls() -> None:
-    """Ignores the warnings of DeepSpeed 0.19.8's collectives, which torch 2.13 has renamed and which now warn in every
-    call. This can go when DeepSpeed uses the new names."""
+    """Ignores torch 2.13's warnings about collectives that it has renamed, which DeepSpeed 0.19.8 calls by their old
+    names. This can go when DeepSpeed uses the new names."""
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -186,7 +186,7 @@ class EvenPartitions:
         return total[: self._numel(weight)].view(weight.ds_shape)  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear(self) -> None:
-        """The next backward overwrites the accumulated gradients."""
+        """Clears only the parameters' `.grad`: the next backward overwrites the accumulated gradients."""
         self._zero.zero_grad()
 
     def move(self, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from rl_deepspeed.zero_shards import ZeroShards
 
 choose_accelerator()
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of DeepSpeed's own code, and of packages it imports
+    warnings.simplefilter("ignore")  # warnings of DeepSpeed's own code, and of packages that it imports
     import deepspeed
     from deepspeed import zero
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -35,6 +35,10 @@ def start_engine(scorer: Scorer, spec: WorkerSpec, ranks: RankMesh) -> Shards:
 
     With stage 3, besides the parts only one unit (a decoder layer, or all parameters outside the layers) is whole at a
     time.
+
+    Raises:
+        ConfigError: the model is stored in float64, rank 0 loaded another structure than the configuration describes,
+            or layers share parameters.
     """
     where = SECTIONS[spec.role]
     if scorer.compute_dtype == torch.float64:

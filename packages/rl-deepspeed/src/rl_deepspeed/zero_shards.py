@@ -67,8 +67,8 @@ class ZeroShards:
         return self._num_backward > 0
 
     def step(self, settings: StepSettings) -> float:
-        """DeepSpeed divides gradients by its loss scale, takes the norm, clips, and skips the step if it is not
-        finite."""
+        """DeepSpeed divides gradients by its loss scale (here 1 / `gradient_scale`), takes the norm, clips, and skips
+        the step if the norm is not finite."""
         zero = self.optimizer
         settings.put_into(zero.optimizer.param_groups)
         zero.clip_grad = settings.max_grad_norm
@@ -134,8 +134,8 @@ class ZeroShards:
                 moments["step"].fill_(steps_done)
 
     def pieces(self) -> list[Piece]:
-        """Cuts each part, a run of elements, into rows of the last axis: the end of a row, whole rows, the start of a
-        row.
+        """Cuts each part, which is a contiguous range of elements, where rows of the last axis begin: into the end of a
+        row, whole rows, and the start of a row.
 
         If the model is whole on every rank, all copies get the same noise.
         """
