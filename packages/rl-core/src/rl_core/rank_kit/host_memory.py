@@ -14,8 +14,9 @@ _LEAST_BYTES = 1 << 22
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of new memory. From 4 MiB on, it is mapped separately, in huge pages if available, and unmapped
-    when the tensor is freed: with 4 KiB pages, page faults make receiving three times as expensive as copying."""
+    """uint8 [num_bytes] of new memory. From 4 MiB on, it is mapped separately and unmapped when the tensor is freed. It
+    then uses huge pages if available: with 4 KiB pages, page faults make receiving three times as expensive as
+    copying."""
     import torch
 
     if num_bytes < _LEAST_BYTES or _HUGE is None:

@@ -21,7 +21,7 @@ from rl_core.stored_files import FileRecord, changed, is_disk_full, missized, re
 
 STATE_LIST = "state.json"
 _OF_A_RANK = ".checksums"
-"""Suffix of the file, one for each of a rank's files, that keeps its size and checksum until all are listed."""
+"""Suffix of a file that keeps the size and checksum of one of a rank's files until all files are listed."""
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):

@@ -104,8 +104,8 @@ def _attention_per_sequence(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of sequences that share prefixes, where no kernel for that fits the window, head sizes or device. Only
-    attention is computed for every sequence separately; the other layers still compute a shared prefix once."""
+    """Attention of sequences that share prefixes, for windows and for tensors that no kernel of `shared_attention`
+    supports. Only attention is computed for every sequence separately; all else computes a shared prefix once."""
     query_THD, key_TKD, value_TKD = (t.index_select(0, shared.row_T) for t in (query_THD, key_TKD, value_TKD))
     output_THD = _attention(query_THD, key_TKD, value_TKD, shared.sequences, scaling, window)
     return gather_rows(output_THD, shared.token_C)
