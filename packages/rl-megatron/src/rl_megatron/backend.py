@@ -92,13 +92,14 @@ class MegatronBackend:
         }
 
     def proof_obstacle(self) -> str | None:
-        """Why a model cannot be checked here: Transformer Engine has no kernels for CPUs."""
+        """Why a model cannot be checked here, or None: Transformer Engine has no kernels for CPUs."""
         if find_spec("transformer_engine") is not None and not _has_accelerator():
             return "Transformer Engine is installed, but this machine has no GPU to run it on"
         return None
 
     def proof_worker(self, spec: WorkerSpec) -> Worker:
-        """See `ModelProving`. With Transformer Engine sequences are not packed, because it cannot pack float32."""
+        """See `ModelProving`. Transformer Engine cannot pack float32, so if it is installed, sequences are not
+        packed."""
         from rl_megatron.rank.worker import MegatronWorker
 
         is_packed = find_spec("transformer_engine") is None
@@ -107,7 +108,7 @@ class MegatronBackend:
 
 
 def _prove(backend: MegatronBackend, spec: WorkerSpec) -> None:
-    """Runs the check on rank 0, whose machine has the model."""
+    """The check that rank 0 runs, whose machine has the model. Raises ConfigError if it fails or cannot run."""
     if (reason := require_proof(backend, spec)) is not None:
         raise ConfigError(
             f"{SECTIONS[spec.role]}.model.path: it is not proved that Megatron computes this model correctly: {reason}"

@@ -34,10 +34,10 @@ def adapted_layers(lora: LoraConfig, section: str) -> list[str]:
 
     Args:
         lora: names the layers, or says `all-linear`.
-        section: of the configuration, for messages.
+        section: section of the configuration, for messages.
 
     Raises:
-        ConfigError: no layer has such a name, or no layer is left.
+        ConfigError: a name is not one of a layer that can have adapters, or no layer is left.
     """
     names = _names(lora.target_modules, list(_PARTS))
     excluded = _names(lora.exclude_modules or (), [])

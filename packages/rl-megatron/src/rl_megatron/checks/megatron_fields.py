@@ -1,4 +1,4 @@
-"""Names of Megatron's configuration fields, read from its source because importing it takes seconds."""
+"""Names of Megatron's configuration fields, read from its source code, because importing Megatron takes seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "OptimizerConfig": (("core/optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""File and class of each configuration, with the classes it inherits from or that a model may use in its place."""
+"""Configuration → (file, class) of its class, of classes from which that inherits, and of classes that a model may use
+in its place."""
 
 
 def require_fields(names: Iterable[str], class_name: ClassName, where: str) -> None:

@@ -90,11 +90,12 @@ Check = Callable[[Setup], "str | None"]
 
 
 def setup_of(spec: WorkerSpec, world_size: int, model: Any = None) -> Setup:
-    """The setup that `spec` describes. Raises ConfigError for an unknown field or layer, or a refused model.
+    """The setup that `spec` describes. Raises ConfigError for an unknown field or layer, a refused model, or
+    `gradient_checkpointing="selective"`.
 
     Args:
-        spec: one model's.
-        world_size: number of its ranks.
+        spec: the spec of one model.
+        world_size: number of the model's ranks.
         model: transformers' configuration; None: it is read if it is available.
     """
     section = SECTIONS[spec.role]
@@ -138,7 +139,7 @@ def refuse_setup(setup: Setup) -> None:
 
 
 def nearest_mesh(setup: Setup) -> str:
-    """A sentence that names the sizes nearest to the given ones with which `setup` passes all mesh checks."""
+    """A sentence that names the sizes nearest to those of `setup` that pass all mesh checks, or says that none do."""
     names = [name for name in SIZES if (setup.fields.get(name) or 1) > 1]
     best = min(
         (candidate for candidate in _meshes(setup, names) if _first(_MESH_CHECKS, candidate) is None),
@@ -154,7 +155,8 @@ def nearest_mesh(setup: Setup) -> str:
 
 
 def _meshes(setup: Setup, names: list[str]) -> Iterator[Setup]:
-    """Yields all sizes that divide the ranks, for the axes in use; virtual stages are kept or dropped."""
+    """Yields setups with all sizes that divide the ranks, for the axes in use. Virtual stages and layer counts are kept
+    or dropped."""
     divisors = [n for n in range(1, setup.world_size + 1) if setup.world_size % n == 0]
     virtual = "virtual_pipeline_model_parallel_size"
     choices = [(setup.size(name), 1) if name == virtual else divisors for name in names]
@@ -264,9 +266,9 @@ def _experts_are_there(setup: Setup) -> str | None:
 
 
 def _expert_gradients_are_summed(setup: Setup) -> str | None:
-    """megatron-core 0.16.1, tensor_parallel/layers.py:829: without expert ranks, experts' gradients are summed like
-    those of dense layers, so over the wrong group if the two are split differently (gradients off by their own
-    size)."""
+    """megatron-core 0.16.1, tensor_parallel/layers.py:829: with `expert_model_parallel_size=1`, experts' gradients are
+    summed over the same ranks as those of dense layers. These are the wrong ranks if experts and dense layers are split
+    differently (the error is as large as the gradient)."""
     expert_tensor, tensor = setup.size("expert_tensor_parallel_size"), setup.size("tensor_model_parallel_size")
     has_experts = setup.shape is None or setup.shape.is_moe
     if has_experts and setup.size("expert_model_parallel_size") == 1 and expert_tensor != tensor:
@@ -279,8 +281,8 @@ def _expert_gradients_are_summed(setup: Setup) -> str | None:
 
 
 def _two_stages_have_no_counts_with_chunks(setup: Setup) -> str | None:
-    """transformer_config.py:1406: with two stages none are left between first and last, and Megatron divides by their
-    number."""
+    """megatron-core 0.16.1, `get_transformer_layer_offset`: with virtual stages, Megatron divides by the number of
+    stages that have no count, which is 0 if both of two stages have one."""
     has_both = all(setup.fields.get(name) is not None for name in _END_COUNTS)
     if has_both and setup.size("pipeline_model_parallel_size") == 2 and _is_interleaved(setup):
         return (
@@ -527,7 +529,8 @@ def _adapters_of_experts(setup: Setup) -> str | None:
 
 
 def _weights_of_experts(setup: Setup) -> str | None:
-    """The model determines whether Qwen3-MoE's routers normalise before or after they choose experts."""
+    """The model's `norm_topk_prob` determines whether Qwen3-MoE's routers normalise before or after they choose
+    experts."""
     if setup.model is None or setup.model.model_type != "qwen3_moe":
         return None
     name, right = "moe_router_pre_softmax", not setup.model.norm_topk_prob
