@@ -62,8 +62,8 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, boundaries: np.ndarray, rank: int, size: int, device: torch.device) -> AttentionPlan:
-        """Plans concatenated segments of which each of `size` context ranks has two chunks; keys are ordered by
-        rank."""
+        """Plans attention over concatenated segments. If there are several context ranks (`size`), each has two chunks
+        of every segment, and keys are ordered by rank."""
         pieces = _pieces(boundaries, rank, size)
         place_T = None
         if size > 1:

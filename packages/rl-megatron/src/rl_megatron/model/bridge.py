@@ -1,8 +1,8 @@
-"""The only import of Megatron-Bridge, which converts Hugging Face models to Megatron's and back.
+"""Imports Megatron-Bridge, which converts Hugging Face models to Megatron's and back.
 
-Bridge 0.3.1 imports Transformer Engine (two of its LoRA modules) and triton (a Mamba layer) whether or not they are
-used. If they are not installed, stand-ins exist only while Bridge is imported; flags that Megatron and Bridge set
-because of them are reset afterwards.
+Bridge 0.3.1 imports Transformer Engine (in two of its LoRA modules) and triton (in a Mamba layer) whether or not they
+are used. If they are not installed, stand-ins exist while Bridge is imported; flags that Megatron and Bridge set
+because of the stand-ins are reset afterwards.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ stand-ins."""
 def _import_bridge() -> Any:
     require_bridge()
     with warnings.catch_warnings():
-        # At import the libraries only warn that others are not installed, which this package reports itself or does not
-        # need.
+        # At import, the libraries warn only of other libraries that are not installed. This package reports those
+        # itself, or does not need them.
         warnings.simplefilter("ignore")
         for name in _IMPORTED_FIRST:
             importlib.import_module(name)

@@ -102,8 +102,8 @@ def _fill(bridge: Any, spec: WorkerSpec, models: list[Any]) -> list[Any]:
 
 
 def _exclude_padding_token(chunks: list[Any], pad_token_id: int | None) -> None:
-    """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`): it is zero, and the norm
-    after it would multiply its gradient by a thousand."""
+    """Keeps the padding token's input embedding untrained, as in transformers (`padding_idx`). The embedding is zero,
+    so the norm after it would multiply its gradient by a thousand."""
     for model in unwrap_model(chunks):
         if pad_token_id is not None and model.pre_process:
             embedding = model.embedding.word_embeddings
@@ -186,7 +186,7 @@ def _pipeline_fields(place: Place) -> dict[str, Any]:
 
 
 def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool) -> None:
-    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that it lacks."""
+    """Reads this rank's shards from the checkpoint. Raises ConfigError for a weight that the checkpoint lacks."""
     converter, source = bridge._model_bridge, bridge.hf_pretrained
     tasks = converter.build_conversion_tasks(source, chunks)
     for task in tasks:
@@ -206,7 +206,8 @@ def load_weights(bridge: Any, chunks: list[Any], where: str, *, is_critic: bool)
 
 
 def _require_all_loaded(chunks: list[Any], tasks: list[Any], model: str) -> None:
-    """Bridge skips a parameter whose weight the checkpoint lacks, which would leave it as it was initialised."""
+    """Raises ConfigError for a parameter whose weight the checkpoint lacks: Bridge skips such a parameter, which would
+    leave it as it was initialised."""
     loaded = {id(task.param_weight) for task in tasks if task is not None}
     of_head = {id(p) for chunk in chunks for m in chunk.modules() if isinstance(m, ValueHead) for p in m.parameters()}
     for chunk in unwrap_model(chunks):
@@ -224,7 +225,8 @@ def is_vocabulary(name: str) -> bool:
 
 
 def padded_vocabulary(chunks: list[Any]) -> int:
-    """Rows of such a weight: the vocabulary size, rounded up to a multiple of the tensor ranks."""
+    """Number of rows of a weight for which `is_vocabulary` is true: the vocabulary size, rounded up to a multiple of
+    the number of tensor ranks."""
     config = chunks[0].config
     size = config.tensor_model_parallel_size
     return -(-config.vocab_size // size) * size

@@ -49,8 +49,8 @@ class WeightExport:
             yield name, tensor[: config.vocab_size] if name.endswith(_VOCABULARY) else tensor
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields only the adapters, under peft's names, whole, one at a time on every rank. All ranks must drain it
-        together.
+        """Yields only the adapters, under peft's names, whole, one at a time on every rank. All ranks must drain
+        the iterator together.
 
         The adapter of a fused matrix becomes one adapter per part, all with the same A.
         """

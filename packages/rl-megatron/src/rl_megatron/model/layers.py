@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: Transformer Engine's if it is installed, else Megatron's and three of our own."""
+"""Which modules a layer is made of: Transformer Engine's if it is installed, else Megatron's and some of our own."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ _INIT_METHODS = {"kaiming": "kaiming", "gaussian": "normal"}
 
 
 def add_adapters(models: list[Any], lora: LoraConfig, lora_type: str, section: str) -> list[Any]:
-    """Freezes the models and puts adapters into their layers; B starts at zero, so outputs do not change yet."""
+    """Freezes the models and puts adapters into their layers; B starts at zero, so outputs do not change yet. Raises
+    ConfigError if no layer gets an adapter, or if `bridge_layers` refuses the names."""
     make = CanonicalLoRA if lora_type == "canonical_lora" else LoRA
     adapters = make(
         target_modules=bridge_layers(lora, lora_type, section),

@@ -21,8 +21,8 @@ class ValueHead(torch.nn.Module):
     """Replaces Megatron's output layer: returns the hidden states unchanged, and holds the weights that turn them into
     values.
 
-    It starts at zero, so the first advantages are the plain returns; nothing about it is random. Every tensor rank
-    holds the whole head and all tokens, so its gradient is the same on each.
+    The head starts at zero, so the first advantages are the plain returns, and initialisation is not random. Every
+    tensor rank holds the whole head and all tokens, so the head's gradient is the same on each.
     """
 
     def __init__(self, model: Any):
@@ -38,7 +38,7 @@ class ValueHead(torch.nn.Module):
     ) -> tuple[Tensor, None]:
         """Returns the hidden states of all tokens, and None for the bias."""
         if self.is_sequence_parallel:
-            # Every tensor rank computes the same loss from them, so gradients are split, not summed.
+            # Every tensor rank computes the same loss from all tokens, so gradients are split, not summed.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden, None
 
@@ -51,7 +51,8 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueScorer:
-    """Values of the states in which tokens are chosen: like a log-prob, predicted from the tokens before."""
+    """For each token, the value of the state before it, predicted from the tokens before it like the token's
+    log-prob."""
 
     score_names = ("values",)
 
@@ -59,7 +60,7 @@ class ValueScorer:
         self.head: torch.nn.Linear = model.output_layer.value_head
 
     def __call__(self, hidden_SH: Tensor, targets_S: Tensor, *, temperature: float) -> tuple[Tensor]:
-        """Values [S], float32; they depend neither on the token nor on the temperature."""
+        """Values [S], float32; they depend neither on the targets nor on the temperature."""
         return (self.head(hidden_SH.to(self.head.weight.dtype)).squeeze(-1).float(),)
 
 

@@ -1,8 +1,8 @@
 """Runs Megatron-Core 0.16.1 on a machine without GPUs: its CUDA calls go to the CPU, its collectives to gloo.
 
 Megatron names CUDA in many places (devices of new tensors, streams, random states, tensor types). Here the functions of
-`torch.cuda` that it calls are replaced, and a mode rewrites devices in every tensor call of this thread. Three more
-functions replace what gloo lacks. The parallel computation itself is Megatron's own.
+`torch.cuda` that Megatron calls are replaced, and a mode rewrites devices in every tensor call of this thread. Three
+more functions replace what gloo lacks. The parallel computation itself is Megatron's own.
 
 This changes torch for the whole process, so it is done only in a rank's own process (`needs_own_process`).
 """
