@@ -1,8 +1,8 @@
 """Load-balancing losses of a mixture of experts: their weight relative to the policy loss, and their metrics.
 
 They are statistics of a micro-batch, so they depend on how a mini-batch is cut. Megatron multiplies each micro-batch's
-loss by its number of tokens, to divide by all tokens later. Here nothing is divided later, so the gradient is scaled to
-that of Σ over micro-batches of tokens · loss / all tokens of the mini-batch.
+loss by its number of tokens, to divide by all tokens later. Here nothing is divided later, so `weighted` divides at
+once: the gradient is that of Σ (tokens · loss) over the micro-batches, divided by all tokens of the mini-batch.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def write_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | N
     """Writes weights, optimizer and the number of optimizer steps done. All ranks have finished when it returns.
 
     Raises:
-        CheckpointError: a rank could not write its files; raised on all ranks.
+        CheckpointError: the storage of any rank failed; raised on all ranks.
+        RuntimeError: writing failed for another reason, for example because a rank was lost.
     """
     _save(directory, chunks, optimizer, _PlainFiles())
     dist.barrier()
@@ -138,7 +139,7 @@ def _write_list(directory: Path, steps_done: int) -> None:
     if dist.get_rank() == 0:
         for path in directory.iterdir():
             if not path.stat().st_size:
-                path.unlink()  # torch leaves one for a rank that had nothing to write
+                path.unlink()  # torch leaves an empty file for a rank that had nothing to write
         names = {path.name for path in directory.iterdir()} - {STATE_LIST}
         write_state_list(directory, names, steps_done=steps_done)
 
@@ -167,16 +168,17 @@ def read_state(directory: Path, chunks: Sequence[Any], optimizer: Optimizer | No
 
 
 def _take(model: Any, state: Mapping[str, Any]) -> None:
-    """A state names layers with adapters like layers without, but `load_state_dict` expects their own names."""
+    """Loads a chunk's parameters. A state names layers with adapters like layers without, but `load_state_dict` expects
+    the names of the model with adapters."""
     own = {name.replace(".to_wrap.", "."): name for name, _ in model.named_parameters()}
     has_adapters = any(name != known for known, name in own.items())
     model.load_state_dict({own.get(name, name): value for name, value in state.items()}, strict=not has_adapters)
 
 
 def _take_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Moments and main parameters. Experts have a separate optimizer only if expert ranks split them, so the writer and
-    the reader of a state may have different numbers of optimizers; everything that is not per parameter comes from this
-    run."""
+    """Loads moments and main parameters. Experts have a separate optimizer only if expert ranks split them, so the
+    writer and the reader of a state may have different numbers of optimizers; everything that is not per parameter
+    comes from this run."""
     optimizers = optimizer.megatron.chained_optimizers
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     for one, part in zip(optimizers, parts, strict=True):

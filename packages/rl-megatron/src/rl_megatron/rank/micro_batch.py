@@ -24,9 +24,9 @@ class MicroBatch:
     """B rows (one, when packed) of S positions: this context rank's part, on all its tensor and pipeline ranks."""
 
     batch: Batch | None
-    """Its sequences; None if it is empty and only computed because other ranks wait for this one."""
+    """The micro-batch's sequences; None if it is empty and computed only because other ranks wait for this rank."""
     sequences: tuple[int, ...]
-    """Their indices in the rank's batch."""
+    """Indices of these sequences in the rank's batch."""
     tokens_BS: Tensor
     positions_BS: Tensor
     segments: Segments | None
@@ -119,8 +119,8 @@ def _tokens(part: Batch | None, index_BS: Tensor) -> Tensor:
 def to_stream(values_S: Tensor, index_S: Tensor, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
     """Returns [num_tokens]: the values of all context ranks at their indices, 0 elsewhere.
 
-    Every rank of the group continues with the whole tensor and computes the same loss; backward passes only the
-    gradient of its own values, as if the loss had been computed once.
+    Every rank of the group continues with the whole tensor and computes the same loss; on each rank, backward passes
+    only the gradient of the rank's own values, as if the loss had been computed once.
     """
     values_T = values_S.new_zeros(num_tokens).index_put((index_S,), values_S)
     return values_T if group.size() == 1 else _SumOverRanks.apply(values_T, group)  # pyright: ignore[reportReturnType]

@@ -84,8 +84,8 @@ class Optimizer:
         return [chained.optimizer for chained in self.megatron.chained_optimizers if chained.optimizer is not None]
 
     def _make_states(self) -> None:
-        """Creates the moments now instead of in the first step, so that a state saved or loaded before it has them
-        too."""
+        """Creates the moments now instead of in the first step, so that a state that is saved or loaded before the
+        first step has them too."""
         for chained in self.megatron.chained_optimizers:
             if chained.optimizer is not None:
                 chained.init_state_fn(chained.optimizer, chained.config)
@@ -104,7 +104,7 @@ class Optimizer:
 
     def step(self, settings: StepSettings) -> float:
         """Sums gradients, scales and clips them and steps; returns their norm before clipping. If the norm is not
-        finite, nothing changes."""
+        finite, only clears the gradients."""
         finalize_model_grads(self.chunks, None)
         if settings.gradient_scale != 1.0:
             for buffer in self.buffers:

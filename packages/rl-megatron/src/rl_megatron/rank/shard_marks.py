@@ -1,4 +1,5 @@
-"""Which parameters are shards of a tensor-parallel group. Others count once in the gradient norm, not once per rank."""
+"""Which parameters are shards of a tensor-parallel group. The gradient norm counts all other parameters only once, not
+once per rank."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from torch import nn
 def mark_shards(chunks: Sequence[Any], expert_tensor_size: int) -> None:
     """Corrects the attribute by which Megatron decides which ranks' gradients enter the norm.
 
-    Transformer Engine sets it from what Megatron passes, which is incomplete. A linear layer that every tensor rank
-    holds whole (the down-projections of latent attention) is marked as a shard, so its gradient counts once per rank.
-    An expert that is on only one tensor rank may be marked as a copy, so its gradient counts only on the first rank;
-    Megatron-LM's pull request 5916 describes this case.
+    Transformer Engine sets this attribute from what Megatron passes, which is incomplete. A linear layer that every
+    tensor rank holds whole (the down-projections of latent attention) is marked as a shard, so its gradient counts once
+    per rank. An expert that is on only one tensor rank may be marked as a copy, so its gradient counts only on the
+    first rank; Megatron-LM's pull request 5916 describes this case.
 
     Args:
         chunks: the model's parts on this rank, before they are wrapped for training.

@@ -54,7 +54,7 @@ def join(info: RankInfo, mesh: Mesh, seed: int) -> Place:
     Args:
         info: where the ranks meet.
         mesh: how the ranks are arranged.
-        seed: random seed (used only if a pass-through section asks for dropout).
+        seed: random seed, for initial values that come from no checkpoint (adapters); dropout is refused.
     """
     device = own_device(info)
     prepare_process()

@@ -71,15 +71,16 @@ class MegatronWorker:
     """`Worker`, `Offloadable`, `BackgroundSaver`, `Perturbable`, `RouteReader` and `Inspectable` of
     `rl_core.interfaces`.
 
-    A process can have only one trained Megatron model, because Megatron keeps one mesh per process.
+    A process can have only one Megatron model, because Megatron keeps one mesh per process.
     """
 
     def __init__(self, spec: WorkerSpec, rank: RankInfo, *, prove: Callable[[], None] | None = None):
         """
         Args:
-            spec: the model's.
-            rank: this one.
-            prove: raises ConfigError if Megatron computes the model differently from transformers; run by rank 0.
+            spec: the spec of the model.
+            rank: this rank.
+            prove: raises ConfigError unless Megatron is proved to compute the model as transformers does; run by rank
+                0. None: no proof is needed.
         """
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
@@ -112,8 +113,8 @@ class MegatronWorker:
     def forward(
         self, batch: Batch, plan: Plan, *, temperature: float, returns: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of the stream, or a critic's values, without gradient; only those that `returns`
-        names."""
+        """Log-probs and entropies of all tokens, or a critic's values, without gradient; only the scores in `returns`
+        if it is not None. Includes the routes of the pass if it records them."""
         wanted = self._score_names if returns is None else returns
         require_scores(wanted, self._score_names, self.spec.role)
 
@@ -214,7 +215,7 @@ class MegatronWorker:
         start_writing(self._background, directory, self.chunks, self.optimizer, steps_done=self.steps_done)
 
     def has_saved(self) -> bool:
-        """See `BackgroundSaver`. Raises CheckpointError."""
+        """See `BackgroundSaver`; raises what `BackgroundWriter.is_done` raises."""
         return self._background is None or self._background.is_done()
 
     def load_state(self, directory: Path) -> None:
@@ -231,7 +232,7 @@ class MegatronWorker:
         own.
         """
         path, is_first = require_model_path(self.spec), self.place.rank == 0
-        # All that ranks gather together comes before what only the first one writes, and may fail to write.
+        # All ranks gather the head and the adapters before rank 0 writes, which may fail on rank 0 alone.
         head = dict(head_tensors(self.chunks)) if self.spec.role == "critic" else {}
         adapters = dict(self.export.adapters()) if self.spec.model.lora.rank > 0 else {}
         with writing_model(directory):
@@ -295,8 +296,8 @@ class MegatronWorker:
         return [] if self.optimizer is None else [buffer.grad_data for buffer in self.optimizer.buffers]
 
     def _exported(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
-        # Engines load the expert bias from the checkpoint; training changes it only if a pass-through section asks for
-        # that.
+        # Engines load the expert bias from the checkpoint; training changes it only if `transformer_config_kwargs` asks
+        # for that.
         updates_bias = self.chunks[0].config.moe_router_bias_update_rate > 0
         yield from export.weights(with_buffers=updates_bias)
         if self.spec.role == "critic":

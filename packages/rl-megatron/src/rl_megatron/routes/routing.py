@@ -65,8 +65,8 @@ class Routing:
 
     @contextmanager
     def scoring(self, batch: Batch) -> Iterator[None]:
-        """Around a scoring pass. If training follows the routes of this pass, it records them for a batch without
-        routes."""
+        """Around a scoring pass. If training follows the routes of scoring passes, and the batch has no routes, this
+        pass records its own."""
         records = self._records_scoring and "routed_experts" not in batch
         if not records:
             self.require(batch)
